@@ -1,0 +1,1 @@
+"""What operator and trainer must agree on. Standard library only; installed in both images."""

@@ -1,0 +1,38 @@
+"""Published names, exit codes and the layout of a run directory: what operator and trainer agree on."""
+
+from enum import IntEnum
+
+API_GROUP = "evergrad.dev"
+API_VERSION = f"{API_GROUP}/v1alpha1"
+KIND = "TrainingRun"
+LABEL_PREFIX = f"{API_GROUP}/"
+
+
+class ExitCode(IntEnum):
+    """How a trainer process ends. An operator retries by these and by nothing else."""
+
+    DONE = 0
+    USER_ERROR = 64
+    """Wrong configuration or data: a retry cannot cure it."""
+    INTERNAL = 70
+    STOPPED_SAVED = 75
+    """Stopped on request, state saved."""
+    STOPPED_UNSAVED = 76
+    """Stopped on request, state not saved."""
+
+
+class RunFile:
+    """Names inside a run directory (the volume on a cluster, ``runs/<name>`` locally)."""
+
+    RESOLVED = "run.json"
+    PROVENANCE = "provenance.json"
+    METRICS = "metrics.jsonl"
+    EVENTS = "events.jsonl"
+    EVALUATION = "evaluation.jsonl"
+    CHECKPOINTS = "checkpoints"
+    LOGS = "logs"
+    REPORT_HTML = "report.html"
+    REPORT_MARKDOWN = "report.md"
+    COMPLETE = "complete.json"
+    STOP = "stop"
+    """A user creates this file to stop the run at the next step boundary; the run removes it."""

@@ -1,0 +1,1 @@
+"""The operator's package. Reads TrainingRuns; never imports the trainer."""

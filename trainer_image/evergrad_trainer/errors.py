@@ -1,0 +1,95 @@
+"""The trainer's errors, one tree. Each carries the exit code its process ends with.
+
+EvergradError                 internal, exit 70
+├── InputError                what a retry cannot cure, exit 64
+│   ├── ConfigurationError    the manifest
+│   ├── DataError             a source, a tokenizer or prepared data
+│   ├── ModelError            a model directory or configuration
+│   ├── RunDirectoryError     the run directory belongs to something else, or cannot be written
+│   ├── CheckpointError       checkpoints exist and none can be used
+│   ├── FencedError           a newer process has claimed this run directory
+│   └── NonFiniteError        a loss or a gradient is not a number
+└── SaveError                 checkpoints could not be written, several times in a row
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evergrad_coordinator.contract import ExitCode
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with what the user gave us.
+
+    ``path`` says where (a field's path or a file's, with its line), ``what`` and ``why`` say what is wrong,
+    ``remedy`` what to do. Rendered as ``path: what; why. Remedy.``
+    """
+
+    path: str
+    what: str
+    why: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        sentence = f"{self.path}: {self.what}" if self.path else self.what
+        if self.why:
+            sentence += f"; {self.why}"
+        sentence = sentence.rstrip(".") + "."
+        if self.remedy:
+            sentence += f" {self.remedy.rstrip('.')}."
+        return sentence
+
+
+class EvergradError(Exception):
+    """Something went wrong that is not the user's input."""
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+
+
+class InputError(EvergradError):
+    """The user's input cannot be used. Carries every problem found, not only the first."""
+
+    exit_code = ExitCode.USER_ERROR
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems: tuple[Problem, ...] = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+class ConfigurationError(InputError):
+    """The manifest is wrong."""
+
+
+class DataError(InputError):
+    """A data source, a tokenizer or prepared data cannot be used."""
+
+
+class ModelError(InputError):
+    """A model configuration or directory cannot be used."""
+
+
+class RunDirectoryError(InputError):
+    """The run directory belongs to another run, or cannot be written."""
+
+
+class CheckpointError(InputError):
+    """Checkpoints exist and none of them can be used."""
+
+
+class FencedError(InputError):
+    """A newer process has claimed this run directory; this one must not write any more."""
+
+
+class NonFiniteError(InputError):
+    """A loss or a gradient norm is not finite; nothing was updated."""
+
+
+class SaveError(EvergradError):
+    """Checkpoints could not be written, several times in a row."""
+
+
+def raise_if(problems: Sequence[Problem], error: type[InputError]) -> None:
+    """Raise ``error`` with all ``problems``, or return if there are none."""
+    if problems:
+        raise error(*problems)

@@ -1,0 +1,112 @@
+"""What the loop tells its observers: plain frozen records, the rows of the run directory's JSONL files."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One finished optimizer step. A step trained again after a kill appears again; its last row counts.
+
+    ``loss`` is in nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are this step's, over
+    all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and ``other_seconds`` is what
+    no phase claims. ``time`` is Unix time in seconds at the end of the step.
+    """
+
+    step: int
+    generation: int
+    world_size: int
+    loss: float
+    tokens: int
+    valid_tokens: int
+    sample_hash: str
+    learning_rate: float
+    grad_norm: float
+    step_seconds: float
+    data_seconds: float
+    forward_backward_seconds: float
+    communication_seconds: float
+    optimizer_seconds: float
+    other_seconds: float
+    rank_skew_seconds: float
+    time: float
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation of one named set. ``loss`` is in nats per valid token."""
+
+    step: int
+    generation: int
+    name: str
+    loss: float
+    perplexity: float
+    tokens: int
+    seconds: float
+    time: float
+
+
+@dataclass(frozen=True)
+class Event:
+    """A transition of the run, one line of ``events.jsonl``.
+
+    ``type`` is one of the EventType names; ``fields`` hold its details (JSON values only).
+    """
+
+    type: str
+    time: float
+    step: int
+    generation: int
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+class EventType:
+    """Names of events. One process writes ``start`` first and, unless it is killed, ``end`` last."""
+
+    START = "start"
+    """fields: run, process_start_time (Unix s), resumed_from (step or null), total_steps, world_size, pid."""
+    PHASES = "phases"
+    """After the first step. fields: seconds per start-up phase {imports, data, group, model, checkpoint, first_step}."""
+    SAVE = "save"
+    """A checkpoint is published. fields: checkpoint, seconds, blocking_seconds, bytes, kept, best."""
+    SAVE_FAILED = "save_failed"
+    """fields: reason, failures (in a row), blocking_seconds."""
+    FALLBACK = "fallback"
+    """A checkpoint did not validate. fields: checkpoint, reason, quarantined_as."""
+    RESTORED = "restored"
+    """fields: checkpoint, seconds."""
+    EXTENDED = "extended"
+    """The horizon grew. fields: from_steps, to_steps."""
+    WARNING = "warning"
+    """fields: message."""
+    STOP = "stop"
+    """The run leaves at this boundary. fields: reason (StopReason), saved."""
+    COMPLETE = "complete"
+    """fields: total_steps."""
+    FAILED = "failed"
+    """fields: error (class name), message, exit_code."""
+    END = "end"
+    """fields: exit_code."""
+
+
+StopReason = Literal["complete", "signal", "stop_file", "stop_after_steps", "after_step"]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """Facts that hold for one process of a run, known before its first step."""
+
+    name: str
+    generation: int
+    world_size: int
+    total_steps: int
+    start_step: int
+    """Finished steps when this process began; 0 for a fresh run."""
+    tokens_per_step: int
+    samples_per_step: int
+    parameters: int
+    precision: str
+    parallelism: str
+    model: str
+    run_directory: str
+    metrics_address: str | None = None
