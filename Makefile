@@ -1,0 +1,83 @@
+# Every target does its own set-up; `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+LOCKS := $(addprefix requirements/,trainer.txt torch.txt torch-cpu.txt dev.txt)
+PYDOC := examples/pydoc
+
+# The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
+export PYTHONSAFEPATH := 1
+# A folder of wheels; a CPU build of torch in it that fits this Python is taken instead of the index's build.
+export TORCH_WHEELS
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help install run test verify lint format generate generated bench lock clean distclean
+
+stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
+
+help: ## list the targets
+	@printf 'make TARGET, where TARGET is one of\n\n'
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
+	@printf '           PYTEST (arguments for make test), RUN (arguments for make run), UPGRADE=1 (make lock: newer releases too)\n'
+
+install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
+
+$(INSTALLED): $(LOCKS) requirements/locks.py coordinator/pyproject.toml operator/pyproject.toml trainer_image/pyproject.toml
+	$(call stage,install)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo 'error: $(PYTHON) is not Python 3.11 or newer. Name one with PYTHON=, e.g. make PYTHON=python3.12 install.' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) \
+		|| { echo 'error: $(PYTHON) cannot make a virtual environment. On Debian and Ubuntu install python3-venv.' >&2; exit 1; }
+	@$(BIN)/python requirements/locks.py install
+	@touch $@
+
+$(PYDOC)/documents.jsonl: | $(INSTALLED)
+	@$(BIN)/python $(PYDOC)/make_documents.py $@
+
+run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example: a small language model of Python's documentation, into runs/pydoc-lm
+	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml $(RUN)
+
+test: $(INSTALLED) ## all tests
+	$(call stage,tests)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+lint: $(INSTALLED) ## ruff, mypy and the import directions
+	$(call stage,ruff)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(call stage,mypy)
+	$(BIN)/mypy
+	$(call stage,import directions)
+	$(BIN)/lint-imports --no-logo
+
+format: $(INSTALLED) ## rewrite the sources as lint wants them
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+generate: $(INSTALLED) ## write the generated files anew
+	$(BIN)/python -m evergrad_trainer.config.generate
+
+generated: $(INSTALLED) ## check that the generated files are up to date
+	$(call stage,generated files)
+	$(BIN)/python -m evergrad_trainer.config.generate --check
+
+verify: generated lint test ## all that CI checks: generated files, lint, tests
+	$(call stage,verified)
+
+bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/
+	$(BIN)/python benchmarks/run.py $(BENCH)
+
+lock: $(INSTALLED) ## write requirements/*.txt anew from the .in files (TORCH_WHEELS adds its CPU builds' hashes)
+	$(BIN)/python requirements/locks.py update $(if $(UPGRADE),--upgrade)
+
+clean: ## remove caches and build products; runs/ stays
+	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -type d \( -name __pycache__ -o -name build -o -name dist -o -name '*.egg-info' \) -print0 | xargs -0 rm -rf
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
+	rm -rf $(VENV) $(PYDOC)/documents.jsonl

@@ -1,0 +1,191 @@
+"""Install from the lock files, or write them anew. Standard library only: it runs before anything is installed.
+
+trainer.txt   everything the trainer needs except torch
+torch.txt     the index's build of torch and, on Linux, the CUDA packages that build needs
+torch-cpu.txt a CPU build of torch, which the index does not carry for Linux: a folder of wheels has to be given
+dev.txt       what tests, checks and benchmarks need beyond those
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+PACKAGES = ("coordinator", "operator", "trainer_image")
+ROOTS = ("trainer.in", "dev.in")
+HEADER = "# Written by `make lock`. Do not edit; change {source} instead.\n# {duty}\n"
+# torch's CPU build has none of these requirements; what only they need leaves with them.
+CUDA_NAMES = ("nvidia-", "cuda-", "triton")
+
+
+@dataclass(frozen=True)
+class Pin:
+    """One pinned release: its text in the lock, and who needs it (package names, or the .in file that names it)."""
+
+    name: str
+    version: str
+    text: str
+    parents: frozenset[str]
+
+
+def parse_lock(text: str) -> list[Pin]:
+    """Every pin of a lock file written by uv. A name stands twice where its version depends on a marker."""
+    pins = []
+    for block in re.split(r"\n(?=[A-Za-z0-9])", "\n" + text):
+        match = re.match(r"\n?([A-Za-z0-9._-]+)==([^\s;\\]+)", block)
+        if match is None:
+            continue
+        body = "\n".join(line for line in block.strip("\n").splitlines() if not line.startswith("#"))
+        parents = re.findall(r"^ +# +(?:via)? *(?:-r )?([A-Za-z0-9._-]+)$", body, re.MULTILINE)
+        pins.append(Pin(match[1], match[2], body + "\n", frozenset(parents) - {"via"}))
+    return pins
+
+
+def hashes(text: str) -> set[str]:
+    """The sha256 sums a lock file, or a part of one, allows."""
+    return set(re.findall(r"--hash=sha256:([0-9a-f]{64})", text))
+
+
+def reachable(pins: Iterable[Pin], root: str, *, with_cuda: bool) -> set[str]:
+    """Names of the packages that ``root`` (a .in file) needs, with or without what torch's CUDA build adds."""
+    children: dict[str, set[str]] = {}
+    for pin in pins:
+        for parent in pin.parents:
+            if with_cuda or not (parent == "torch" and pin.name.startswith(CUDA_NAMES)):
+                children.setdefault(parent, set()).add(pin.name)
+    found: set[str] = set()
+    waiting = [root]
+    while waiting:
+        new = children.get(waiting.pop(), set()) - found
+        found |= new
+        waiting += new
+    return found
+
+
+def split_lock(pins: Sequence[Pin]) -> dict[str, str]:
+    """File name → text of the pins that belong there, for the three files that come from one resolution."""
+    trainer = reachable(pins, "trainer.in", with_cuda=False) - {"torch"}
+    torch = reachable(pins, "trainer.in", with_cuda=True) - trainer
+    parts = {
+        "trainer.txt": [pin for pin in pins if pin.name in trainer],
+        "torch.txt": [pin for pin in pins if pin.name in torch],
+        "dev.txt": [pin for pin in pins if pin.name not in trainer | torch],
+    }
+    return {name: "".join(pin.text for pin in part) for name, part in parts.items()}
+
+
+def find_cpu_wheels(folder: Path | None, version: str) -> list[Path]:
+    """The CPU builds of this torch version in ``folder``."""
+    return sorted(folder.glob(f"torch-{version}+cpu-*.whl")) if folder else []
+
+
+def fits_this_python(wheel: Path) -> bool:
+    """Whether the tags in a torch wheel's name are this interpreter's and this machine's."""
+    *_, python, _abi, platforms = wheel.stem.split("-")
+    ours = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return python == ours and platforms.endswith(platform.machine()) and sys.platform.startswith("linux") == ("linux" in platforms)
+
+
+def choose_torch(wheels: Path | None, *, locked_version: str, installed_version: str | None) -> list[str]:
+    """pip's arguments for torch: the CPU build where it is offered or already installed, else the index's build."""
+    if wheels and any(fits_this_python(wheel) for wheel in find_cpu_wheels(wheels, locked_version)):
+        return ["--find-links", str(wheels), "-r", str(FOLDER / "torch-cpu.txt")]
+    if wheels:
+        print(f"{wheels}: holds no CPU build of torch {locked_version} for this Python; taking the index's build.", flush=True)
+    if installed_version == f"{locked_version}+cpu":
+        return ["-r", str(FOLDER / "torch-cpu.txt")]
+    return ["-r", str(FOLDER / "torch.txt")]
+
+
+def locked_torch_version() -> str:
+    return next(pin.version for pin in parse_lock((FOLDER / "torch.txt").read_text()) if pin.name == "torch")
+
+
+def installed_torch_version() -> str | None:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def run(command: Sequence[str]) -> None:
+    """Run a command, shown first. Raises CalledProcessError."""
+    print("+", shlex.join(command), flush=True)
+    subprocess.run(command, check=True)
+
+
+def install(wheels: Path | None) -> None:
+    """Install the locked packages into this Python's environment, then our three packages, editable."""
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
+    torch = choose_torch(wheels, locked_version=locked_torch_version(), installed_version=installed_torch_version())
+    locks = ["-r", str(FOLDER / "trainer.txt"), "-r", str(FOLDER / "dev.txt")]
+    run([*pip, "--require-hashes", *torch, *locks])
+    editable = [part for name in PACKAGES for part in ("--editable", str(FOLDER.parent / name))]
+    run([*pip, "--no-deps", "--no-build-isolation", *editable])
+
+
+def update(wheels: Path | None, *, upgrade: bool) -> None:
+    """Resolve again for every supported Python and platform, keeping present pins unless ``upgrade``."""
+    with tempfile.TemporaryDirectory() as scratch:
+        output = Path(scratch) / "all.txt"
+        output.write_text("".join((FOLDER / name).read_text() for name in ("trainer.txt", "torch.txt", "dev.txt") if (FOLDER / name).exists()))
+        uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
+        uv += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--output-file", str(output)]
+        print("+", shlex.join([*uv, *ROOTS]), flush=True)
+        subprocess.run([*uv, *(["--upgrade"] if upgrade else []), *ROOTS], check=True, cwd=FOLDER)
+        pins = parse_lock(output.read_text())
+    duties = {
+        "trainer.txt": ("trainer.in", "What the trainer needs except torch: torch.txt or torch-cpu.txt has that."),
+        "torch.txt": ("trainer.in", "The index's build of torch and, on Linux, the CUDA packages that build needs."),
+        "dev.txt": ("dev.in", "What tests, checks and benchmarks need beyond the trainer."),
+    }
+    for name, text in split_lock(pins).items():
+        source, duty = duties[name]
+        (FOLDER / name).write_text(HEADER.format(source=source, duty=duty) + text)
+    update_cpu_lock(wheels, version=locked_torch_version())
+
+
+def update_cpu_lock(wheels: Path | None, *, version: str) -> None:
+    """Pin the CPU builds in ``wheels``; those already pinned for this version stay. Raises SystemExit if there are none."""
+    path = FOLDER / "torch-cpu.txt"
+    old = path.read_text() if path.exists() else ""
+    known = hashes(old) if f"torch=={version}+cpu " in old else set()
+    for wheel in find_cpu_wheels(wheels, version):
+        with wheel.open("rb") as file:
+            known.add(hashlib.file_digest(file, "sha256").hexdigest())
+    if not known:
+        raise SystemExit(f"torch-cpu.txt: no CPU build of torch {version} is known. Name a folder that holds one in TORCH_WHEELS.")
+    header = HEADER.format(source="trainer.in", duty="The CPU build of torch; the index does not carry it, so give pip --find-links with the wheel's folder.")
+    path.write_text(header + f"torch=={version}+cpu" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(known)) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("install", "update"))
+    parser.add_argument("--upgrade", action="store_true", help="update: take newer releases too, not only what changed in the .in files")
+    parsed = parser.parse_args(arguments)
+    given = os.environ.get("TORCH_WHEELS")
+    wheels = Path(given).resolve() if given else None
+    try:
+        if parsed.action == "install":
+            install(wheels)
+        else:
+            update(wheels, upgrade=parsed.upgrade)
+    except subprocess.CalledProcessError as error:
+        print(f"error: {shlex.join(error.cmd[:4])} … ended with {error.returncode}; its own message stands above.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
