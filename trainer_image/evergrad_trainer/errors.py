@@ -35,10 +35,12 @@ class Problem:
         sentence = f"{self.path}: {self.what}" if self.path else self.what
         if self.why:
             sentence += f"; {self.why}"
-        sentence = sentence.rstrip(".") + "."
-        if self.remedy:
-            sentence += f" {self.remedy.rstrip('.')}."
-        return sentence
+        sentence = _ended(sentence)
+        return f"{sentence} {_ended(self.remedy)}" if self.remedy else sentence
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "?", "!")) else sentence + "."
 
 
 class EvergradError(Exception):
