@@ -1,0 +1,1 @@
+"""Signals, the local launcher, and what keeps a run going while processes come and go."""

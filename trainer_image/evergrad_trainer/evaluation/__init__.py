@@ -1,0 +1,1 @@
+"""Evaluation between two steps."""

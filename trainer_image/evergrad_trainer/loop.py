@@ -1,0 +1,249 @@
+"""The training paragraph: step → observers → evaluation → saving → stop checks, until the horizon or a request to stop."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.distributed import Membership
+from evergrad_trainer.errors import FencedError, Problem
+from evergrad_trainer.evaluation.evaluate import Evaluator
+from evergrad_trainer.observers.base import Observer
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.step import FLAG_FENCED, FLAG_SIGNAL, FLAG_STOP_FILE, StepOutcome, Stepper
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process."""
+
+    total_steps: int
+    save_every: int
+    evaluate_every: int | None
+    evaluate_at_start: bool = False
+    after_step: int | None = None
+    stop_after_steps: int | None = None
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers besides tensors."""
+
+    finished_steps: int = 0
+    evaluated_step: int = -1
+    saved_step: int = -1
+    best: dict[str, Any] | None = None
+
+    def extra(self, cursor: dict[str, int]) -> dict[str, Any]:
+        """The JSON part of a checkpoint."""
+        return {"step": self.finished_steps, "cursor": cursor, "evaluated_step": self.evaluated_step, "best": self.best}
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which evaluation metric decides about the best checkpoint."""
+
+    metric: str
+    mode: str
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        if not math.isfinite(value):
+            return False
+        return than is None or (value < than if self.mode == "min" else value > than)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything the loop uses; put together in ``build.py``."""
+
+    limits: Limits
+    membership: Membership
+    stepper: Stepper
+    stream: TrainingStream
+    checkpoints: CheckpointManager
+    state: Callable[[], dict[str, Any]]
+    evaluator: Evaluator
+    evaluation_sets: tuple[EvaluationSet, ...]
+    best: Best | None
+    observers: Observer
+    directory: RunDirectory
+    tokens_per_step: int
+    is_signalled: Callable[[], bool]
+    on_first_step: Callable[[], None]
+    progress: Progress = field(default_factory=Progress)
+
+
+def train(run: Run) -> StopReason:
+    """Train until the horizon or until all ranks agree to stop; the state is saved when this returns.
+
+    Raises NonFiniteError, SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
+    """
+    limits, progress = run.limits, run.progress
+    first = progress.finished_steps + 1
+    reason = _evaluate(run) if _is_evaluation_missing(run) else None
+    for step in range(first, limits.total_steps + 1):
+        if reason is not None:
+            break
+        begun = time.perf_counter()
+        outcome = run.stepper.run(step, run.membership.world, _own_flags(run))
+        progress.finished_steps = step
+        _report(run, outcome, begun)
+        if step == first:
+            run.on_first_step()
+        _raise_if_fenced(outcome)
+        is_last = step == limits.total_steps
+        if _is_due(step, limits.evaluate_every) or (is_last and run.evaluation_sets):
+            reason = _evaluate(run)
+        if _is_due(step, limits.save_every):
+            _save(run)
+        run.checkpoints.poll()
+        reason = reason or _stop_reason(run, outcome, steps_here=step - first + 1)
+    return _leave(run, reason or "complete")
+
+
+def _own_flags(run: Run) -> tuple[bool, ...]:
+    """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to watch."""
+    is_main = run.membership.world.is_main
+    flags = [False, False, False]
+    flags[FLAG_SIGNAL] = run.is_signalled()
+    flags[FLAG_STOP_FILE] = is_main and run.directory.stop_requested()
+    flags[FLAG_FENCED] = is_main and run.checkpoints.is_fenced()
+    return tuple(flags)
+
+
+def _stop_reason(run: Run, outcome: StepOutcome, *, steps_here: int) -> StopReason | None:
+    """Why all ranks leave after this step; the same on each, since it depends on agreed flags and on counts only."""
+    limits = run.limits
+    if outcome.step >= limits.total_steps:
+        return "complete"
+    if outcome.flags[FLAG_SIGNAL]:
+        return "signal"
+    if outcome.flags[FLAG_STOP_FILE]:
+        return "stop_file"
+    if limits.after_step is not None and outcome.step >= limits.after_step:
+        return "after_step"
+    if limits.stop_after_steps is not None and steps_here >= limits.stop_after_steps:
+        return "stop_after_steps"
+    return None
+
+
+def _leave(run: Run, reason: StopReason) -> StopReason:
+    """Save what is not saved yet, wait for it, and say why."""
+    run.checkpoints.wait()
+    if run.progress.saved_step != run.progress.finished_steps:
+        _save(run, wait=True)
+    if reason == "stop_file" and run.membership.world.is_main:
+        run.directory.consume_stop_file()
+    emit(run, EventType.STOP, reason=reason, saved=True)
+    return reason
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _is_evaluation_missing(run: Run) -> bool:
+    """Before the first step of this process: at the start if asked for, or where a stop cut an evaluation short."""
+    progress, limits = run.progress, run.limits
+    if not run.evaluation_sets or progress.evaluated_step >= progress.finished_steps:
+        return False
+    if progress.finished_steps == 0:
+        return limits.evaluate_at_start
+    return _is_due(progress.finished_steps, limits.evaluate_every) or progress.finished_steps == limits.total_steps
+
+
+def _evaluate(run: Run) -> StopReason | None:
+    """Evaluate all sets. Returns "signal" when a stop cut it short; it is then repeated after the resume."""
+    world, progress = run.membership.world, run.progress
+    values: dict[str, float] = {}
+    for one in run.evaluation_sets:
+        result = run.evaluator.run(
+            one, world, is_stopping=run.is_signalled, on_progress=lambda done, total, name=one.name: run.observers.evaluation_progress(name, done, total)  # type: ignore[misc]
+        )
+        if result is None:
+            return "signal"
+        values[f"{one.name}/loss"] = result.loss
+        run.observers.evaluation_end(
+            EvaluationRecord(
+                step=progress.finished_steps,
+                generation=world.generation,
+                name=one.name,
+                loss=result.loss,
+                perplexity=math.exp(min(result.loss, 700.0)),
+                tokens=result.tokens,
+                seconds=result.seconds,
+                time=time.time(),
+            )
+        )
+    progress.evaluated_step = progress.finished_steps
+    _keep_best(run, values)
+    return None
+
+
+def _keep_best(run: Run, values: dict[str, float]) -> None:
+    if run.best is None or run.best.metric not in values or run.progress.finished_steps == 0:
+        return
+    value = values[run.best.metric]
+    than = run.progress.best["value"] if run.progress.best else None
+    if run.best.is_better(value, than):
+        run.progress.best = {"metric": run.best.metric, "value": value, "step": run.progress.finished_steps}
+        _save(run, best=True)
+
+
+def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
+    step = run.progress.finished_steps
+    if run.progress.saved_step == step:
+        return
+    extra = run.progress.extra(run.stream.cursor(step))
+    run.checkpoints.save(step, run.state(), extra=extra, best=best, wait=wait)
+    run.progress.saved_step = step
+
+
+def _report(run: Run, outcome: StepOutcome, begun: float) -> None:
+    world, seconds = run.membership.world, outcome.seconds
+    total = time.perf_counter() - begun
+    run.observers.step_end(
+        StepRecord(
+            step=outcome.step,
+            generation=world.generation,
+            world_size=world.size,
+            loss=outcome.loss,
+            tokens=run.tokens_per_step,
+            valid_tokens=outcome.valid_tokens,
+            sample_hash=outcome.sample_hash,
+            learning_rate=outcome.learning_rate,
+            grad_norm=outcome.grad_norm,
+            step_seconds=total,
+            data_seconds=seconds["data"],
+            forward_backward_seconds=seconds["forward_backward"],
+            communication_seconds=seconds["communication"],
+            optimizer_seconds=seconds["optimizer"],
+            other_seconds=max(0.0, total - sum(seconds.values())),
+            rank_skew_seconds=outcome.rank_skew_seconds,
+            time=time.time(),
+        )
+    )
+
+
+def _raise_if_fenced(outcome: StepOutcome) -> None:
+    if outcome.flags[FLAG_FENCED]:
+        raise FencedError(
+            Problem(
+                "run directory",
+                "a newer process trains this run",
+                f"it has claimed the directory since; this one leaves after step {outcome.step} without writing",
+                "Let the newer one go on, or stop it before starting another",
+            )
+        )
+
+
+def emit(run: Run, type_: str, **fields: Any) -> None:
+    """Tell the observers of a transition."""
+    world = run.membership.world
+    event = Event(type=type_, time=time.time(), step=run.progress.finished_steps, generation=world.generation, fields=fields)
+    run.observers.event(event)

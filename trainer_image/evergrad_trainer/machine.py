@@ -1,0 +1,54 @@
+"""What this machine has: cores, memory, free space. Read once, at the edge."""
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``memory_bytes`` is what a process may use (the smaller of the machine's available memory and the container's limit)."""
+
+    cores: int
+    memory_bytes: int | None
+    num_accelerators: int
+    accelerator_memory_bytes: int | None
+    has_cpp_compiler: bool
+
+
+def observe_machine(*, num_accelerators: int = 0, accelerator_memory_bytes: int | None = None) -> Machine:
+    """Look at this machine. The accelerator's facts come from the caller: only ``distributed.py`` may touch a device."""
+    limits = [value for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS)) if value is not None]
+    return Machine(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        memory_bytes=min(limits) if limits else None,
+        num_accelerators=num_accelerators,
+        accelerator_memory_bytes=accelerator_memory_bytes,
+        has_cpp_compiler=any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+    )
+
+
+def free_bytes(path: Path) -> int:
+    """Free space of the file system that holds ``path`` or its nearest existing parent."""
+    existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _available_memory() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    facts = {key: value for key, _, value in (line.partition(":") for line in lines)}
+    return int(facts["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in facts else None
+
+
+def _read_limit(path: Path) -> int | None:
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < 2**60 else None

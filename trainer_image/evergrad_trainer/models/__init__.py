@@ -1,0 +1,1 @@
+"""Models: how they are built, shared between processes, and written out."""

@@ -1,0 +1,177 @@
+"""A transformers causal model from a configuration or a local directory: safetensors only, never remote code."""
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evergrad_trainer.config.training import Model
+from evergrad_trainer.errors import ModelError, Problem
+from evergrad_trainer.models.randomness import Purpose, seed_generators
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_FIELD = "spec.training.model"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+DTYPES = {"fp32": torch.float32, "bf16-autocast": torch.float32, "bf16": torch.bfloat16}
+"""Type of the weights by ``runtime.precision``."""
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """What will be built: a configuration, and the directory of its weights if it has any."""
+
+    config: "PreTrainedConfig"
+    weights: Path | None
+
+    @property
+    def name(self) -> str:
+        return str(self.config.model_type)
+
+
+def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> ModelPlan:
+    """Read the configuration and check it against the tokenizer. Raises ModelError; builds nothing."""
+    if settings.path is not None:
+        directory = base_directory / settings.path
+        plan = ModelPlan(_read_directory(directory), _find_weights(directory))
+    else:
+        plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None)
+    own = int(plan.config.get_text_config().vocab_size)
+    if own < vocab_size:
+        where = f"{_FIELD}.config.vocab_size" if settings.path is None else f"{_FIELD}.path"
+        raise ModelError(
+            Problem(
+                where,
+                f"{own} is below the tokenizer's {vocab_size} ids",
+                "tokens would have no embedding",
+                f"Set vocab_size to at least {vocab_size}, or leave it out",
+            )
+        )
+    return plan
+
+
+def build_model(plan: ModelPlan, *, seed: int, precision: str, with_weights: bool = True) -> "PreTrainedModel":
+    """The model on the CPU, in training mode, its initial weights a function of ``seed`` alone.
+
+    ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them. Raises ModelError.
+    """
+    from transformers import AutoModelForCausalLM
+
+    dtype = DTYPES[precision]
+    if with_weights and plan.weights is not None:
+        model = _load_directory(plan.weights, dtype)
+    else:
+        seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
+        with _without_initialisation(not with_weights):
+            model = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, attn_implementation="sdpa")
+    model.config.use_cache = False
+    model.train()
+    return model
+
+
+def count_parameters(plan: ModelPlan) -> tuple[int, int]:
+    """(parameters, bytes of them in fp32) without allocating anything."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(plan.config)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    return count, 4 * count
+
+
+def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = dict(values)
+    model_type = str(values.pop("model_type", ""))
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(_unknown(f"{_FIELD}.config.model_type", model_type, list(CONFIG_MAPPING), "transformers has no such model"))
+    values.setdefault("vocab_size", vocab_size)
+    known = set(CONFIG_MAPPING[model_type]().to_dict())
+    problems = [
+        _unknown(f"{_FIELD}.config.{key}", key, sorted(known), f"a {model_type} configuration has no such key")
+        for key in values
+        if key not in known
+    ]
+    if problems:
+        raise ModelError(*problems)
+    try:
+        return AutoConfig.for_model(model_type, **values)
+    except Exception as error:
+        # transformers raises whatever its model's own checks raise: all of it is about the user's values.
+        raise ModelError(Problem(f"{_FIELD}.config", _one_line(error), f"transformers refuses this {model_type} configuration")) from error
+
+
+def _read_directory(directory: Path) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    if not (directory / "config.json").is_file():
+        raise ModelError(
+            Problem(f"{_FIELD}.path", f"{directory} holds no config.json", remedy="Give a local transformers directory (save_pretrained writes one)")
+        )
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ModelError(
+            Problem(f"{_FIELD}.path", f"{directory}/config.json cannot be used: {_one_line(error)}", "remote code is never run", "Use a model that transformers itself has")
+        ) from error
+
+
+def _find_weights(directory: Path) -> Path | None:
+    """The directory if it has safetensors; None if it has no weights at all. Pickled weights alone are refused."""
+    if any(directory.glob("*.safetensors")):
+        return directory
+    pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if pickled:
+        raise ModelError(
+            Problem(
+                f"{_FIELD}.path",
+                f"{directory} has weights only as pickle ({pickled[0]})",
+                "loading a pickle runs whatever code is in it",
+                "Convert it where you trust it: model.save_pretrained(directory, safe_serialization=True)",
+            )
+        )
+    return None
+
+
+def _load_directory(directory: Path, dtype: torch.dtype) -> "PreTrainedModel":
+    from transformers import AutoModelForCausalLM
+
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise ModelError(
+            Problem(f"{_FIELD}.path", f"the weights in {directory} cannot be loaded: {_one_line(error)}", remedy="Check that the files are whole and belong to config.json")
+        ) from error
+
+
+def _unknown(path: str, name: str, known: list[str], why: str) -> Problem:
+    near = difflib.get_close_matches(name, known, n=1)
+    return Problem(path, f"unknown name {name!r}", why, f"Did you mean {near[0]!r}?" if near else "Check transformers' documentation of this model")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+class _without_initialisation:  # noqa: N801 - reads as a statement: with _without_initialisation(...)
+    """Leave new weights as they are in memory: a checkpoint overwrites every one of them."""
+
+    def __init__(self, active: bool) -> None:
+        from transformers.initialization import no_init_weights
+
+        self._context = no_init_weights() if active else None
+
+    def __enter__(self) -> None:
+        if self._context is not None:
+            self._context.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        if self._context is not None:
+            self._context.__exit__(*exception)

@@ -1,0 +1,203 @@
+"""How the gradients of a step's slots become one sum on every rank.
+
+Plain data parallelism reduces our own flat buckets instead of wrapping the model, so that the group can change between
+two steps. ``begin`` → for each slot: ``before_backward``, backward, ``after_backward`` → ``finish``.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from evergrad_trainer.distributed import World
+from evergrad_trainer.errors import NonFiniteError, Problem
+
+
+class GradientSum(Protocol):
+    """Sums gradients over slots and ranks; afterwards each ``parameter.grad`` holds the sum."""
+
+    def begin(self, world: World) -> None:
+        """Forget the last step's gradients; the step that begins belongs to ``world``."""
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """``is_last``: this rank's last slot of the step, after which its part of the sum is final."""
+
+    def after_backward(self) -> None:
+        """The slot's gradients are there."""
+
+    def finish(self) -> None:
+        """Wait until ``parameter.grad`` is the sum over all slots of all ranks."""
+
+
+class _Bucket:
+    """A flat buffer whose slices are the gradients of some parameters."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters = tuple(parameters)
+        first = parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        sizes = [p.numel() for p in parameters]
+        self.views = [part.view_as(p) for part, p in zip(self.flat.split(sizes), parameters, strict=True)]
+        self.missing = 0
+
+
+def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
+    """Parameters in reverse order (about that of the backward pass), cut where a bucket is full or the type changes."""
+    buckets: list[list[torch.nn.Parameter]] = []
+    size = 0
+    for parameter in reversed(parameters):
+        item = parameter.numel() * parameter.element_size()
+        same = bool(buckets) and buckets[-1][0].dtype == parameter.dtype and buckets[-1][0].device == parameter.device
+        if not same or size + item > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += item
+    return buckets
+
+
+class BucketedSum:
+    """Sum over slots in place, then over ranks bucket by bucket, overlapping with the last backward pass."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int) -> None:
+        self._parameters = tuple(parameters)
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[torch.nn.Parameter, _Bucket] = {}
+        self._group: dist.ProcessGroup | None = None
+        self._works: list[dist.Work] = []
+        self._is_armed = False
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def begin(self, world: World) -> None:
+        self._group = world.group
+        self._works = []
+        self._is_armed = False
+        if self._group is None:
+            # Alone: autograd hands over its own gradients; buckets would only cost memory and a copy.
+            self._buckets, self._bucket_of = [], {}
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
+        if not self._buckets:
+            self._buckets = [_Bucket(part) for part in _partition(self._parameters, self._bucket_bytes)]
+            self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        for bucket in self._buckets:
+            bucket.flat.zero_()
+            bucket.missing = len(bucket.parameters)
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                parameter.grad = view
+
+    def before_backward(self, *, is_last: bool) -> None:
+        self._is_armed = is_last and self._group is not None
+
+    def after_backward(self) -> None:
+        """Nothing to do: autograd has added to the buckets' views."""
+
+    def finish(self) -> None:
+        if self._group is None:
+            return
+        for bucket in self._buckets[len(self._works) :]:
+            # A parameter that took no part in the last slot never fired its hook.
+            self._reduce(bucket)
+        for work in self._works:
+            work.wait()
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._is_armed:
+            return
+        self._bucket_of[parameter].missing -= 1  # type: ignore[index]
+        # Every rank must start the same bucket next, whatever the order its own gradients arrive in.
+        while len(self._works) < len(self._buckets) and self._buckets[len(self._works)].missing == 0:
+            self._reduce(self._buckets[len(self._works)])
+
+    def _reduce(self, bucket: _Bucket) -> None:
+        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        assert work is not None  # noqa: S101 - async_op=True returns a Work by contract
+        self._works.append(work)
+
+
+class ExactSum:
+    """Sums that do not depend on order: every slot's gradient is rounded to a fixed grid and summed as 64-bit integers.
+
+    Integer addition is associative, so worlds of every size give the same bits, at 8 bytes a parameter and without overlap.
+    The grid is 2**-44 (5.7e-14); sums up to 2**18 fit, and a slot that could leave that range is refused.
+    """
+
+    GRID_BITS = 44
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int, slots_per_step: int) -> None:
+        self._parameters = tuple(parameters)
+        self._partition = _partition(self._parameters, bucket_bytes)
+        self._sums: list[torch.Tensor] = []
+        self._group: dist.ProcessGroup | None = None
+        self._scale = math.ldexp(1.0, self.GRID_BITS)
+        self._largest = math.ldexp(1.0, 62 - self.GRID_BITS) / slots_per_step
+
+    def begin(self, world: World) -> None:
+        self._group = world.group
+        if not self._sums:
+            self._sums = [
+                torch.zeros(sum(p.numel() for p in part), dtype=torch.int64, device=part[0].device)
+                for part in self._partition
+            ]
+        for total in self._sums:
+            total.zero_()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def before_backward(self, *, is_last: bool) -> None:
+        """Nothing to prepare: reduction begins when all slots are done."""
+
+    def after_backward(self) -> None:
+        for total, part in zip(self._sums, self._partition, strict=True):
+            flat = torch.cat([_gradient_of(p).flatten() for p in part])
+            largest = float(flat.abs().amax())
+            if not largest < self._largest:
+                raise NonFiniteError(
+                    Problem(
+                        "reproducibility.elastic",
+                        f"a gradient of {largest:g} is outside the range of exact sums (below {self._largest:g})",
+                        "exact mode sums gradients on a fixed grid",
+                        "Lower the learning rate, or use elastic: fast",
+                    )
+                )
+            total += (flat.double() * self._scale).round_().to(torch.int64)
+            for parameter in part:
+                parameter.grad = None
+
+    def finish(self) -> None:
+        for total, part in zip(self._sums, self._partition, strict=True):
+            if self._group is not None:
+                dist.all_reduce(total, group=self._group)
+            flat = (total.double() / self._scale).to(part[0].dtype)
+            for parameter, values in zip(part, flat.split([p.numel() for p in part]), strict=True):
+                parameter.grad = values.view_as(parameter)
+
+
+class ShardedSum:
+    """FSDP2 reduces by itself: sums are held back until a rank's last slot."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._parameters = tuple(model.parameters())
+
+    def begin(self, world: World) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def before_backward(self, *, is_last: bool) -> None:
+        self._model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+
+    def after_backward(self) -> None:
+        """Nothing to do: FSDP2 accumulates unsharded gradients until the last slot."""
+
+    def finish(self) -> None:
+        """FSDP2 has waited for its reductions at the end of the backward pass."""
+
+
+def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,0 +1,47 @@
+"""Sharding by FSDP2, and the choice of how gradients are summed."""
+
+import torch
+from torch import nn
+
+from evergrad_trainer.config.training import Training
+from evergrad_trainer.distributed import World
+from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a transformers model: the longest ModuleList in it."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len)) if lists else []
+
+
+def shard(model: nn.Module, world: World, *, precision: str) -> None:
+    """Shard ``model`` in place over all ranks, block by block (FSDP2). Gradients are summed, not averaged.
+
+    In a world of one there is nothing to share, and the model stays as it is.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if world.group is None:
+        return
+    mesh = DeviceMesh.from_group(world.group, world.device.type)
+    # Products run in bf16 under autocast, as without sharding; FSDP2's own casting would reduce gradients in bf16 too.
+    policy = MixedPrecisionPolicy() if precision != "bf16" else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    for block in transformer_blocks(model):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if hasattr(module, "set_gradient_divide_factor"):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def build_gradient_sum(model: nn.Module, training: Training, *, slots_per_step: int, is_sharded: bool) -> GradientSum:
+    """How this run sums its gradients."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    bucket_bytes = training.runtime.bucket_size
+    if is_sharded:
+        return ShardedSum(model)
+    if training.reproducibility.elastic == "exact":
+        return ExactSum(parameters, bucket_bytes=bucket_bytes, slots_per_step=slots_per_step)
+    return BucketedSum(parameters, bucket_bytes=bucket_bytes)

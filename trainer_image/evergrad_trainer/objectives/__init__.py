@@ -1,0 +1,1 @@
+"""Objectives: from a micro-batch to a sum of losses."""

@@ -1,0 +1,57 @@
+"""Learning rate as a pure function of the step: nothing to save, nothing to restore."""
+
+import math
+from dataclasses import dataclass
+
+from evergrad_trainer.config.training import Schedule
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """Learning rate of step s, for s from 1 to ``total_steps`` and beyond (it stays at its last value).
+
+    Warm-up rises linearly and reaches the peak at step ``warmup_steps``. ``wsd`` then stays, and decays linearly over its last
+    ``decay_steps``; ``linear`` and ``cosine`` decay from the end of the warm-up. All three end at ``peak * minimum_ratio``
+    in step ``total_steps``.
+    """
+
+    type: str
+    peak: float
+    total_steps: int
+    warmup_steps: int
+    decay_steps: int
+    minimum_ratio: float
+
+    def __call__(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return self.peak * step / self.warmup_steps
+        return self.peak * (self.minimum_ratio + (1 - self.minimum_ratio) * self._remaining(step))
+
+    def _remaining(self, step: int) -> float:
+        """1 at the peak, 0 at the end."""
+        if self.type == "constant":
+            return 1.0
+        length = self.decay_steps if self.type == "wsd" else self.total_steps - self.warmup_steps
+        done = step - (self.total_steps - length)
+        if done <= 0:
+            return 1.0
+        share = min(1.0, done / length)
+        return (1 + math.cos(math.pi * share)) / 2 if self.type == "cosine" else 1 - share
+
+
+def steps_of(amount: int | float, total_steps: int) -> int:
+    """Steps as they are; a fraction (a float) of ``total_steps``, rounded to whole steps."""
+    return round(amount * total_steps) if isinstance(amount, float) else amount
+
+
+def build_schedule(settings: Schedule, *, peak: float, total_steps: int) -> LearningRate:
+    """The schedule over a horizon of ``total_steps``. Warm-up and decay never exceed it together (preflight says so)."""
+    warmup = min(steps_of(settings.warmup, total_steps), total_steps)
+    return LearningRate(
+        type=settings.type,
+        peak=peak,
+        total_steps=total_steps,
+        warmup_steps=warmup,
+        decay_steps=min(steps_of(settings.decay, total_steps), total_steps - warmup),
+        minimum_ratio=settings.minimum_ratio,
+    )

@@ -1,0 +1,199 @@
+"""What needs the machine: files, memory, space, devices and sense, checked before the first step. Validation itself is pure."""
+
+import math
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from evergrad_trainer.config.training import Training
+from evergrad_trainer.errors import InputError, Problem
+from evergrad_trainer.machine import Machine, free_bytes
+
+Level = Literal["ok", "warning", "error"]
+_ACTIVATIONS_PER_LAYER = 17
+"""Values of hidden size a token kept per transformer block for the backward pass (attention and MLP together, without recompute)."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. ``problem`` says what is wrong, or in ``ok`` findings what was found."""
+
+    level: Level
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the checks need to know of a model. ``checkpoint_bytes``: weights and both moments as saved."""
+
+    parameters: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+    weight_bytes: int
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return 3 * self.parameters * self.weight_bytes
+
+    def training_bytes(self, training: Training) -> int:
+        """Weights, gradients and moments, plus an estimate of one micro-batch's activations and logits."""
+        tokens = training.batching.micro_batch_size * training.data.sequence_length
+        width = 4 if training.runtime.precision == "fp32" else 2
+        layers = 1 if training.runtime.activation_checkpointing else self.num_layers
+        activations = tokens * self.hidden_size * _ACTIVATIONS_PER_LAYER * layers * width
+        logits = tokens * self.vocab_size * (width + 8)
+        return 4 * self.parameters * self.weight_bytes + activations + logits
+
+
+def raise_errors(findings: list[Finding]) -> None:
+    """Raise InputError with every finding of level error."""
+    problems = [finding.problem for finding in findings if finding.level == "error"]
+    if problems:
+        raise InputError(*problems)
+
+
+def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
+    """Every source can be opened and is not empty. (What is inside is read by ``prepare``.)"""
+    named = [("data", training.data.sources), ("evaluation", training.evaluation.sources)]
+    for section, sources in named:
+        for index, source in enumerate(sources):
+            yield _check_file(f"spec.training.{section}.sources[{index}].path", base_directory / source.path)
+
+
+def _check_file(field: str, path: Path) -> Finding:
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        reason = error.strerror or str(error)
+        return Finding("error", Problem(field, f"{path} cannot be read", reason, "Check the path; it is relative to the manifest"))
+    if size == 0:
+        return Finding("error", Problem(field, f"{path} is empty", "there is nothing to train on", "Give a file with documents"))
+    return Finding("ok", Problem(field, f"{path}, {size:,} bytes"))
+
+
+def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: int) -> Iterator[Finding]:
+    """The run directory can be written, and holds the checkpoints this run keeps."""
+    try:
+        run_directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=run_directory) as probe:
+            probe.write(b"evergrad")
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        reason = error.strerror or str(error)
+        yield Finding("error", Problem(str(run_directory), "the run directory cannot be written", reason, "Choose another with --run-directory, or free it"))
+        return
+    if facts is None:
+        return
+    free = free_bytes(run_directory)
+    # One more than is kept: the newest is written before the oldest is removed.
+    needed = facts.checkpoint_bytes * (keep + 1)
+    if free < 2 * facts.checkpoint_bytes:
+        yield Finding(
+            "error",
+            Problem(
+                str(run_directory),
+                f"{_gib(free)} are free and one checkpoint takes {_gib(facts.checkpoint_bytes)}",
+                "two must fit, since the old one stays until the new one is whole",
+                "Free some space or choose another run directory",
+            ),
+        )
+    elif free < needed:
+        yield Finding("warning", Problem(str(run_directory), f"{_gib(free)} are free and {keep + 1} checkpoints take {_gib(needed)}", "", "Lower checkpoint.keep"))
+    else:
+        yield Finding("ok", Problem(str(run_directory), f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}"))
+
+
+def check_memory(training: Training, facts: ModelFacts, machine: Machine, *, num_workers: int) -> Iterator[Finding]:
+    """The model fits. Sharding divides what is kept, not the activations; this is an estimate."""
+    on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
+    available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
+    each = facts.training_bytes(training)
+    if training.runtime.parallelism == "fsdp2":
+        each = each // num_workers
+    needed = each if on_accelerator else each * num_workers
+    text = f"{facts.parameters:,} parameters need about {_gib(needed)}"
+    if available is None:
+        yield Finding("warning", Problem("memory", text, "how much this machine has could not be read"))
+    elif needed > available:
+        yield Finding(
+            "error",
+            Problem("memory", f"{text} and {_gib(available)} are there", "the process would be killed", "Lower batching.microBatchSize, use runtime.activationCheckpointing, parallelism: fsdp2, or a smaller model"),
+        )
+    else:
+        yield Finding("ok", Problem("memory", f"{text} of {_gib(available)}"))
+
+
+def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
+    """The device and the compiler that were asked for are there."""
+    if training.runtime.device == "cuda" and machine.num_accelerators == 0:
+        yield Finding("error", Problem("spec.training.runtime.device", "no cuda device is visible", "device: cuda was asked for", "Use device: auto, or check the driver"))
+    on_cpu = machine.num_accelerators == 0 or training.runtime.device == "cpu"
+    if training.runtime.compile == "on" and on_cpu and not machine.has_cpp_compiler:
+        yield Finding("error", Problem("spec.training.runtime.compile", "no C++ compiler was found", "torch.compile needs one on the CPU", "Install g++, or use compile: off"))
+
+
+def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
+    """Every worker has a slot, and few stand idle."""
+    slots = training.batching.global_batch_size // training.batching.micro_batch_size
+    if num_workers > slots:
+        yield Finding(
+            "error",
+            Problem(
+                "spec.workersPerNode",
+                f"{num_workers} workers cannot share {slots} slots a step",
+                "globalBatchSize / microBatchSize is the largest useful number of workers",
+                f"Use at most {slots} workers, or a smaller microBatchSize",
+            ),
+        )
+        return
+    idle = 1 - slots / (num_workers * math.ceil(slots / num_workers))
+    if idle > 0:
+        yield Finding("warning", Problem("spec.workersPerNode", f"{num_workers} workers share {slots} slots: {idle:.0%} of their time is idle", "", f"Choose a divisor of {slots}"))
+    else:
+        yield Finding("ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}"))
+
+
+def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
+    """Samples fit the model's positions."""
+    length = training.data.sequence_length
+    if facts.max_positions is not None and length > facts.max_positions:
+        yield Finding(
+            "error",
+            Problem(
+                "spec.training.data.sequenceLength",
+                f"{length} is above the model's max_position_embeddings {facts.max_positions}",
+                "later tokens would have no position",
+                f"Lower it to {facts.max_positions}, or raise max_position_embeddings in the model's configuration",
+            ),
+        )
+
+
+def check_schedule(training: Training, *, total_steps: int) -> Iterator[Finding]:
+    """Warm-up and decay fit the horizon, and things happen at least once."""
+    from evergrad_trainer.optim.schedule import steps_of
+
+    schedule = training.schedule
+    warmup = steps_of(schedule.warmup, total_steps)
+    decay = steps_of(schedule.decay, total_steps) if schedule.type == "wsd" else 0
+    if warmup + decay > total_steps:
+        yield Finding(
+            "error",
+            Problem("spec.training.schedule", f"warm-up ({warmup} steps) and decay ({decay}) are longer than the horizon ({total_steps})", "", "Shorten them, or give them as fractions"),
+        )
+    every = training.evaluation.every
+    if every is not None and every.steps > total_steps:
+        yield Finding("warning", Problem("spec.training.evaluation.every.steps", f"{every.steps} is beyond the last step {total_steps}", "", "Evaluation happens at the end only"))
+    if training.checkpoint.every.steps > total_steps:
+        yield Finding("warning", Problem("spec.training.checkpoint.every.steps", f"{training.checkpoint.every.steps} is beyond the last step {total_steps}", "", "State is saved at the end only"))
+    yield Finding("ok", Problem("spec.training.horizon", f"{total_steps:,} steps, warm-up {warmup}" + (f", decay {decay}" if decay else "")))
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"

@@ -1,0 +1,237 @@
+"""One optimizer step: this rank's slots → objective → backward → sum over ranks → check → update."""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from evergrad_trainer.data.prefetch import Prefetcher
+from evergrad_trainer.data.stream import SlotBatch, TrainingStream
+from evergrad_trainer.distributed import World
+from evergrad_trainer.errors import NonFiniteError, Problem
+from evergrad_trainer.models.gradients import GradientSum
+from evergrad_trainer.models.randomness import Purpose, seed_generators
+from evergrad_trainer.objectives.causal_lm import LossSum
+from evergrad_trainer.optim.adamw import set_learning_rate
+from evergrad_trainer.optim.schedule import LearningRate
+
+NUM_FLAGS = 3
+FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED = range(NUM_FLAGS)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step needs to know besides its parts. ``nominal_tokens``: G · S, the divisor before the valid tokens are counted."""
+
+    seed: int
+    slots_per_step: int
+    nominal_tokens: int
+    clip_norm: float
+    is_sharded: bool
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What every rank knows after a step. ``flags[i]``: some rank raised flag i before the step."""
+
+    step: int
+    loss: float
+    valid_tokens: int
+    sample_hash: str
+    learning_rate: float
+    grad_norm: float
+    flags: tuple[bool, ...]
+    seconds: dict[str, float]
+    rank_skew_seconds: float
+
+
+@dataclass
+class _Clock:
+    """Wall seconds by phase; every moment between creation and ``total`` belongs to one."""
+
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data", "forward_backward", "communication", "optimizer"), 0.0))
+    begun: float = field(default_factory=time.perf_counter)
+    last: float = field(default_factory=time.perf_counter)
+
+    def mark(self, phase: str) -> None:
+        """What has passed since the last mark was ``phase``."""
+        now = time.perf_counter()
+        self.phases[phase] += now - self.last
+        self.last = now
+
+
+class _Tally:
+    """What the ranks tell each other once a step, as one vector of 64-bit integers that is summed over ranks.
+
+    Losses travel as the bits of a float64, one place a slot: only one rank fills a place, so the sum is the loss itself, and all
+    ranks add them up in slot order, which gives the same bits in every world.
+    """
+
+    def __init__(self, num_slots: int, world: World, flags: tuple[bool, ...]) -> None:
+        self._num_slots = num_slots
+        self._world = world
+        self._flags = flags
+        self._losses: list[tuple[int, torch.Tensor]] = []
+        self._valid_tokens = 0
+        self._hash = 0
+
+    def add(self, batch: SlotBatch, loss: torch.Tensor) -> None:
+        self._losses.append((batch.slot, loss.detach()))
+        self._valid_tokens += batch.valid_tokens
+        self._hash += batch.sample_hash
+
+    def exchange(self, busy_seconds: float) -> "_Totals":
+        """Sum over all ranks. ``busy_seconds``: this rank's own time before it waited for others."""
+        losses = torch.zeros(self._num_slots, dtype=torch.float64)
+        for slot, loss in self._losses:
+            losses[slot] = loss.double().cpu()
+        head = [*(int(flag) for flag in self._flags), self._valid_tokens, _signed(self._hash)]
+        busy = torch.zeros(self._world.size, dtype=torch.int64)
+        busy[self._world.rank] = int(busy_seconds * 1e6)
+        vector = torch.cat([torch.tensor(head, dtype=torch.int64), losses.view(torch.int64), busy])
+        vector = self._world.sum_integers(vector)
+        end = len(head) + self._num_slots
+        times = vector[end:].double() / 1e6
+        return _Totals(
+            flags=tuple(bool(count) for count in vector[:NUM_FLAGS].tolist()),
+            valid_tokens=int(vector[NUM_FLAGS]),
+            sample_hash=int(vector[NUM_FLAGS + 1]) % 2**64,
+            losses=vector[len(head) : end].clone().view(torch.float64).tolist(),
+            rank_skew_seconds=float(times.max() - times.median()),
+        )
+
+
+@dataclass(frozen=True)
+class _Totals:
+    flags: tuple[bool, ...]
+    valid_tokens: int
+    sample_hash: int
+    losses: list[float]
+    rank_skew_seconds: float
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The components one step uses."""
+
+    model: nn.Module
+    loss_sum: LossSum
+    optimizer: torch.optim.Optimizer
+    gradients: GradientSum
+    stream: TrainingStream
+    prefetcher: Prefetcher
+    schedule: LearningRate
+    autocast: Callable[[], AbstractContextManager[object]]
+
+
+class Stepper:
+    """Runs steps. Holds nothing of a world: rank, size and group are read from the argument, each step anew."""
+
+    def __init__(self, parts: StepParts, settings: StepSettings) -> None:
+        self._parts = parts
+        self._settings = settings
+
+    def run(self, step: int, world: World, flags: tuple[bool, ...]) -> StepOutcome:
+        """Train step ``step`` (from 1). Raises NonFiniteError, with nothing updated, where a loss or gradient is not finite."""
+        parts, clock = self._parts, _Clock()
+        tally = _Tally(self._settings.slots_per_step, world, flags)
+        parts.gradients.begin(world)
+        for slot, is_real, is_last in self._slots_of(world):
+            batch = parts.prefetcher.take(step, slot, upcoming=self._upcoming(step, slot, world))
+            clock.mark("data")
+            loss = self._forward_backward(batch, device=world.device, weight=float(is_real), is_last=is_last)
+            if is_real:
+                tally.add(batch, loss)
+            clock.mark("forward_backward")
+        totals = tally.exchange(busy_seconds=clock.last - clock.begun)
+        parts.gradients.finish()
+        clock.mark("communication")
+        self._check_losses(step, totals.losses)
+        grad_norm = self._scale_and_clip(step, totals.valid_tokens)
+        learning_rate = parts.schedule(step)
+        set_learning_rate(parts.optimizer, learning_rate)
+        parts.optimizer.step()
+        clock.mark("optimizer")
+        return StepOutcome(
+            step=step,
+            loss=math.fsum(totals.losses) / totals.valid_tokens,
+            valid_tokens=totals.valid_tokens,
+            sample_hash=f"{totals.sample_hash:016x}",
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            flags=totals.flags,
+            seconds=clock.phases,
+            rank_skew_seconds=totals.rank_skew_seconds,
+        )
+
+    def _slots_of(self, world: World) -> Iterator[tuple[int, bool, bool]]:
+        """(slot, is_real, is_last) of this rank. Sharded ranks must all run as often: one without a slot repeats its first, at weight 0."""
+        num_slots = self._settings.slots_per_step
+        own = list(range(world.rank, num_slots, world.size))
+        rounds = math.ceil(num_slots / world.size) if self._settings.is_sharded else len(own)
+        for index in range(rounds):
+            is_real = index < len(own)
+            yield (own[index] if is_real else own[0]), is_real, index == rounds - 1
+
+    def _upcoming(self, step: int, slot: int, world: World) -> list[tuple[int, int]]:
+        """The slot this rank most probably takes next."""
+        following = slot + world.size
+        return [(step, following) if following < self._settings.slots_per_step else (step + 1, world.rank)]
+
+    def _forward_backward(self, batch: SlotBatch, *, device: torch.device, weight: float, is_last: bool) -> torch.Tensor:
+        seed_generators(self._settings.seed, batch.step, batch.slot, Purpose.FORWARD)
+        input_ids = batch.input_ids.to(device, non_blocking=True)
+        labels = batch.labels.to(device, non_blocking=True)
+        self._parts.gradients.before_backward(is_last=is_last)
+        with self._parts.autocast():
+            loss = self._parts.loss_sum(input_ids, labels)
+        # Divided here, not after the sum, so that gradients of big batches stay in the range of their type.
+        (loss * (weight / self._settings.nominal_tokens)).backward()  # type: ignore[no-untyped-call]
+        self._parts.gradients.after_backward()
+        return loss
+
+    def _scale_and_clip(self, step: int, valid_tokens: int) -> float:
+        """Make the gradients those of the mean over valid tokens, and clip them. Returns the norm before clipping."""
+        gradients = [p.grad for p in self._parts.model.parameters() if p.grad is not None]
+        ratio = self._settings.nominal_tokens / valid_tokens
+        norm = nn.utils.get_total_norm(gradients)
+        total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * ratio
+        if not math.isfinite(total):
+            raise NonFiniteError(
+                Problem(
+                    f"step {step}",
+                    f"the gradient norm is {total}",
+                    "all losses of the step are finite, so the backward pass overflowed",
+                    "Nothing was updated. Lower the learning rate or use a wider precision; earlier checkpoints are good",
+                )
+            )
+        clip = self._settings.clip_norm
+        factor = ratio * (clip / (total + 1e-6) if clip and total > clip else 1.0)
+        if factor != 1.0:
+            torch._foreach_mul_(gradients, factor)
+        return total
+
+    def _check_losses(self, step: int, losses: list[float]) -> None:
+        problems = [self._describe(step, slot, loss) for slot, loss in enumerate(losses) if not math.isfinite(loss)]
+        if problems:
+            raise NonFiniteError(*problems)
+
+    def _describe(self, step: int, slot: int, loss: float) -> Problem:
+        stream = self._parts.stream
+        samples = ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
+        return Problem(
+            f"step {step}, slot {slot}",
+            f"the loss is {loss}",
+            f"its samples are {samples}",
+            "Nothing was updated. Look at these samples, lower the learning rate, or go back to an earlier checkpoint",
+        )
+
+
+def _signed(value: int) -> int:
+    """The int64 with the low 64 bits of ``value``."""
+    return (value + 2**63) % 2**64 - 2**63
