@@ -1,0 +1,284 @@
+"""Where the time of a run went: productive seconds, and lost ones by cause. Pure.
+
+Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput-measurement. A step is kept when no later
+process had to begin before it and no later row repeats it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.observers.events import seconds_of
+from evergrad_trainer.observers.formatting import duration
+from evergrad_trainer.observers.history import StepTable
+from evergrad_trainer.records import EvaluationRecord, Event, EventType
+
+CAUSES = ("startup", "restore", "recompute", "checkpoint", "evaluation", "downtime", "other")
+"""What time is lost to.
+
+startup: process start → first step, less what restore, evaluation and checkpoint claim of it · restore: reading a checkpoint ·
+recompute: steps that were trained again later · checkpoint: training stood still for a save · evaluation · downtime: no process
+was there · other: between the steps, and after the last one.
+"""
+
+_CLOCK_TOLERANCE_SECONDS = 0.001
+
+
+@dataclass(frozen=True)
+class ProcessAccount:
+    """One process of the run. ``seconds`` has every cause of CAUSES and ``productive``; they sum to its share of the time."""
+
+    generation: int
+    begin: float
+    end: float
+    pid: int | None
+    world_size: int | None
+    resumed_from: int | None
+    num_steps: int
+    last_step: int | None
+    ended: str
+    """``running or killed`` for the last one without an end; else a cause of Restart or ``complete``."""
+    detail: str
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One new beginning. ``cause``: signal, stop_file, stop_after_steps, after_step, complete (extended), failed or killed."""
+
+    cause: str
+    detail: str
+    time: float
+    generation: int
+    resumed_from: int | None
+    downtime_seconds: float
+    repeated_steps: int
+    """Finished steps of the process before that were lost with it."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """The accounts of a run; all its times in seconds."""
+
+    productive_seconds: float
+    lost_seconds: dict[str, float]
+    """Every cause of CAUSES; none is negative."""
+    processes: tuple[ProcessAccount, ...]
+    restarts: tuple[Restart, ...]
+    notes: tuple[str, ...]
+    """Clocks that went backwards and the like, as sentences."""
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """First start to last evidence: by definition the sum of all parts."""
+        return math.fsum((self.productive_seconds, *self.lost_seconds.values()))
+
+    @property
+    def ratio(self) -> float:
+        """Goodput between 0 and 1; not a number for a run without time."""
+        elapsed = self.elapsed_seconds
+        return self.productive_seconds / elapsed if elapsed > 0 else math.nan
+
+    @property
+    def restarts_by_cause(self) -> dict[str, int]:
+        """How many restarts each cause had, in order of their first appearance."""
+        counts: dict[str, int] = {}
+        for restart in self.restarts:
+            counts[restart.cause] = counts.get(restart.cause, 0) + 1
+        return counts
+
+
+def account(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> Goodput:
+    """Account for all processes of a run, in the order of their files. A killed process has no end event; that is no error."""
+    parts = _split(steps, events, evaluations)
+    if not parts:
+        return Goodput(0.0, dict.fromkeys(CAUSES, 0.0), (), (), ())
+    kept = _kept(steps, parts)
+    accounts: list[ProcessAccount] = []
+    notes: list[str] = []
+    for index, part in enumerate(parts):
+        previous_end = accounts[-1].end if accounts else None
+        accounts.append(_account_process(part, kept, previous_end=previous_end, is_last=index == len(parts) - 1))
+        notes.extend(_odd_clocks(part, previous_end))
+    restarts = tuple(_restart(parts[i], accounts[i], accounts[i - 1], parts[i - 1]) for i in range(1, len(parts)))
+    return Goodput(
+        productive_seconds=math.fsum(one.seconds["productive"] for one in accounts),
+        lost_seconds={cause: math.fsum(one.seconds[cause] for one in accounts) for cause in CAUSES},
+        processes=tuple(accounts),
+        restarts=restarts,
+        notes=tuple(notes),
+    )
+
+
+@dataclass
+class _Part:
+    """What one process has left. ``rows``: its rows' indices; ``start``: None where its start event is lost."""
+
+    generation: int
+    start: Event | None
+    steps: StepTable
+    rows: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    events: list[Event] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+
+    @property
+    def resumed_from(self) -> int | None:
+        """Finished steps it began with; 0 for a fresh start; None where nobody knows."""
+        if self.start is None or "resumed_from" not in self.start.fields:
+            return None
+        value = self.start.fields["resumed_from"]
+        return value if isinstance(value, int) else 0
+
+    @property
+    def begin(self) -> float:
+        if self.start is not None:
+            claimed = self.start.fields.get("process_start_time")
+            is_sane = isinstance(claimed, int | float) and 0 < claimed <= self.start.time
+            return float(claimed) if is_sane and claimed is not None else self.start.time
+        begins = [float(self.steps.time[row] - self.steps.step_seconds[row]) for row in self.rows[:1]]
+        begins += [*(event.time for event in self.events), *(one.time - one.seconds for one in self.evaluations)]
+        return min((begin for begin in begins if math.isfinite(begin)), default=0.0)
+
+    @property
+    def times(self) -> list[npt.NDArray[np.float64]]:
+        """Its evidence, each file's in order."""
+        rows = self.steps.time[self.rows]
+        events = np.array([event.time for event in self.events], np.float64)
+        evaluations = np.array([one.time for one in self.evaluations], np.float64)
+        return [times[np.isfinite(times)] for times in (rows, events, evaluations)]
+
+
+def _split(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> list[_Part]:
+    """Give every line to its process: events by their order in the file, rows by generation, which every start raises."""
+    parts: list[_Part] = []
+    orphans: list[Event] = []
+    for event in events:
+        if event.type == EventType.START:
+            parts.append(_Part(event.generation, event, steps))
+        (parts[-1].events if parts else orphans).append(event)
+    if not parts:
+        found = {*steps.generation.tolist(), *(one.generation for one in orphans), *(one.generation for one in evaluations)}
+        parts = [_Part(generation, None, steps) for generation in sorted(found)]
+    if not parts:
+        return []
+    parts[0].events[:0] = orphans
+    begins = np.maximum.accumulate(np.array([part.generation for part in parts], np.int64))
+    owners = np.clip(np.searchsorted(begins, steps.generation, side="right") - 1, 0, None)
+    for index, part in enumerate(parts):
+        part.rows = np.nonzero(owners == index)[0]
+    for one in evaluations:
+        parts[max(0, int(np.searchsorted(begins, one.generation, side="right")) - 1)].evaluations.append(one)
+    return parts
+
+
+def _kept(steps: StepTable, parts: list[_Part]) -> npt.NDArray[np.bool_]:
+    """Which rows count for good: the last of their step, and not after the step a later process began from."""
+    kept = np.zeros(len(steps), np.bool_)
+    kept[steps.last_rows()] = True
+    earliest = math.inf
+    for part in reversed(parts):
+        kept[part.rows] &= steps.step[part.rows] <= earliest
+        earliest = min(earliest, math.inf if part.resumed_from is None else part.resumed_from)
+    return kept
+
+
+def _seconds(values: npt.NDArray[np.float64]) -> float:
+    return float(np.clip(np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), 0.0, None).sum())
+
+
+def _account_process(part: _Part, kept: npt.NDArray[np.bool_], *, previous_end: float | None, is_last: bool) -> ProcessAccount:
+    steps, rows, begin = part.steps, part.rows, part.begin
+    in_steps = steps.step_seconds[rows]
+    restore = sum(seconds_of(event, "seconds") for event in part.events if event.type == EventType.RESTORED)
+    seconds = {
+        "productive": _seconds(in_steps[kept[rows]]),
+        "recompute": _seconds(in_steps[~kept[rows]]),
+        "restore": restore,
+        "checkpoint": _blocking(part.events),
+        "evaluation": sum(max(0.0, one.seconds) for one in part.evaluations if math.isfinite(one.seconds)),
+        "downtime": max(0.0, begin - previous_end) if previous_end is not None else 0.0,
+    }
+    evidence = [float(times.max()) for times in part.times if len(times)]
+    end = max([begin, *evidence])
+    seconds["startup"] = _startup(part, end, claimed=restore)
+    # Durations come from a clock that never goes back. Where they exceed the wall time, the wall clock was set.
+    measured = math.fsum(value for cause, value in seconds.items() if cause != "downtime")
+    seconds["other"] = max(0.0, end - begin - measured)
+    ended, detail = _ending(part.events, is_last=is_last)
+    start = part.start.fields if part.start is not None else {}
+    return ProcessAccount(
+        generation=part.generation,
+        begin=begin,
+        end=end,
+        pid=start.get("pid"),
+        world_size=start.get("world_size") or (int(steps.world_size[rows[-1]]) if len(rows) else None),
+        resumed_from=part.resumed_from,
+        num_steps=len(rows),
+        last_step=int(steps.step[rows[-1]]) if len(rows) else None,
+        ended=ended,
+        detail=detail,
+        seconds=seconds,
+    )
+
+
+def _blocking(events: Sequence[Event]) -> float:
+    saves = (EventType.SAVE, EventType.SAVE_FAILED)
+    return sum(seconds_of(event, "blocking_seconds") for event in events if event.type in saves)
+
+
+def _startup(part: _Part, end: float, *, claimed: float) -> float:
+    """Process start → begin of the first step (or the end, without one), less what other causes ``claimed`` of it."""
+    first, until = math.inf, end
+    if len(part.rows):
+        row = part.rows[0]
+        first, until = float(part.steps.step[row]), float(part.steps.time[row] - part.steps.step_seconds[row])
+    claimed += sum(one.seconds for one in part.evaluations if one.step < first and one.seconds > 0)
+    claimed += _blocking([event for event in part.events if event.step < first])
+    return max(0.0, until - part.begin - claimed) if math.isfinite(until) else 0.0
+
+
+def _ending(events: Sequence[Event], *, is_last: bool) -> tuple[str, str]:
+    """How a process ended, by what it wrote down, and the error's name and message where it failed."""
+    ending = ("running or killed", "") if is_last else ("killed", "")
+    for event in events:
+        if event.type == EventType.STOP:
+            ending = (str(event.fields.get("reason", "stop")), "")
+        elif event.type == EventType.COMPLETE:
+            ending = ("complete", "")
+        elif event.type == EventType.FAILED:
+            return "failed", f"{event.fields.get('error', 'error')}: {event.fields.get('message', '')}".rstrip(": ")
+        elif event.type == EventType.END and ending[0] in ("killed", "running or killed"):
+            ending = (f"exit {event.fields.get('exit_code')}", "")
+    return ending
+
+
+def _restart(part: _Part, now: ProcessAccount, before: ProcessAccount, part_before: _Part) -> Restart:
+    begun_from = part.resumed_from
+    lost = 0
+    if begun_from is not None:
+        lost = int(np.count_nonzero(part.steps.step[part_before.rows] > begun_from))
+    return Restart(
+        cause=before.ended,
+        detail=before.detail,
+        time=now.begin,
+        generation=now.generation,
+        resumed_from=begun_from,
+        downtime_seconds=now.seconds["downtime"],
+        repeated_steps=lost,
+    )
+
+
+def _odd_clocks(part: _Part, previous_end: float | None) -> list[str]:
+    notes = []
+    backwards = max((-float(np.diff(times).min()) for times in part.times if len(times) > 1), default=0.0)
+    if backwards > _CLOCK_TOLERANCE_SECONDS:
+        notes.append(f"the clock went back by {duration(backwards)} while generation {part.generation} ran")
+    if previous_end is not None and previous_end - part.begin > _CLOCK_TOLERANCE_SECONDS:
+        notes.append(
+            f"generation {part.generation} began {duration(previous_end - part.begin)} before the last sign of the one before: "
+            "the clock went back, or both ran at once"
+        )
+    return notes

@@ -1,0 +1,148 @@
+"""The progress bar of a terminal: one line that is drawn anew, with what is worth keeping scrolling by above it."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.observers.events import describe_event
+from evergrad_trainer.observers.formatting import compact, count, duration, real, short_count
+from evergrad_trainer.observers.progress import State
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+
+_REDRAW_SECONDS = 0.2
+_SHORTEST_BAR = 8
+_LONGEST_BAR = 40
+
+
+def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
+    """The bar at ``width`` columns: parts that do not fit are left out, the least important first."""
+    parts = _parts(state)
+    while len(parts) > 1 and _needed(parts) > width:
+        parts.remove(min(parts, key=lambda part: part[0]))
+    space = width - _needed(parts, bar=0)
+    line = Text(no_wrap=True, overflow="crop")
+    for index, (_, text, style) in enumerate(parts):
+        if index == 1 and space >= _SHORTEST_BAR:
+            line.append_text(_bar(state, min(space, _LONGEST_BAR), is_unicode=is_unicode)).append("  ")
+        line.append(text, style).append("" if index == len(parts) - 1 else "  ")
+    return line
+
+
+def _parts(state: State) -> list[tuple[int, str, str]]:
+    """(importance, text, style), in the order they stand in."""
+    share = state.step / state.total_steps if state.total_steps else 0.0
+    parts = [
+        (9, state.name, "bold"),
+        (10, f"{count(state.step)}/{count(state.total_steps)}", ""),
+        (3, f"{math.floor(share * 100)}%", "dim"),
+        (8, f"loss {real(state.loss)}", "bold cyan"),
+        (6, f"{short_count(state.tokens_per_second)} tokens/s", ""),
+        (7, f"ETA {duration(state.remaining_seconds)}", "green"),
+    ]
+    if state.saved_step is not None:
+        parts.append((5, f"saved {count(state.saved_step)}", "dim"))
+    parts.extend((4, f"{name} {real(loss)}", "magenta") for name, loss in state.evaluations.items())
+    if state.activity:
+        parts.append((9, state.activity, "yellow"))
+    return parts
+
+
+def _needed(parts: list[tuple[int, str, str]], bar: int = _SHORTEST_BAR) -> int:
+    return sum(len(text) for _, text, _ in parts) + 2 * len(parts) + bar
+
+
+def _bar(state: State, width: int, *, is_unicode: bool) -> Text:
+    full, half, empty = ("━", "╸", "━") if is_unicode else ("#", "-", "-")
+    share = min(1.0, state.step / state.total_steps) if state.total_steps else 0.0
+    halves = math.floor(share * width * 2)
+    done, has_half = divmod(halves, 2)
+    bar = Text(full * done + half * has_half, "green")
+    return bar.append(empty * (width - done - has_half), "bright_black")
+
+
+class _Line:
+    """What rich asks to draw itself at the terminal's present width."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield render_line(self._state, options.max_width, is_unicode=not options.ascii_only)
+
+
+class ProgressBar(BaseObserver):
+    """Draws at most five times a second, in the calling thread: no thread of its own competes with the training."""
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._drawn = -math.inf
+        self._state = State(clock)
+        self._console = Console(file=stream, highlight=False, soft_wrap=False)
+        self._live = Live(_Line(self._state), console=self._console, auto_refresh=False, transient=False)
+
+    def run_start(self, info: RunInfo) -> None:
+        self._state.start(info)
+        facts = [
+            f"{short_count(info.parameters)} parameters",
+            f"{count(info.total_steps)} steps of {count(info.tokens_per_step)} tokens",
+            f"{info.world_size} process{'es' if info.world_size > 1 else ''}",
+            info.precision,
+            info.parallelism,
+        ]
+        self._print(Text.assemble((info.name, "bold"), f"  {info.model}, {', '.join(facts)}"))
+        self._print(Text.assemble(("run directory  ", "dim"), info.run_directory))
+        if info.metrics_address:
+            self._print(Text.assemble(("metrics        ", "dim"), info.metrics_address))
+        self._live.start(refresh=True)
+
+    def step_end(self, record: StepRecord) -> None:
+        self._state.finish_step(record)
+        self._draw(is_last=record.step >= self._state.total_steps)
+
+    def evaluation_progress(self, name: str, done: int, total: int) -> None:
+        self._state.activity = f"evaluating {name} {done}/{total}"
+        self._draw()
+
+    def evaluation_end(self, record: EvaluationRecord) -> None:
+        state = self._state
+        better = math.isfinite(record.loss) and record.loss < state.best_evaluations.get(record.name, math.inf)
+        state.finish_evaluation(record)
+        self._print(
+            Text.assemble(
+                (f"step {count(record.step)}  ", "dim"),
+                (record.name, "magenta"),
+                f"  loss {real(record.loss)}  perplexity {compact(record.perplexity)}",
+                ("  best so far" if better else "", "green"),
+            )
+        )
+        self._draw(is_last=True)
+
+    def event(self, event: Event) -> None:
+        self._state.see(event)
+        line = describe_event(event)
+        if line is not None and event.type != EventType.SAVE:
+            style = "yellow" if event.type in _ALARMING else "dim"
+            self._print(Text(line, "bold red" if event.type == EventType.FAILED else style))
+        self._draw(is_last=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen and give the terminal back."""
+        self._live.stop()
+
+    def _draw(self, *, is_last: bool = False) -> None:
+        now = self._clock()
+        if self._live.is_started and (is_last or now - self._drawn >= _REDRAW_SECONDS):
+            self._drawn = now
+            self._live.refresh()
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+_ALARMING = frozenset({EventType.WARNING, EventType.SAVE_FAILED, EventType.FALLBACK})

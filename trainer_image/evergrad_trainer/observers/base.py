@@ -1,0 +1,137 @@
+"""What an observer is, and the fan-out that keeps a failing one from stopping the training."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+from evergrad_trainer.run_directory import run_directory_error
+
+_log = logging.getLogger(__name__)
+
+FAILURES_BEFORE_DISABLED = 3
+
+
+class Observer(Protocol):
+    """Hears of everything that happens in a run, on rank 0, between two steps. Must return quickly and change nothing."""
+
+    essential: bool
+    """Whether the run must stop when this observer fails; the others are switched off instead."""
+
+    def run_start(self, info: RunInfo) -> None: ...
+
+    def step_end(self, record: StepRecord) -> None: ...
+
+    def evaluation_end(self, record: EvaluationRecord) -> None: ...
+
+    def evaluation_progress(self, name: str, done: int, total: int) -> None: ...
+
+    def event(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class BaseObserver:
+    """An observer that does nothing: override what interests you."""
+
+    essential: bool = False
+
+    def run_start(self, info: RunInfo) -> None:
+        """Called once, before everything else."""
+
+    def step_end(self, record: StepRecord) -> None:
+        """Called after each finished step."""
+
+    def evaluation_end(self, record: EvaluationRecord) -> None:
+        """Called after each evaluation of one set."""
+
+    def evaluation_progress(self, name: str, done: int, total: int) -> None:
+        """Called while the set ``name`` is evaluated: ``done`` of ``total`` batches."""
+
+    def event(self, event: Event) -> None:
+        """Called at each transition of the run."""
+
+    def close(self) -> None:
+        """Called once, after everything else, also after an error."""
+
+
+class Observers(BaseObserver):
+    """Tells several observers, in order.
+
+    An exception of an ordinary observer is logged and counted; after three in a row the observer is switched off, and the
+    others get a ``warning`` event that says so. An exception of an essential one is raised: an OSError as a RunDirectoryError.
+    """
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self._active = list(observers)
+        self._in_a_row: dict[int, int] = {}
+        self._last = Event(type=EventType.WARNING, time=0.0, step=0, generation=0)
+        self.failures: dict[str, int] = {}
+        """Exceptions so far, by class name of the observer."""
+
+    def run_start(self, info: RunInfo) -> None:
+        self._last = replace(self._last, step=info.start_step, generation=info.generation)
+        self._tell(lambda observer: observer.run_start(info))
+
+    def step_end(self, record: StepRecord) -> None:
+        self._last = replace(self._last, step=record.step, generation=record.generation)
+        self._tell(lambda observer: observer.step_end(record))
+
+    def evaluation_end(self, record: EvaluationRecord) -> None:
+        self._tell(lambda observer: observer.evaluation_end(record))
+
+    def evaluation_progress(self, name: str, done: int, total: int) -> None:
+        self._tell(lambda observer: observer.evaluation_progress(name, done, total))
+
+    def event(self, event: Event) -> None:
+        self._tell(lambda observer: observer.event(event))
+
+    def close(self) -> None:
+        """Close all of them, also when one fails; then raise the first error of an essential one."""
+        errors: list[Exception] = []
+        while self._active:
+            observer = self._active.pop(0)
+            try:
+                self._call(observer, lambda one: one.close())
+            except Exception as error:  # noqa: BLE001 - the others must be closed before it is raised
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        for observer in tuple(self._active):
+            self._call(observer, call)
+
+    def _call(self, observer: Observer, call: Callable[[Observer], None]) -> None:
+        try:
+            call(observer)
+        except Exception as error:  # noqa: BLE001 - isolation is this class's duty; it logs and counts
+            self._failed(observer, error)
+        else:
+            self._in_a_row.pop(id(observer), None)
+
+    def _failed(self, observer: Observer, error: Exception) -> None:
+        name = type(observer).__name__
+        self.failures[name] = self.failures.get(name, 0) + 1
+        if observer.essential:
+            if isinstance(error, OSError):
+                what = f"cannot be written by {name}"
+                raise run_directory_error(error, error.filename or "run directory", what=what) from error
+            raise error
+        _log.error("observer %s failed: %s: %s", name, type(error).__name__, error, exc_info=error)
+        in_a_row = self._in_a_row.get(id(observer), 0) + 1
+        self._in_a_row[id(observer)] = in_a_row
+        if in_a_row >= FAILURES_BEFORE_DISABLED and observer in self._active:
+            self._switch_off(observer, name, error)
+
+    def _switch_off(self, observer: Observer, name: str, error: Exception) -> None:
+        self._active.remove(observer)
+        message = f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a row: {error}"
+        _log.error("%s", message)
+        try:
+            observer.close()
+        except Exception as closing:  # noqa: BLE001 - it has failed already; what it holds is released as far as it can be
+            _log.error("observer %s could not be closed: %s", name, closing)
+        self.event(replace(self._last, time=time.time(), fields={"message": message}))

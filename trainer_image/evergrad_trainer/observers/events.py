@@ -1,0 +1,70 @@
+"""Events as lines of events.jsonl, and what can be read from one. Pure."""
+
+import math
+from typing import Any
+
+from evergrad_trainer.observers.formatting import size
+from evergrad_trainer.records import Event, EventType
+
+_KEYS = ("type", "time", "step", "generation")
+
+
+def event_row(event: Event) -> dict[str, Any]:
+    """The line of an event: its fields beside type, time, step and generation. Raises ValueError where they collide."""
+    taken = event.fields.keys() & set(_KEYS)
+    if taken:
+        raise ValueError(f"event {event.type!r} has fields named {', '.join(sorted(taken))}, which every event has already")
+    return {"type": event.type, "time": event.time, "step": event.step, "generation": event.generation, **event.fields}
+
+
+def parse_event_row(row: dict[str, Any]) -> Event:
+    """The event of a line. Raises ValueError or TypeError for a line that is none."""
+    missing = [key for key in _KEYS if key not in row]
+    if missing:
+        raise ValueError(f"has no {' and no '.join(missing)}")
+    fields = {key: value for key, value in row.items() if key not in _KEYS}
+    return Event(
+        type=str(row["type"]), time=float(row["time"]), step=int(row["step"]), generation=int(row["generation"]), fields=fields
+    )
+
+
+def saved_step(event: Event) -> int:
+    """The step a ``save`` event is about: a background save is reported some steps later than the step it holds."""
+    name = str(event.fields.get("checkpoint", "")).rstrip("/").rpartition("/")[2]
+    number = name.removeprefix("step-").split(".")[0]
+    return int(number) if number.isdecimal() else event.step
+
+
+def seconds_of(event: Event, key: str) -> float:
+    """A duration among an event's fields; 0 where it is missing, negative or no number."""
+    value = event.fields.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0
+    return float(value) if 0 <= value < math.inf else 0.0
+
+
+def describe_event(event: Event) -> str | None:
+    """A transition in one plain line, ``kind key=value …``; None for those that nobody needs to see."""
+    fields = event.fields
+    line = {
+        EventType.SAVE: lambda: f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={_size(fields)}",
+        EventType.SAVE_FAILED: lambda: f"step={event.step} failures={fields.get('failures')} reason={fields.get('reason')}",
+        EventType.FALLBACK: lambda: f"checkpoint={fields.get('checkpoint')} reason={fields.get('reason')}",
+        EventType.RESTORED: lambda: f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}",
+        EventType.EXTENDED: lambda: f"from={fields.get('from_steps')} to={fields.get('to_steps')}",
+        EventType.WARNING: lambda: str(fields.get("message")),
+        EventType.STOP: lambda: f"step={event.step} reason={fields.get('reason')} saved={str(fields.get('saved')).lower()}",
+        EventType.COMPLETE: lambda: f"step={event.step}",
+        EventType.FAILED: lambda: f"step={event.step} error={fields.get('error')} message={fields.get('message')}",
+    }.get(event.type)
+    return None if line is None else " ".join(f"{event.type} {line()}".split())
+
+
+def _get(fields: dict[str, object], key: str) -> str:
+    value = fields.get(key)
+    return f"{value:.2f}" if isinstance(value, int | float) else "unknown"
+
+
+def _size(fields: dict[str, object]) -> str:
+    value = fields.get("bytes")
+    return size(value).replace(" ", "") if isinstance(value, int | float) else "unknown"

@@ -1,0 +1,92 @@
+"""Numbers as people read them: durations, large counts, bytes, times. Pure."""
+
+import math
+from datetime import UTC, datetime
+
+_NOT_A_NUMBER = "–"
+
+
+def duration(seconds: float) -> str:
+    """``0.045`` → ``45ms``, ``75`` → ``1m15s``, ``18720`` → ``5h12m``, ``200000`` → ``2d07h``; two units at most."""
+    if not math.isfinite(seconds):
+        return _NOT_A_NUMBER
+    if seconds < 0:
+        return f"-{duration(-seconds)}"
+    if seconds == 0:
+        return "0s"
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g}ms" if seconds >= 0.001 else f"{seconds * 1e6:.3g}µs"
+    if seconds < 59.95:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 48:
+        return f"{hours}h{minutes:02d}m"
+    days, hours = divmod(round(seconds / 3600), 24)
+    return f"{days:,}d{hours:02d}h"
+
+
+def count(number: float) -> str:
+    """``1234567`` → ``1,234,567``; a fraction is rounded."""
+    return f"{round(number):,}" if math.isfinite(number) else _NOT_A_NUMBER
+
+
+def short_count(number: float) -> str:
+    """``41234`` → ``41.2k``, ``10200000`` → ``10.2M``; three digits and a decimal unit."""
+    return _scaled(number, 1000.0, ("", "k", "M", "B", "T"))
+
+
+def size(number_of_bytes: float) -> str:
+    """``1536`` → ``1.5 KiB``; powers of 1024."""
+    return _scaled(number_of_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
+
+
+def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
+    if not math.isfinite(number):
+        return _NOT_A_NUMBER
+    rest, unit = abs(number), 0
+    # 999.5 and more would round to four digits.
+    while rest >= (999.5 if base == 1000 else 1000) and unit < len(units) - 1:
+        rest, unit = rest / base, unit + 1
+    digits = 0 if unit == 0 and rest == round(rest) else 2 if rest < 9.995 else 1 if rest < 99.95 else 0
+    text = f"{rest:.{digits}f}"
+    if "." in text and unit:
+        text = text.rstrip("0").rstrip(".")
+    return f"{'-' if number < 0 else ''}{text}{units[unit]}"
+
+
+def real(number: float, digits: int = 4) -> str:
+    """``2.41318`` → ``2.4132``; very large and very small ones in scientific notation; ``–`` for what is no number."""
+    if not math.isfinite(number):
+        return _NOT_A_NUMBER
+    if number != 0 and not 10.0**-digits <= abs(number) < 1e6:
+        return f"{number:.{max(digits - 1, 1)}e}"
+    return f"{number:,.{digits}f}"
+
+
+def compact(number: float) -> str:
+    """At most four significant digits, as short as possible: ``0.001`` → ``0.001``, ``2.5e-05`` → ``2.5e-05``."""
+    return f"{number:.4g}" if math.isfinite(number) else _NOT_A_NUMBER
+
+
+def percent(ratio: float) -> str:
+    """``0.9834`` → ``98.3%``. Only exactly all and exactly nothing are written 100% and 0%."""
+    if not math.isfinite(ratio):
+        return _NOT_A_NUMBER
+    if ratio in (0.0, 1.0):
+        return f"{ratio * 100:.0f}%"
+    if 0 < ratio < 0.0005:
+        return "<0.1%"
+    if 0.9995 <= ratio < 1:
+        return ">99.9%"
+    return f"{ratio * 100:.1f}%"
+
+
+def utc(unix_seconds: float) -> str:
+    """Unix time as ``2026-03-01 12:33:10`` in UTC; ``–`` for a time no calendar has."""
+    try:
+        return datetime.fromtimestamp(unix_seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):
+        return _NOT_A_NUMBER

@@ -1,0 +1,213 @@
+"""Reads a run's JSON-lines files back: steps as columns (a million of them fit), evaluations and events as records."""
+
+import math
+import os
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.observers.events import parse_event_row
+from evergrad_trainer.records import EvaluationRecord, Event, StepRecord
+from evergrad_trainer.run_directory import JsonLines, RunDirectory, parse_object, reported
+
+Integers = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+Reals = npt.NDArray[np.float64]
+
+Row = TypeVar("Row")
+
+_INTEGERS = ("step", "generation", "world_size", "tokens", "valid_tokens")
+_CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """The rows of metrics.jsonl as columns of equal length, in the order of the file. Fields as in StepRecord."""
+
+    step: Integers
+    generation: Integers
+    world_size: Integers
+    loss: Reals
+    tokens: Integers
+    valid_tokens: Integers
+    sample_hash: Hashes
+    learning_rate: Reals
+    grad_norm: Reals
+    step_seconds: Reals
+    data_seconds: Reals
+    forward_backward_seconds: Reals
+    communication_seconds: Reals
+    optimizer_seconds: Reals
+    other_seconds: Reals
+    rank_skew_seconds: Reals
+    time: Reals
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @classmethod
+    def from_records(cls, records: Iterable[StepRecord]) -> "StepTable":
+        """The same steps as columns. Raises ValueError for a sample_hash that is not hexadecimal."""
+        columns = _Columns()
+        columns.extend([record.__dict__ for record in records])
+        return columns.table()
+
+    def last_rows(self) -> Integers:
+        """Indices of the rows that count, the last of each step, in order of the steps."""
+        if not len(self):
+            return np.zeros(0, np.int64)
+        _, from_the_end = np.unique(self.step[::-1], return_index=True)
+        return len(self) - 1 - from_the_end
+
+    def take(self, rows: npt.NDArray[Any]) -> "StepTable":
+        """These rows only, by indices or by a mask."""
+        return replace(self, **{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+
+
+_NAMES = tuple(column.name for column in fields(StepTable))
+
+
+class _Columns:
+    """Collects rows into typed columns. ``extend`` raises KeyError, TypeError, ValueError or OverflowError for a bad one."""
+
+    def __init__(self) -> None:
+        self._columns: dict[str, array[Any]] = {name: array(_typecode(name)) for name in _NAMES}
+
+    def extend(self, rows: list[dict[str, Any]]) -> None:
+        """Append all rows, or raise; after an exception the object is of no more use."""
+        for name, column in self._columns.items():
+            if name == "sample_hash":
+                column.extend([int(row[name], 16) for row in rows])
+            elif name in _INTEGERS:
+                column.extend([row[name] for row in rows])
+            else:
+                column.extend([math.nan if row[name] is None else row[name] for row in rows])
+
+    def table(self) -> StepTable:
+        return StepTable(**{name: np.asarray(memoryview(column)) for name, column in self._columns.items()})
+
+
+def _typecode(name: str) -> str:
+    return "Q" if name == "sample_hash" else "q" if name in _INTEGERS else "d"
+
+
+@dataclass(frozen=True)
+class History:
+    """All that a run has written down. ``notes``: what was odd about the files, as sentences."""
+
+    steps: StepTable
+    evaluations: tuple[EvaluationRecord, ...]
+    events: tuple[Event, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_history(directory: RunDirectory) -> History:
+    """Read the three files; a missing one is empty, as is the unfinished last line of a killed or running process.
+
+    Raises RunDirectoryError, naming file and line, for a line that is no row of that file.
+    """
+    notes: list[str] = []
+    steps = read_steps(directory.metrics, notes)
+    evaluations = tuple(_parsed(directory.evaluation, notes, _evaluation))
+    events = tuple(_parsed(directory.events, notes, parse_event_row))
+    return History(steps=steps, evaluations=evaluations, events=events, notes=tuple(notes))
+
+
+def read_steps(path: Path, notes: list[str]) -> StepTable:
+    """The rows of a metrics file; appends to ``notes`` what was odd. Raises RunDirectoryError with the line of a bad row."""
+    columns, lines = _Columns(), JsonLines(path)
+    rows = iter(lines)
+    while chunk := list(islice(rows, _CHUNK)):
+        try:
+            columns.extend([row for _, row in chunk])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise _first_bad(lines, chunk) from error
+    _note_torn(lines, notes)
+    return columns.table()
+
+
+def _first_bad(lines: JsonLines, chunk: list[tuple[int, dict[str, Any]]]) -> RunDirectoryError:
+    for number, row in chunk:
+        missing = [name for name in _NAMES if name not in row]
+        if missing:
+            return lines.malformed(number, f"has no {' and no '.join(missing)}")
+        for name in _NAMES:
+            try:
+                probe = _Columns()
+                probe.extend([_EXAMPLE | {name: row[name]}])
+            except (TypeError, ValueError, OverflowError):
+                return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
+    return lines.malformed(chunk[0][0], "is not a row of this file")
+
+
+_EXAMPLE: dict[str, Any] = {name: "0" if name == "sample_hash" else 0 for name in _NAMES}
+
+
+def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
+    names = [field.name for field in fields(EvaluationRecord)]
+    missing = [name for name in names if name not in row]
+    if missing:
+        raise ValueError(f"has no {' and no '.join(missing)}")
+    values = {name: row[name] for name in names}
+    for name in ("loss", "perplexity", "seconds", "time"):
+        values[name] = math.nan if values[name] is None else float(values[name])
+    for name in ("step", "generation", "tokens"):
+        values[name] = int(values[name])
+    return EvaluationRecord(**values | {"name": str(values["name"])})
+
+
+def _parsed(path: Path, notes: list[str], parse: Callable[[dict[str, Any]], Row]) -> Iterator[Row]:
+    lines = JsonLines(path)
+    for number, row in lines:
+        try:
+            yield parse(row)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise lines.malformed(number, str(error)) from error
+    _note_torn(lines, notes)
+
+
+def _note_torn(lines: JsonLines, notes: list[str]) -> None:
+    if lines.torn_bytes:
+        notes.append(
+            f"{lines.path.name} ends with {lines.torn_bytes} bytes of an unfinished line: "
+            "the process was killed, or is writing just now"
+        )
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a new process can know of the ones before it at no cost."""
+
+    highest_step: int = 0
+    last_time: float | None = None
+    """Unix seconds of the newest row or event."""
+
+
+def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before:
+    """Look at the ends of metrics.jsonl and events.jsonl, some ten thousand rows, in milliseconds. Raises RunDirectoryError."""
+    rows = [*_tail(directory.metrics, tail_bytes), *_tail(directory.events, 1 << 16)]
+    steps = [row["step"] for row in rows if "sample_hash" in row and isinstance(row.get("step"), int)]
+    times = [float(row["time"]) for row in rows if isinstance(row.get("time"), int | float)]
+    return Before(highest_step=max(steps, default=0), last_time=max(times, default=None))
+
+
+def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
+    with reported(path, what="cannot be read"):
+        try:
+            with path.open("rb") as file:
+                start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+                file.seek(start)
+                lines = file.read().split(b"\n")
+        except FileNotFoundError:
+            return
+    for line in lines[1:] if start else lines:
+        row = parse_object(line)
+        if row is not None:
+            yield row

@@ -1,0 +1,94 @@
+"""The names, types, labels and buckets of the trainer's Prometheus metrics. docs/reference/metrics.md lists them."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from evergrad_trainer.observers.accounting import CAUSES
+from evergrad_trainer.observers.live_accounting import PHASES
+
+STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
+CHECKPOINT_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
+FAILURE_REASONS = ("no_space", "read_only", "permission", "io", "timeout", "fenced", "invalid", "other")
+NON_FINITE = ("loss", "grad")
+
+
+class Instruments:
+    """All metrics of one run in one registry. Counters begin at 0 at once; a gauge appears with its first value."""
+
+    def __init__(self, registry: CollectorRegistry, run: str) -> None:
+        self._registry = registry
+        self.info = self._gauge("info", "Facts about the run, for joins", "attempt", "model", "precision", "parallelism",
+                                "framework_version", "image_version")  # fmt: skip
+        self.step = self._gauge("step", "Last finished optimizer step")
+        self.max_steps = self._gauge("max_steps", "Optimizer steps the run is to reach")
+        self.steps = self._counter("steps_total", "Optimizer steps this process has finished, repeated ones included")
+        self.tokens = self._counter("tokens_total", "Tokens trained on, over all processes of the run together")
+        self.samples = self._counter("samples_total", "Samples trained on, over all processes of the run together")
+        self.tokens_per_second = self._gauge("tokens_per_second", "Tokens a second of wall time, over the last minute")
+        self.loss = self._gauge("loss", "Nats a token: mean of the last 10 steps, or last evaluation", "split", "dataset")
+        self.eval_metric = self._gauge("eval_metric", "Last value of another evaluation metric", "dataset", "metric")
+        self.grad_norm = self._gauge("grad_norm", "Global gradient norm of the last step, before clipping")
+        self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step")
+        self.world_size = self._gauge("world_size", "Processes that train together")
+        self.step_duration = self._histogram("step_duration_seconds", "Wall time of an optimizer step", STEP_BUCKETS)
+        self.phase_seconds = self._counter("step_phase_seconds_total", "Wall time since the first step, by its use", "phase")
+        self.rank_skew = self._gauge("rank_step_skew_seconds", "How much longer the slowest rank computed than the median one")
+        self.last_step_timestamp = self._gauge("last_step_timestamp_seconds", "Unix time of the end of the last step")
+        self.nonfinite = self._counter("nonfinite_total", "Steps refused because a loss or a gradient was not finite", "what")
+        self.checkpoint_duration = self._histogram(
+            "checkpoint_duration_seconds",
+            "Wall time of a save or load, background work included",
+            CHECKPOINT_BUCKETS,
+            "op",
+            "mode",
+        )
+        self.checkpoint_blocking = self._counter("checkpoint_blocking_seconds_total", "Seconds training stood still for saves")
+        self.checkpoint_size = self._gauge("checkpoint_size_bytes", "Size of the last checkpoint")
+        self.checkpoint_last_success = self._gauge(
+            "checkpoint_last_success_timestamp_seconds", "Unix time at which the last checkpoint was published"
+        )
+        self.checkpoint_last_step = self._gauge("checkpoint_last_step", "Step of the last checkpoint")
+        self.checkpoint_failures = self._counter("checkpoint_failures_total", "Checkpoint operations that failed", "op", "reason")
+        self.productive = self._counter("productive_seconds_total", "Seconds in steps that were not trained before")
+        self.lost = self._counter("lost_seconds_total", "Seconds not in such steps, by cause", "cause")
+        self.exit_code = self._gauge("exit_code", "Exit code of the trainer, once it has ended")
+        self._begin_at_zero(run)
+
+    def _begin_at_zero(self, run: str) -> None:
+        """A counter that first appears with a value above 0 hides that increase from ``rate``."""
+        for counter in (self.steps, self.tokens, self.samples, self.checkpoint_blocking, self.productive):
+            counter.labels(run)
+        for phase in PHASES:
+            self.phase_seconds.labels(run, phase)
+        for cause in CAUSES:
+            self.lost.labels(run, cause)
+        for what in NON_FINITE:
+            self.nonfinite.labels(run, what)
+        for reason in FAILURE_REASONS:
+            self.checkpoint_failures.labels(run, "save", reason)
+        self.checkpoint_failures.labels(run, "load", "invalid")
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"evergrad_{name}", f"{text}.", ("run", *labels), registry=self._registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"evergrad_{name}", f"{text}.", ("run", *labels), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+        return Histogram(f"evergrad_{name}", f"{text}.", ("run", *labels), buckets=buckets, registry=self._registry)
+
+
+_REASON_WORDS = (
+    ("no_space", ("no space", "enospc", "quota", "disk full")),
+    ("read_only", ("read-only", "erofs")),
+    ("permission", ("permission", "not permitted")),
+    ("timeout", ("timeout", "timed out")),
+    ("fenced", ("fence", "newer process")),
+    ("invalid", ("checksum", "hash differs", "truncated", "missing shard")),
+    ("io", ("input/output", "i/o", "stale", "oserror")),
+)
+
+
+def failure_reason(text: str) -> str:
+    """One of FAILURE_REASONS for the free text of a failed save: a label must not take arbitrary values."""
+    lower = text.lower()
+    return next((reason for reason, words in _REASON_WORDS if any(word in lower for word in words)), "other")

@@ -1,0 +1,85 @@
+"""A log file for each rank; on the terminal only rank 0's warnings and errors."""
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.observers.events import event_row
+from evergrad_trainer.records import EvaluationRecord, Event, RunInfo
+from evergrad_trainer.run_directory import RunDirectory, dumps_strict, reported
+
+_log = logging.getLogger(__name__)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to whatever ``sys.stderr`` is when it writes: while the progress bar is up, that is the bar's own proxy."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The handlers ``setup_logging`` has installed."""
+
+    handlers: tuple[logging.Handler, ...]
+    previous_level: int
+
+    def close(self) -> None:
+        """Take the handlers out again and close the file."""
+        root = logging.getLogger()
+        for handler in self.handlers:
+            root.removeHandler(handler)
+            handler.close()
+        root.setLevel(self.previous_level)
+        logging.captureWarnings(False)
+
+
+def setup_logging(directory: RunDirectory, *, rank: int, node: int = 0, level: int = logging.INFO) -> Logs:
+    """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and rank 0's warnings to stderr. Raises RunDirectoryError."""
+    path = directory.logs / f"node-{node}-rank-{rank}.log"
+    with reported(path, what="cannot be opened for appending"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    prefix = f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
+    file.setFormatter(logging.Formatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
+    handlers: list[logging.Handler] = [file]
+    if rank == 0:
+        terminal = _StderrHandler()
+        terminal.setLevel(logging.WARNING)
+        terminal.setFormatter(_TerminalFormatter())
+        handlers.append(terminal)
+    root = logging.getLogger()
+    logs = Logs(handlers=tuple(handlers), previous_level=root.level)
+    root.setLevel(level)
+    for handler in handlers:
+        root.addHandler(handler)
+    logging.captureWarnings(True)
+    return logs
+
+
+class _TerminalFormatter(logging.Formatter):
+    """``warning: message``; tracebacks stay in the file."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {record.getMessage().rstrip()}"
+
+
+class EventLog(BaseObserver):
+    """Writes the run's transitions into rank 0's log, so that a log read alone tells what happened."""
+
+    def run_start(self, info: RunInfo) -> None:
+        _log.info("run %s", dumps_strict(info.__dict__))
+
+    def evaluation_end(self, record: EvaluationRecord) -> None:
+        _log.info("evaluation %s", dumps_strict(record.__dict__))
+
+    def event(self, event: Event) -> None:
+        _log.info("event %s", dumps_strict(event_row(event)))

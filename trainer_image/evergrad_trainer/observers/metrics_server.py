@@ -1,0 +1,52 @@
+"""Serves a Prometheus registry over HTTP from one thread."""
+
+import socketserver
+import threading
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from evergrad_trainer.errors import ConfigurationError, Problem
+
+_FIELD = "spec.training.metrics.port"
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # The standard one asks DNS for the host's full name, which takes seconds where nothing answers.
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", self.socket.getsockname()[1]
+        self.setup_environ()
+
+
+class _SilentHandler(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """A line a scrape would only fill the log."""
+
+
+class MetricsServer:
+    """Answers every path with the registry's metrics until it is closed."""
+
+    def __init__(self, registry: CollectorRegistry, *, port: int, host: str) -> None:
+        """Listen on ``port`` of ``host``; 0 takes a free one. Raises ConfigurationError, naming the field."""
+        try:
+            self._server = make_server(host, port, make_wsgi_app(registry), _Server, _SilentHandler)
+        except OSError as error:
+            why = f"{error.strerror or error}".lower()
+            remedy = "Choose another port, 0 for any free one, or leave it out for no endpoint"
+            raise ConfigurationError(Problem(_FIELD, f"port {port} cannot be listened on", why, remedy)) from error
+        self.port = self._server.server_port
+        self.address = f"http://localhost:{self.port}/metrics"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening and end the thread. A second call does nothing."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
