@@ -1,0 +1,74 @@
+"""The fencing token on the volume: whoever claimed the highest generation may write, all others must stop."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from evergrad_trainer.checkpoint.files import fsync_directory, write_new
+from evergrad_trainer.checkpoint.layout import GENERATIONS, generation_name, parse_generation_name
+from evergrad_trainer.errors import FencedError, Problem, RunDirectoryError
+
+
+def claim_generation(directory: Path) -> int:
+    """Claim the next free generation of a ``checkpoints`` directory, which is made if need be. Rank 0 of each start only.
+
+    The claim is durable when this returns. Raises RunDirectoryError if the directory cannot be written.
+    """
+    try:
+        (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
+        generation = _create_next(directory / GENERATIONS)
+        fsync_directory(directory / GENERATIONS)
+        fsync_directory(directory)
+    except OSError as error:
+        raise RunDirectoryError(
+            Problem(
+                str(directory),
+                "this start cannot be recorded",
+                why=str(error),
+                remedy="Give the run a directory that can be written and has free space",
+            )
+        ) from error
+    return generation
+
+
+def check_fence(directory: Path, generation: int, *, fresh: bool = False) -> None:
+    """Raise FencedError if a newer process has claimed a ``checkpoints`` directory; OSError if it cannot be read.
+
+    ``fresh`` asks a network volume for the directory as it is now, not as this machine remembers it.
+    """
+    newest = newest_generation(directory, fresh=fresh)
+    if newest > generation:
+        raise FencedError(
+            Problem(
+                str(directory),
+                f"generation {newest} has claimed this run directory",
+                why=f"this process is generation {generation} and must not write any more",
+                remedy="Start a run directory only once at a time",
+            )
+        )
+
+
+def newest_generation(directory: Path, *, fresh: bool = False) -> int:
+    """The highest generation ever claimed in a ``checkpoints`` directory; 0 if none."""
+    claims = directory / GENERATIONS
+    if fresh:
+        # An NFS client may answer from a listing that is up to a minute old. Changing the directory makes it ask again.
+        os.utime(claims)
+    numbers = (parse_generation_name(name) for name in os.listdir(claims))
+    return max((number for number in numbers if number is not None), default=0)
+
+
+def _create_next(claims: Path) -> int:
+    # Numbers are never removed, so that a stale listing cannot make a used one look free: the create refuses it.
+    known = (parse_generation_name(name) for name in os.listdir(claims))
+    generation = max((number for number in known if number is not None), default=0) + 1
+    claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+    while True:
+        try:
+            write_new(claims / generation_name(generation), json.dumps(claim).encode() + b"\n")
+        except FileExistsError:
+            generation += 1
+        else:
+            return generation

@@ -1,0 +1,255 @@
+"""Finding the newest checkpoint that validates and loading it into tensors that exist, all ranks together."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from evergrad_trainer.checkpoint.dcp_storage import StoreReader
+from evergrad_trainer.checkpoint.layout import QUARANTINE, TENSORS
+from evergrad_trainer.checkpoint.manifest import Identity, InvalidCheckpointError, Manifest, UnknownFormatError
+from evergrad_trainer.checkpoint.saving import ignore_solo_warning
+from evergrad_trainer.checkpoint.store import Candidate, Library
+from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
+from evergrad_trainer.distributed import World
+from evergrad_trainer.errors import CheckpointError, Problem, raise_if
+
+NAMED_TENSORS = 5
+"""How many tensor names an error lists of each kind."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was loaded. ``extra`` is what the save was given."""
+
+    step: int
+    generation: int
+    path: Path
+    extra: dict[str, Any]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint that was passed over; ``quarantined_as`` is where it is now, None if it was left where it was."""
+
+    checkpoint: str
+    step: int
+    reason: str
+    quarantined_as: str | None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What to look for and what one may do meanwhile."""
+
+    library: Library
+    checksums: bool
+    identity: Identity | None = None
+    """Refuse checkpoints of any other; None: anyone's will do."""
+    prefix: str = ""
+    """Only tensors whose keys begin so are wanted."""
+    only: str | None = None
+    """Consider this name alone."""
+    may_quarantine: bool = False
+    """The directory is ours: set damaged checkpoints aside."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Rank 0's decision, as it travels to the others. Neither checkpoint nor problems: there is nothing to load."""
+
+    checkpoint: str = ""
+    step: int = 0
+    checksum: str = ""
+    rejected: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[dict[str, str]] = field(default_factory=list)
+
+
+def load_newest(search: Search, state: Mapping[str, torch.Tensor], *, world: World) -> tuple[Restored, list[Rejected]] | None:
+    """Load the newest valid checkpoint into ``state`` in place; None if there never was one. Every rank calls this.
+
+    Returns also what was passed over. Raises CheckpointError, the same on all ranks, if there are checkpoints and none
+    can be used, if they belong to another identity, or if their tensors are not those of ``state``.
+    """
+    started = time.monotonic()
+    rejected: list[Rejected] = []
+    while True:
+        choice = _Choice(**world.broadcast_json(asdict(_choose(search, rejected)) if world.is_main else None))
+        _raise_problems(choice.problems)
+        if not choice.checkpoint:
+            return None
+        rejected += [Rejected(**passed) for passed in choice.rejected]
+        manifest, failures = _load_together(search, choice, state, world)
+        if manifest is not None:
+            _report_fallback(rejected, choice)
+            path = Path(search.library.locate(choice.checkpoint))
+            seconds = time.monotonic() - started
+            return Restored(choice.step, manifest.version.generation, path, manifest.extra, seconds), rejected
+        rejected.append(Rejected(choice.checkpoint, choice.step, "; ".join(failures), None))
+
+
+def read_state(library: Library, name: str, table: Table, state: Mapping[str, torch.Tensor]) -> None:
+    """Fill ``state`` from a checkpoint in place, on this rank alone. Raises InvalidCheckpointError or OSError."""
+    ignore_solo_warning()
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        # Which bytes a rank needs follows from its own tensors: no exchange, so nothing hangs if a peer fails to read.
+        dcp_load(dict(state), storage_reader=StoreReader(library, name, table), planner=planner, no_dist=True)
+    except CheckpointException as error:
+        raise error.failures[0][0] from None
+
+
+def open_table(library: Library, name: str, manifest: Manifest, *, prefix: str = "") -> Table:
+    """The checkpoint's tensors whose keys begin with ``prefix``. Raises InvalidCheckpointError."""
+    entries = [file for file in manifest.files if file.name == TENSORS]
+    if not entries:
+        raise InvalidCheckpointError(f"file {TENSORS}: is not in the manifest")
+    table = decode_table(library.read_document(name, entries[0]))
+    return {key: tensor for key, tensor in table.items() if key.startswith(prefix)}
+
+
+def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: str) -> list[Problem]:
+    """What keeps ``table`` from filling ``state``: keys on one side only, other shapes, integers for floats."""
+    shapes = [
+        f"{key} (stored {list(table[key].shape)}, wanted {list(value.shape)})"
+        for key, value in state.items()
+        if key in table and tuple(value.shape) != table[key].shape
+    ]
+    dtypes = [
+        f"{key} (stored {table[key].dtype}, wanted {value.dtype})"
+        for key, value in state.items()
+        if key in table and value.dtype != table[key].dtype and not _converts(table[key].dtype, value.dtype)
+    ]
+    found = {
+        "tensors are missing": [key for key in state if key not in table],
+        "it holds tensors this model does not have": [key for key in table if key not in state],
+        "shapes differ": shapes,
+        "types differ": dtypes,
+    }
+    remedy = "Use a checkpoint of the same model"
+    return [Problem(where, what, why=_shorten(names), remedy=remedy) for what, names in found.items() if names]
+
+
+def _load_together(
+    search: Search, choice: _Choice, state: Mapping[str, torch.Tensor], world: World
+) -> tuple[Manifest | None, list[str]]:
+    """Load on every rank and agree. The manifest if all succeeded, else None and the ranks' failures."""
+    manifest, problems, failure = None, list[Problem](), ""
+    try:
+        manifest = search.library.read_manifest(choice.checkpoint, patient=True)
+        if manifest.checksum != choice.checksum:
+            raise InvalidCheckpointError("the manifest is not the one that rank 0 validated")
+        table = open_table(search.library, choice.checkpoint, manifest, prefix=search.prefix)
+        problems = compare_tensors(table, state, where=search.library.locate(choice.checkpoint))
+        if not problems:
+            read_state(search.library, choice.checkpoint, table, state)
+    except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+        failure = f"rank {world.rank}: {error}"
+    answers = world.gather_json({"problems": [asdict(problem) for problem in problems], "failure": failure})
+    _raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
+    failures = [answer["failure"] for answer in answers if answer["failure"]]
+    return (None if failures else manifest), failures[:3]
+
+
+def _choose(search: Search, tried: list[Rejected]) -> _Choice:
+    """Rank 0's part: never raises, so that the others are not left waiting."""
+    try:
+        return _search(search, tried)
+    except (UnknownFormatError, OSError) as error:
+        return _refuse([Problem(search.library.locate(""), "cannot be read", why=str(error))])
+
+
+def _search(search: Search, tried: list[Rejected]) -> _Choice:
+    """The newest candidate that validates. Damaged ones before it are set aside only now: without a valid one nothing moves."""
+    damaged: list[tuple[Candidate, InvalidCheckpointError | OSError]] = []
+    names = {rejection.checkpoint for rejection in tried}
+    for candidate in _candidates(search):
+        if candidate.name in names:
+            continue
+        try:
+            manifest = search.library.validate(candidate.name, checksums=search.checksums)
+        except (InvalidCheckpointError, OSError) as error:
+            damaged.append((candidate, error))
+            continue
+        problems = _compare_identity(search, candidate.name, manifest.identity)
+        if problems:
+            return _refuse(problems)
+        passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]
+        return _Choice(candidate.name, manifest.version.step, manifest.checksum, passed)
+    library = search.library
+    lost = {rejection.checkpoint: rejection.reason for rejection in tried}
+    lost |= {candidate.name: str(error) for candidate, error in damaged}
+    lost |= {f"{QUARANTINE}/{name}": "was set aside as damaged" for name in library.set_aside() if search.only is None}
+    remedy = "Restore one of them from a copy, or remove the directory to begin at step 0"
+    return _refuse([Problem(library.locate(name), "cannot be loaded", why=why, remedy=remedy) for name, why in lost.items()])
+
+
+def _candidates(search: Search) -> list[Candidate]:
+    return search.library.scan() if search.only is None else [search.library.describe(search.only)]
+
+
+def _refuse(problems: list[Problem]) -> _Choice:
+    return _Choice(problems=[asdict(problem) for problem in problems])
+
+
+def _raise_problems(problems: list[dict[str, str]]) -> None:
+    raise_if([Problem(**problem) for problem in problems], CheckpointError)
+
+
+def _set_aside(search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError) -> Rejected:
+    """Quarantine what is damaged; what could not be read this time may be fine and stays."""
+    moved = None
+    if search.may_quarantine and isinstance(error, InvalidCheckpointError):
+        try:
+            moved = search.library.quarantine(candidate.name)
+        except OSError as refusal:
+            _log.warning("%s could not be set aside: %s", search.library.locate(candidate.name), refusal)
+    return Rejected(candidate.name, candidate.version.step, str(error), moved)
+
+
+def _report_fallback(rejected: list[Rejected], choice: _Choice) -> None:
+    for passed in rejected:
+        _log.error(
+            "fell back from step %d (%s) to step %d, losing %d steps",
+            passed.step,
+            passed.reason,
+            choice.step,
+            passed.step - choice.step,
+        )
+
+
+def _compare_identity(search: Search, name: str, found: Identity) -> list[Problem]:
+    if search.identity is None:
+        return []
+    where = search.library.locate(name)
+    return [
+        Problem(where, f"{what} is {getattr(found, field_)!r}", f"this run's is {getattr(search.identity, field_)!r}", remedy)
+        for field_, what, remedy in _IDENTITY
+        if getattr(found, field_) != getattr(search.identity, field_)
+    ]
+
+
+_IDENTITY = (
+    ("run", "the run's name", "Give every run a directory of its own"),
+    ("config_hash", "the recipe's hash", "To change the recipe, start a new run with initFrom"),
+    ("data_fingerprint", "the data's fingerprint", "Restore the data this run began with, or start a new run with initFrom"),
+)
+
+
+def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    return stored.is_floating_point and wanted.is_floating_point
+
+
+def _shorten(names: list[str]) -> str:
+    rest = len(names) - NAMED_TENSORS
+    return ", ".join(names[:NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")

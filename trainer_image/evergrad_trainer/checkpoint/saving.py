@@ -1,0 +1,193 @@
+"""One save, from a snapshot in host memory to a published checkpoint. Runs in a thread of its own on every rank."""
+
+import functools
+import importlib.metadata
+import logging
+import platform
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner, StoreWriter
+from evergrad_trainer.checkpoint.faults import AFTER_SHARDS
+from evergrad_trainer.checkpoint.layout import TENSORS, Version
+from evergrad_trainer.checkpoint.manifest import FileEntry, Identity, InvalidCheckpointError, Manifest, UnknownFormatError
+from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
+from evergrad_trainer.checkpoint.store import Candidate, Store
+from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
+from evergrad_trainer.errors import FencedError
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """What to save as what. ``group`` (gloo, None in a world of one) belongs to this save alone until it ends."""
+
+    version: Version
+    identity: Identity
+    extra: dict[str, Any]
+    best: bool
+    keep: int
+    rank: int
+    world_size: int
+    group: dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint of this process that exists now. ``seconds`` from the snapshot to the end of the publication."""
+
+    step: int
+    generation: int
+    path: Path
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there are now."""
+
+    published: Published | None = None
+    kept: int = 0
+    reason: str = ""
+    fenced: FencedError | None = None
+
+
+class BackgroundSave:
+    """A save under way.
+
+    The thread is a daemon and not dcp.async_save's executor, whose threads the interpreter joins at its exit: a thread
+    that waits for a frozen peer would hold a failed process for the whole timeout of the group.
+    """
+
+    def __init__(self, run: Callable[[], Outcome], *, name: str) -> None:
+        self._run = run
+        self._outcome = Outcome(reason="its thread ended with an unexpected error")
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``join`` would return at once."""
+        return not self._thread.is_alive()
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended. Only once it is done."""
+        return self._outcome
+
+    def join(self, timeout_seconds: float | None = None) -> None:
+        """Wait for the end, or as long as that."""
+        self._thread.join(timeout_seconds)
+
+    def _work(self) -> None:
+        self._outcome = self._run()
+
+
+def ignore_solo_warning() -> None:
+    """Silence DCP's advice that a world of one is a world of one. Main thread only: filters are the process's."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+
+
+def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcome:
+    """Write, publish, mark, retire old checkpoints. Failures of any rank come back as the same outcome on all; never raises."""
+    started = time.monotonic()
+    publish = functools.partial(_publish, store, order)
+    writer = StoreWriter(store.attempts, version=order.version, rank=order.rank, publish=publish)
+    failed = Outcome()
+    try:
+        metadata = dcp_save({}, storage_writer=writer, planner=planner, process_group=order.group, no_dist=order.group is None)
+        told = metadata.storage_data
+    except CheckpointException as error:
+        told, failed = writer.outcome, _describe_failures(error)
+    except (OSError, RuntimeError, ValueError) as error:
+        # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint stands.
+        told, failed = writer.outcome, Outcome(reason=f"rank {order.rank}: {error}")
+    if told is None:
+        if writer.attempt is not None:
+            store.attempts.discard(writer.attempt)
+        return failed
+    kept = _settle(store, order, told["checkpoint"]) if order.rank == 0 else 0
+    return Outcome(
+        published=Published(
+            step=order.version.step,
+            generation=order.version.generation,
+            path=Path(store.library.locate(told["checkpoint"])),
+            bytes=told["bytes"],
+            seconds=time.monotonic() - started,
+        ),
+        kept=kept,
+    )
+
+
+def _publish(store: Store, order: SaveOrder, attempt: str, table: Table, shards: tuple[FileEntry, ...]) -> dict[str, Any]:
+    store.faults.reached(AFTER_SHARDS, order.rank)
+    document = store.attempts.write_document(attempt, TENSORS, encode_table(table))
+    manifest = Manifest(
+        version=order.version,
+        world_size=order.world_size,
+        identity=order.identity,
+        extra=order.extra,
+        best=order.best,
+        files=(*shards, document),
+        libraries=_libraries(),
+        finished=time.time(),
+    )
+    name = store.attempts.publish(attempt, manifest)
+    return {"checkpoint": name, "bytes": manifest.bytes}
+
+
+def _settle(store: Store, order: SaveOrder, name: str) -> int:
+    """Pointers and retention. The checkpoint stands whatever happens here, so trouble is logged and tried again next time."""
+    kept = 0
+    try:
+        store.library.mark_latest(name, order.version)
+        if order.best:
+            store.library.mark_best(name, order.version)
+        kept = _retire(store, order, name)
+    except OSError as error:
+        _log.warning("%s is published; tidying up after it failed: %s", name, error)
+    return kept
+
+
+def _retire(store: Store, order: SaveOrder, published: str) -> int:
+    candidates = store.library.scan()
+    valid = [candidate for candidate in candidates if candidate.name == published or _is_whole(store, candidate)]
+    pinned = {published, choose_best(valid, store.library.best())}
+    removals = choose_removals(valid, keep=order.keep, pinned={name for name in pinned if name is not None})
+    for name in removals:
+        store.library.remove(name)
+    return len(valid) - len(removals)
+
+
+def _is_whole(store: Store, candidate: Candidate) -> bool:
+    try:
+        store.library.validate(candidate.name, checksums=False)
+    except (InvalidCheckpointError, UnknownFormatError):
+        return False
+    return True
+
+
+def _describe_failures(error: CheckpointException) -> Outcome:
+    failures = sorted(error.failures.items())
+    reason = "; ".join(f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, (failure, _) in failures[:3])
+    if len(failures) > 3:
+        reason += f"; and {len(failures) - 3} ranks more"
+    fences = [failure for _, (failure, _) in failures if isinstance(failure, FencedError)]
+    return Outcome(reason=reason, fenced=fences[0] if fences else None)
+
+
+def _libraries() -> dict[str, str]:
+    packages = {name: importlib.metadata.version(name) for name in ("evergrad-trainer", "numpy")}
+    return {"python": platform.python_version(), "torch": str(torch.__version__), **packages}

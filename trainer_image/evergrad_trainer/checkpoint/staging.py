@@ -1,0 +1,115 @@
+"""A copy of the state by value in host memory that is used again for the next save: all that training waits for."""
+
+import heapq
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from evergrad_trainer.checkpoint.files import hash_bytes
+from evergrad_trainer.checkpoint.layout import ALIGNMENT
+
+
+@dataclass(frozen=True)
+class StagedTensor:
+    """This rank's part of one tensor: ``data`` (contiguous, on the host) is the box at ``offsets`` of a tensor of ``shape``."""
+
+    data: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: torch.Size
+    is_shard: bool
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What this rank writes. ``signature`` names keys, dtypes and shapes of the whole state and is the same on every rank."""
+
+    tensors: dict[str, StagedTensor]
+    signature: str
+
+
+def require_tensors(state: Mapping[str, object]) -> None:
+    """Raise TypeError, naming the keys, if the state holds anything but dense tensors with memory behind them."""
+    wrong = [
+        f"{key} ({type(value).__name__})"
+        for key, value in state.items()
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.is_meta
+    ]
+    if wrong:
+        raise TypeError(f"a checkpoint holds dense tensors only, not {', '.join(wrong)}")
+
+
+def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Which rank writes each replicated tensor: largest first to the rank with the fewest bytes. The same on every rank."""
+    loads = [(0, rank) for rank in range(world_size)]
+    owners = {}
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        load, rank = heapq.heappop(loads)
+        owners[key] = rank
+        heapq.heappush(loads, (load + sizes[key], rank))
+    return owners
+
+
+class HostStager:
+    """Copies what one rank will write into one host buffer, kept between saves (pinned where the source is an accelerator)."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @torch.no_grad()
+    def stage(self, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int) -> Snapshot:
+        """Snapshot ``state`` by value. The previous snapshot's memory is overwritten: its save must have ended.
+
+        Replicated tensors are copied only by the rank that writes them. Raises MemoryError or RuntimeError if there is no
+        memory for the copy.
+        """
+        replicated = {key: value.nbytes for key, value in state.items() if not isinstance(value, DTensor)}
+        owners = assign_owners(replicated, world_size)
+        sources = {key: value for key, value in state.items() if owners.get(key, rank) == rank and _takes_part(value)}
+        locals_ = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in sources.items()}
+        data = self._copy(locals_)
+        tensors = {key: _describe(source, data[key]) for key, source in sources.items()}
+        return Snapshot(tensors, _sign(state))
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def _copy(self, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        starts, total = {}, 0
+        for key, source in sources.items():
+            starts[key] = total
+            total += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+        devices = {source.device for source in sources.values() if source.is_cuda}
+        self._reserve(total, pinned=bool(devices))
+        copies = {}
+        for key, source in sources.items():
+            place = self._buffer[starts[key] : starts[key] + source.nbytes].view(source.dtype).view(source.shape)
+            copies[key] = place.copy_(source, non_blocking=source.is_cuda)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def _reserve(self, size: int, *, pinned: bool) -> None:
+        # A smaller need (a larger world) gives the memory back only when more than half of it would lie idle.
+        fits = size <= self._buffer.numel() <= 2 * size
+        if not fits or self._buffer.is_pinned() != (pinned and size > 0):
+            self.release()
+            self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _takes_part(value: torch.Tensor) -> bool:
+    return not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None
+
+
+def _describe(source: torch.Tensor, data: torch.Tensor) -> StagedTensor:
+    if isinstance(source, DTensor):
+        (chunk,) = source.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's protocol for sharded tensors
+        return StagedTensor(data, tuple(chunk.offsets), source.shape, is_shard=True)
+    return StagedTensor(data, (0,) * source.dim(), source.shape, is_shard=False)
+
+
+def _sign(state: Mapping[str, torch.Tensor]) -> str:
+    described = "\n".join(sorted(f"{key} {value.dtype} {tuple(value.shape)}" for key, value in state.items()))
+    return hash_bytes(described.encode())

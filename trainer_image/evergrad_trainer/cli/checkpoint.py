@@ -1,0 +1,167 @@
+"""``evergrad checkpoint list | verify | export``: look at a run's checkpoints without changing them."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_trainer.checkpoint.filesystem import filesystem_store
+from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
+from evergrad_trainer.checkpoint.retention import choose_best
+from evergrad_trainer.checkpoint.store import Candidate, Library
+from evergrad_trainer.errors import CheckpointError, Problem, RunDirectoryError
+
+NAME = "checkpoint"
+HELP = "list, verify or export the checkpoints of a run"
+EXAMPLES = """\
+  evergrad checkpoint list runs/docs-lm
+  evergrad checkpoint verify runs/docs-lm --step 1200
+  evergrad checkpoint export runs/docs-lm --output docs-lm-hf --dtype bfloat16"""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published checkpoint, as ``list`` shows it. ``reason`` says why one without facts cannot be read."""
+
+    checkpoint: str
+    step: int
+    generation: int
+    world_size: int | None
+    bytes: int | None
+    finished: float | None
+    is_best: bool
+    is_latest: bool
+    reason: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Three commands of their own."""
+    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    _add_action(actions, "list", _list, "what there is, newest first")
+    verify = _add_action(actions, "verify", _verify, "check sizes and checksums; exit 64 unless all are whole")
+    verify.add_argument("--step", type=int, help="only the checkpoints of this step (default: all)")
+    export = _add_action(actions, "export", _export, "write a transformers directory")
+    export.add_argument("--step", type=int, help="which step (default: the newest that validates)")
+    export.add_argument("--output", type=Path, required=True, metavar="DIRECTORY", help="where to; must not exist")
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="convert (default: as trained)")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Run the chosen action."""
+    action: Callable[[argparse.Namespace], int] = args.action
+    return action(args)
+
+
+def _add_action(actions: Any, name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
+    parser.add_argument("run_directory", type=Path, metavar="RUN_DIRECTORY")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    parser.set_defaults(action=action)
+    return parser
+
+
+def _list(args: argparse.Namespace) -> int:
+    library = _open_library(args.run_directory)
+    found = library.scan()
+    best = choose_best(found, library.best())
+    latest = next((candidate.name for candidate in found if candidate.manifest), None)
+    rows = [_describe(candidate, is_best=candidate.name == best, is_latest=candidate.name == latest) for candidate in found]
+    set_aside = library.set_aside()
+    if args.json:
+        print(json.dumps({"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}, indent=1))
+        return ExitCode.DONE
+    for line in _render(rows):
+        print(line)
+    for name in set_aside:
+        print(f"set aside as damaged: {name}")
+    return ExitCode.DONE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    library = _open_library(args.run_directory)
+    found = [candidate for candidate in library.scan() if args.step in (None, candidate.version.step)]
+    reasons = {candidate.name: _find_fault(library, candidate) for candidate in found}
+    if args.json:
+        results = [{"checkpoint": name, "valid": not reason, "reason": reason} for name, reason in reasons.items()]
+        print(json.dumps({"checkpoints": results}, indent=1))
+    else:
+        for name, reason in reasons.items():
+            print(f"{name}: {reason or 'valid'}")
+    if not found:
+        what = "there is no checkpoint" if args.step is None else f"there is no checkpoint of step {args.step}"
+        raise CheckpointError(Problem(str(args.run_directory), what))
+    return ExitCode.USER_ERROR if any(reasons.values()) else ExitCode.DONE
+
+
+def _export(args: argparse.Namespace) -> int:
+    from evergrad_trainer.models.export import export_checkpoint
+
+    result = export_checkpoint(args.run_directory, step=args.step, output=args.output, dtype=args.dtype)
+    facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}
+    if args.json:
+        print(json.dumps(facts, indent=1))
+    else:
+        print(f"exported to {args.output}")
+        for name, value in facts.items():
+            print(f"  {name}: {value}")
+    return ExitCode.DONE
+
+
+def _open_library(run_directory: Path) -> Library:
+    directory = run_directory / RunFile.CHECKPOINTS
+    if not directory.is_dir():
+        raise RunDirectoryError(
+            Problem(str(run_directory), "is not a run directory", f"it has no {RunFile.CHECKPOINTS}/", "Give a run's directory")
+        )
+    return filesystem_store(directory).library
+
+
+def _find_fault(library: Library, candidate: Candidate) -> str:
+    try:
+        library.validate(candidate.name, checksums=True)
+    except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _describe(candidate: Candidate, *, is_best: bool, is_latest: bool) -> Row:
+    manifest = candidate.manifest
+    return Row(
+        checkpoint=candidate.name,
+        step=candidate.version.step,
+        generation=candidate.version.generation,
+        world_size=manifest.world_size if manifest else None,
+        bytes=manifest.bytes if manifest else None,
+        finished=manifest.finished if manifest else None,
+        is_best=is_best,
+        is_latest=is_latest,
+        reason=candidate.reason,
+    )
+
+
+def _render(rows: list[Row]) -> list[str]:
+    if not rows:
+        return ["no checkpoints"]
+    lines = [f"{'CHECKPOINT':<20} {'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20} MARKS"]
+    for row in rows:
+        marks = " ".join(mark for mark, is_set in (("latest", row.is_latest), ("best", row.is_best)) if is_set)
+        if row.bytes is None or row.finished is None:
+            lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
+            continue
+        finished = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.finished))
+        facts = f"{row.step:>9} {row.generation:>10} {row.world_size:>5} {_size(row.bytes):>10}"
+        lines.append(f"{row.checkpoint:<20} {facts}  {finished:<20} {marks}".rstrip())
+    return lines
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
