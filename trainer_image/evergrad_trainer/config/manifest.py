@@ -4,59 +4,121 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from evergrad_trainer.config.base import Section
+from evergrad_trainer.config.base import Section, Switch
 from evergrad_trainer.config.numbers import Count
+from evergrad_trainer.config.quantities import DNS_LABEL, LONGEST_LABEL, Quantity
 from evergrad_trainer.config.training import Training
 
 
 class Metadata(Section):
-    name: str = Field(min_length=1, max_length=63, pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$")
+    """The part of Kubernetes' object metadata that a file sets."""
+
+    name: str = Field(min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL)
     """Name of the run: lower-case letters, digits and dashes."""
-    namespace: str | None = None
+    namespace: str | None = Field(default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL)
+    """Kubernetes namespace; has no meaning for ``evergrad run``."""
     labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the object; they do not change the run."""
     annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the object; they do not change the run."""
 
 
 class Nodes(Section):
+    """How many machines share the run."""
+
     min: Count = Field(default=1, ge=1, le=1024)
-    """The run goes on with whatever is left down to this many nodes."""
+    """The run starts with this many nodes and goes on with whatever is left down to it."""
     max: Count | None = Field(default=None, ge=1, le=1024)
     """Uses up to this many nodes; default: min."""
 
 
 class Resources(Section):
-    requests: dict[str, str | int | float] = Field(default_factory=dict)
-    limits: dict[str, str | int | float] = Field(default_factory=dict)
+    """What each node's pod asks for, as in a container of Kubernetes."""
+
+    requests: dict[str, Quantity] = Field(default_factory=dict)
+    """What is reserved: resource name to quantity, such as ``cpu: "2"``."""
+    limits: dict[str, Quantity] = Field(default_factory=dict)
+    """What is not exceeded: resource name to quantity, such as ``memory: 4Gi``."""
 
 
 class Storage(Section):
-    size: str | None = None
-    """Size of the volume, a Kubernetes quantity."""
-    storage_class_name: str | None = None
-    claim_name: str | None = None
+    """The volume that holds the run directory. Either a new one (``size``) or an existing one (``claimName``)."""
+
+    size: Quantity | None = None
+    """Size of the new volume, a Kubernetes quantity such as ``20Gi``."""
+    storage_class_name: str | None = Field(default=None, min_length=1)
+    """Storage class of the new volume; it must allow writing from several nodes. Default: the cluster's."""
+    claim_name: str | None = Field(default=None, min_length=1)
     """An existing PVC instead of a new one."""
 
 
+class Template(Section):
+    """The allowed part of a pod template, spelled as in Kubernetes; has no meaning for ``evergrad run``."""
+
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the pods; the prefix ``evergrad.dev/`` is taken."""
+    annotations: dict[str, str] = Field(default_factory=dict)
+    """Annotations of the pods."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that a node must have."""
+    tolerations: tuple[dict[str, Any], ...] = ()
+    """Taints of nodes that are tolerated."""
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    """Affinity to nodes and other pods."""
+    topology_spread_constraints: tuple[dict[str, Any], ...] = ()
+    """How the pods spread over zones or hosts."""
+    volumes: tuple[dict[str, Any], ...] = ()
+    """Volumes besides the run directory's."""
+    volume_mounts: tuple[dict[str, Any], ...] = ()
+    """Where those volumes are mounted."""
+    env: tuple[dict[str, Any], ...] = ()
+    """Environment variables of the training processes: ``name`` with ``value`` or ``valueFrom``."""
+    priority_class_name: str | None = Field(default=None, min_length=1)
+    """Priority class of the pods."""
+    runtime_class_name: str | None = Field(default=None, min_length=1)
+    """Container runtime of the pods."""
+    scheduler_name: str | None = Field(default=None, min_length=1)
+    """Scheduler of the pods."""
+    image_pull_secrets: tuple[dict[str, Any], ...] = ()
+    """Secrets that the image is pulled with: ``name`` each."""
+
+
 class FailurePolicy(Section):
-    max_failures_without_progress: Count = Field(default=3, ge=1)
+    """When a failing run is given up. Preemption, eviction and lost nodes never count."""
+
+    max_failures_without_progress: Count = Field(default=3, ge=1, le=1000)
     """Failures of the user's making in a row, without a newer checkpoint, after which the run fails."""
 
 
 class Spec(Section):
+    """What should run, and on what."""
+
     nodes: Nodes = Nodes()
+    """How many machines share the run."""
     workers_per_node: Count | None = Field(default=None, ge=1, le=64)
     """Training processes a node; default: its accelerators, else 1."""
     resources: Resources = Resources()
+    """What each node's pod asks for; has no meaning for ``evergrad run``."""
     storage: Storage = Storage()
-    template: dict[str, Any] = Field(default_factory=dict)
+    """The volume that holds the run directory; ``evergrad run`` uses ``runs/<name>`` instead."""
+    template: Template = Template()
     """The allowed part of a pod template; has no meaning for ``evergrad run``."""
-    suspend: bool = False
+    suspend: Switch = False
+    """Stop with state saved and release the nodes; false goes on."""
     failure_policy: FailurePolicy = FailurePolicy()
+    """When a failing run is given up."""
     training: Training
+    """The typed recipe."""
 
 
 class TrainingRun(Section):
+    """One training run, on this machine or on a cluster."""
+
     api_version: Literal["evergrad.dev/v1alpha1"]
+    """Version of this format."""
     kind: Literal["TrainingRun"]
+    """Kind of the object."""
     metadata: Metadata
+    """Name and labels."""
     spec: Spec
+    """What should run, and on what."""

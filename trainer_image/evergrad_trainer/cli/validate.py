@@ -1,0 +1,91 @@
+"""``evergrad validate``: is this manifest right? Needs no data, no model and no device."""
+
+import argparse
+import json
+import sys
+from typing import Any, TextIO
+
+import yaml
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments, load_from
+from evergrad_trainer.config.derive import slots_per_step
+from evergrad_trainer.config.identity import config_hash, to_wire
+from evergrad_trainer.config.loader import LoadedManifest
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.errors import ConfigurationError, Problem
+
+NAME = "validate"
+HELP = "check a TrainingRun and say everything that is wrong with it"
+EXAMPLES = """\
+  evergrad validate trainingrun.yaml
+  evergrad validate trainingrun.yaml --overlay small.yaml --set spec.training.horizon.tokens=1M
+  evergrad validate trainingrun.yaml --print-resolved > resolved.yaml
+  evergrad validate trainingrun.yaml --json | jq '.problems[].path'"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_manifest_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document: valid, problems, resolved")
+    parser.add_argument("--print-resolved", action="store_true", help="print the manifest with every default filled in, as YAML")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0 for a valid manifest; 64 after printing every problem."""
+    try:
+        loaded = load_from(args)
+    except ConfigurationError as error:
+        _print_problems(error.problems, as_json=args.json)
+        return int(error.exit_code)
+    if args.json:
+        document = {"valid": True, "problems": [], "configHash": config_hash(loaded.run), "resolved": to_wire(loaded.run)}
+        _print(json.dumps(document, indent=2))
+    elif args.print_resolved:
+        _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
+    else:
+        _print(_summary(loaded))
+    return int(ExitCode.DONE)
+
+
+def _print_problems(problems: tuple[Problem, ...], *, as_json: bool) -> None:
+    if as_json:
+        listed = [_as_json(problem) for problem in problems]
+        _print(json.dumps({"valid": False, "problems": listed}, indent=2))
+        return
+    for problem in problems:
+        _print(f"error: {problem}", file=sys.stderr)
+
+
+def _as_json(problem: Problem) -> dict[str, Any]:
+    return {
+        "path": problem.path,
+        "what": problem.what,
+        "why": problem.why,
+        "remedy": problem.remedy,
+        "message": str(problem),
+    }
+
+
+def _summary(loaded: LoadedManifest) -> str:
+    training = loaded.run.spec.training
+    slots = slots_per_step(training.batching)
+    sources = ", ".join(source.name for source in training.data.sources)
+    return (
+        f"valid: {loaded.run.metadata.name} ({loaded.path}); {_horizon(loaded.run)}, "
+        f"{training.batching.global_batch_size} samples a step in {slots} slots, trained on {sources}"
+    )
+
+
+def _horizon(run: TrainingRun) -> str:
+    horizon = run.spec.training.horizon
+    if horizon.steps is not None:
+        return f"{horizon.steps} steps"
+    return f"{horizon.tokens} tokens" if horizon.tokens is not None else f"{horizon.epochs:g} epochs"
+
+
+def _print(text: str, *, file: TextIO | None = None) -> None:
+    """Print what the terminal's encoding cannot show as escapes, never as a traceback."""
+    stream = sys.stdout if file is None else file
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
