@@ -1,0 +1,148 @@
+"""The mixture: stream position → (source, running index) → (epoch, window), by index alone and without state."""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.data.order import Integers, Permutation, SampleId
+from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
+
+PERIOD: Final = 65536
+"""Positions after which the pattern of sources repeats; weights are rounded to 1/65536."""
+
+_CACHED_PERMUTATIONS: Final = 256
+
+
+def quantise_weights(weights: Sequence[float]) -> list[int]:
+    """Round weights to shares of ``PERIOD`` by largest remainder: each within 1 of its exact share, their sum exact.
+
+    Raises ConfigurationError for a weight so small that its share would be 0.
+    """
+    exact = [Fraction(weight) for weight in weights]
+    total = sum(exact)
+    wanted = [weight * PERIOD / total for weight in exact]
+    shares = [math.floor(share) for share in wanted]
+    by_remainder = sorted(range(len(shares)), key=lambda source: (shares[source] - wanted[source], source))
+    for source in by_remainder[: PERIOD - sum(shares)]:
+        shares[source] += 1
+    problems = [
+        Problem(
+            f"spec.training.data.sources[{source}].weight",
+            f"{weights[source]:g} is too small a share of all weights",
+            f"shares are rounded to 1/{PERIOD} and this one becomes 0",
+            f"Raise it to at least {_round_up(float((total - exact[source]) / (PERIOD - 1))):g}, or remove the source",
+        )
+        for source, share in enumerate(shares)
+        if share == 0
+    ]
+    raise_if(problems, ConfigurationError)
+    return shares
+
+
+def _round_up(value: float) -> float:
+    """Up to two significant digits, so that the printed number is certainly enough."""
+    unit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(value / unit) * unit
+
+
+@lru_cache(maxsize=16)
+def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """The source at each position of a period, so that every prefix is within 1 of every source's share.
+
+    Pick j of source k may not come before, nor after, the position at which k would be off by 1 - 1/(2K-2); the earliest
+    deadline goes first. Such a schedule always exists: R. Tijdeman, "The chairman assignment problem" (1980).
+    Plain even spacing, picks at (j + 1/2)/share, does not keep this: sources of equal share would come in one burst.
+    """
+    count, scale = len(shares), 2 * len(shares) - 2
+    arrivals: list[list[int]] = [[] for _ in range(PERIOD + 1)]
+    for source, share in enumerate(shares):
+        picks = np.arange(share, dtype=np.int64)
+        release = -(-(picks * scale + 1) * PERIOD // (share * scale))
+        deadline = ((picks + 1) * scale - 1) * PERIOD // (share * scale)
+        for position, key in zip(release.tolist(), (deadline * count + source).tolist(), strict=True):
+            arrivals[position].append(key)
+    order = np.empty(PERIOD, dtype=np.int64)
+    waiting: list[int] = []
+    for position in range(1, PERIOD + 1):
+        for key in arrivals[position]:
+            heapq.heappush(waiting, key)
+        order[position - 1] = heapq.heappop(waiting) % count
+    return order
+
+
+@dataclass(frozen=True)
+class Located:
+    """The samples at several positions, one array element each."""
+
+    sources: Integers
+    epochs: Integers
+    windows: Integers
+
+    def ids(self) -> tuple[SampleId, ...]:
+        """The same as sample ids."""
+        return tuple(map(SampleId, self.sources.tolist(), self.epochs.tolist(), self.windows.tolist()))
+
+
+class Mixture:
+    """Which sample stands at each position of the endless stream. Every source repeats in epochs, each newly permuted.
+
+    ``sizes`` are windows a source (at least 1), ``weights`` relative shares. A source's epoch ends inside a step where it
+    must: the next position of that source is the first of its next epoch.
+    """
+
+    def __init__(self, sizes: Sequence[int], *, weights: Sequence[float], seed: int) -> None:
+        self.sizes = tuple(sizes)
+        if min(self.sizes) < 1:
+            raise ValueError("every source of a mixture has at least one window")
+        self.shares = tuple(quantise_weights(weights))
+        self._seed = seed
+        single = len(self.sizes) == 1
+        order = np.zeros(PERIOD, dtype=np.int64) if single else _order_of_sources(self.shares)
+        self._places = [np.flatnonzero(order == source) for source in range(len(self.sizes))]
+        self._source_at = order.astype(np.uint64)
+        self._rank_at = np.empty(PERIOD, dtype=np.uint64)
+        for places in self._places:
+            self._rank_at[places] = np.arange(places.size, dtype=np.uint64)
+        self._share_of = np.array(self.shares, dtype=np.uint64)
+        self._size_of = np.array(self.sizes, dtype=np.uint64)
+        self._permutation = lru_cache(maxsize=_CACHED_PERMUTATIONS)(self._build_permutation)
+
+    def locate(self, position: int) -> SampleId:
+        """The sample at ``position`` (0-based)."""
+        # Plain integers: for the few positions of a slot this is several times quicker than arrays.
+        period, within = divmod(position, PERIOD)
+        source = int(self._source_at[within])
+        epoch, index = divmod(period * self.shares[source] + int(self._rank_at[within]), self.sizes[source])
+        return SampleId(source, epoch, self._permutation(source, epoch)(index))
+
+    def locate_many(self, positions: Integers) -> Located:
+        """The samples at ``positions`` (uint64, one dimension): ``locate`` of many at once."""
+        within = (positions % np.uint64(PERIOD)).astype(np.intp)
+        sources = self._source_at[within]
+        periods = positions // np.uint64(PERIOD)
+        running = periods * self._share_of[sources] + self._rank_at[within]
+        epochs, indices = np.divmod(running, self._size_of[sources])
+        windows = np.empty_like(indices)
+        # One permutation serves all positions of the same source and epoch: usually one or two of them in a slot.
+        for source, epoch in set(zip(sources.tolist(), epochs.tolist(), strict=True)):
+            chosen = (sources == source) & (epochs == epoch)
+            windows[chosen] = self._permutation(source, epoch).many(indices[chosen])
+        return Located(sources, epochs, windows)
+
+    def cursor(self, position: int) -> list[int]:
+        """Samples each source has given before ``position``: its next running index. In closed form."""
+        periods, within = divmod(position, PERIOD)
+        return [
+            periods * share + int(np.searchsorted(places, within))
+            for share, places in zip(self.shares, self._places, strict=True)
+        ]
+
+    def _build_permutation(self, source: int, epoch: int) -> Permutation:
+        return Permutation(seed=self._seed, source=source, epoch=epoch, size=self.sizes[source])

@@ -1,0 +1,85 @@
+"""Reads the micro-batches a rank will want next, in one background thread."""
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from evergrad_trainer.data.stream import SlotBatch
+
+Key = tuple[int, int]
+
+
+class Slots(Protocol):
+    """What is read from: a training stream."""
+
+    def slot(self, step: int, slot: int) -> SlotBatch: ...
+
+
+class Prefetcher:
+    """``take`` gives exactly the micro-batch asked for. What was foreseen wrongly is dropped: the world may change any time."""
+
+    def __init__(self, stream: Slots) -> None:
+        self._stream = stream
+        self._changed = threading.Condition()
+        self._wanted: deque[Key] = deque()
+        self._reading: Key | None = None
+        self._ready: dict[Key, SlotBatch | BaseException] = {}
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def take(self, step: int, slot: int, *, upcoming: Sequence[Key] = ()) -> SlotBatch:
+        """The micro-batch of (step, slot); ``upcoming`` will probably be asked for next. Raises what reading it raised."""
+        key = (step, slot)
+        with self._changed:
+            while self._reading == key:
+                self._changed.wait()
+            found = self._ready.pop(key, None)
+            # Read here what nobody has begun; the thread goes on with what comes after it.
+            self._foresee([one for one in upcoming if one != key])
+        if isinstance(found, BaseException):
+            raise found
+        return self._stream.slot(step, slot) if found is None else found
+
+    def close(self) -> None:
+        """End the thread. The prefetcher can still be asked, and then reads in the caller's thread."""
+        with self._changed:
+            self._is_closed = True
+            self._wanted.clear()
+            self._ready.clear()
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _foresee(self, upcoming: Sequence[Key]) -> None:
+        if self._is_closed:
+            return
+        self._ready = {key: result for key, result in self._ready.items() if key in upcoming}
+        self._wanted = deque(key for key in upcoming if key not in self._ready and key != self._reading)
+        if self._wanted:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name="evergrad-prefetch", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def _serve(self) -> None:
+        while (key := self._next()) is not None:
+            result: SlotBatch | BaseException
+            try:
+                result = self._stream.slot(*key)
+            except BaseException as error:  # noqa: BLE001 - raised again where the batch is taken
+                result = error
+            with self._changed:
+                self._reading = None
+                if not self._is_closed:
+                    self._ready[key] = result
+                self._changed.notify_all()
+
+    def _next(self) -> Key | None:
+        with self._changed:
+            while not self._wanted and not self._is_closed:
+                self._changed.wait()
+            if self._is_closed:
+                return None
+            self._reading = self._wanted.popleft()
+            return self._reading

@@ -1,0 +1,1 @@
+"""How a source file becomes prepared data; ``evergrad_trainer.data.prepare`` is the way in."""

@@ -1,0 +1,248 @@
+"""The work of one chunk: lines → token file, and token file → training and held-out parts. Runs in any process."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.data.preparation.documents import DocumentReader, Reason, Tally, read_blocks
+from evergrad_trainer.data.preparation.durable import unique_suffix, write_json
+from evergrad_trainer.data.preparation.sources import Chunk
+from evergrad_trainer.data.prepared import HELD_OUT, TRAIN, documents_path, tokens_path
+from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.errors import DataError, Problem
+
+WHOLE: Final = "whole"
+"""Name of a chunk's token file while held-out documents are still in it."""
+
+_BLOCK: Final = 2**20
+_SPLIT_TOKENS: Final = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A preparation under way.
+
+    ``data`` becomes the published directory; ``chunks`` says what is finished; ``partial`` holds what is not.
+    """
+
+    directory: Path
+
+    @property
+    def data(self) -> Path:
+        return self.directory / "data"
+
+    @property
+    def chunks(self) -> Path:
+        return self.directory / "chunks"
+
+    @property
+    def partial(self) -> Path:
+        return self.directory / "partial"
+
+    def record(self, kind: str, number: int) -> Path:
+        """The file that says that a job is finished."""
+        return self.chunks / f"{kind}-{number:05d}.json"
+
+
+@dataclass(frozen=True)
+class TokenizeJob:
+    """Tokenise one chunk of a file.
+
+    ``is_whole``: held-out documents are taken out later. ``only_check``: just count what is wrong.
+    """
+
+    source: Path
+    attempt: Path
+    chunk: Chunk
+    text_field: str
+    is_whole: bool
+    only_check: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "tokenize", **asdict(self), "source": str(self.source), "attempt": str(self.attempt)}
+
+
+@dataclass(frozen=True)
+class SplitJob:
+    """Take some documents, by their place in the chunk, out of a whole chunk."""
+
+    attempt: Path
+    number: int
+    held_out: tuple[int, ...]
+    dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "split", **asdict(self), "attempt": str(self.attempt)}
+
+
+Job = TokenizeJob | SplitJob
+
+
+def job_from_json(value: dict[str, Any]) -> Job:
+    """The inverse of both ``to_json``."""
+    fields = {key: item for key, item in value.items() if key != "kind"} | {"attempt": Path(value["attempt"])}
+    if value["kind"] == "split":
+        return SplitJob(**{**fields, "held_out": tuple(value["held_out"])})
+    return TokenizeJob(**{**fields, "source": Path(value["source"]), "chunk": Chunk(**value["chunk"])})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job has found or written: tokens and documents a stream, and what was passed over."""
+
+    number: int
+    tokens: dict[str, int]
+    documents: dict[str, int]
+    tally: Tally
+
+    def to_json(self) -> dict[str, Any]:
+        return {"number": self.number, "tokens": self.tokens, "documents": self.documents, "tally": self.tally.to_json()}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Outcome":
+        return Outcome(value["number"], value["tokens"], value["documents"], Tally.from_json(value["tally"]))
+
+
+def execute(job: Job, tokenizer: TextTokenizer) -> Outcome:
+    """Do one job and leave its record. Raises DataError, OSError."""
+    if isinstance(job, SplitJob):
+        try:
+            return _split(job)
+        except FileNotFoundError:
+            # A helper that outlived its killed parent was doing the same job and has finished it.
+            outcome = finished(Attempt(job.attempt), "split", job.number)
+            if outcome is None:
+                raise
+            return outcome
+    return _check(job) if job.only_check else _tokenize(job, tokenizer)
+
+
+def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
+    """The outcome of a job whose record lies there, or None. A record torn by a loss of power counts as none."""
+    try:
+        return Outcome.from_json(json.loads(attempt.record(kind, number).read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _check(job: TokenizeJob) -> Outcome:
+    reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
+    for _ in _texts(job, reader):
+        pass
+    return Outcome(job.chunk.number, {}, {}, reader.tally)
+
+
+def _texts(job: TokenizeJob, reader: DocumentReader) -> Iterator[tuple[list[str], list[int]]]:
+    chunk = job.chunk
+    try:
+        with job.source.open("rb", buffering=0) as file:
+            for block in read_blocks(file, start=chunk.start, end=chunk.end, size=_BLOCK):
+                yield reader.read(block)
+    except EOFError:
+        problem = Problem(
+            str(job.source), "became shorter while it was being prepared", "", "Let its writer finish, and start again"
+        )
+        raise DataError(problem) from None
+
+
+def _tokenize(job: TokenizeJob, tokenizer: TextTokenizer) -> Outcome:
+    attempt, number = Attempt(job.attempt), job.chunk.number
+    stream, directory = (WHOLE, attempt.chunks) if job.is_whole else (TRAIN, attempt.data)
+    reader = DocumentReader(text_field=job.text_field, first_line=job.chunk.first_line)
+    with _written(attempt, directory, stream, number) as files:
+        for texts, lines in _texts(job, reader):
+            tokens, lengths = tokenizer.encode_documents(texts)
+            is_document = lengths > 1
+            if not is_document.all():
+                # A tokenizer may drop all of a text; an end without a document is none.
+                tokens = tokens[np.repeat(is_document, lengths)]
+                reader.tally.skipped[Reason.EMPTY_TEXT] += int(np.count_nonzero(~is_document))
+            files.add(tokens, lengths[is_document], np.array(lines, dtype=np.int64)[is_document])
+    outcome = Outcome(number, {stream: files.num_tokens}, {stream: files.num_documents}, reader.tally)
+    write_json(attempt.record("tokenize", number), outcome.to_json(), aside=attempt.partial)
+    return outcome
+
+
+def _split(job: SplitJob) -> Outcome:
+    attempt, number = Attempt(job.attempt), job.number
+    dtype = np.dtype(job.dtype).newbyteorder("<")
+    whole = tokens_path(attempt.chunks, WHOLE, number)
+    documents = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8").reshape(-1, 2)
+    ends = np.append(documents[1:, 0], whole.stat().st_size // dtype.itemsize) if len(documents) else documents[:, 0]
+    lengths, lines = ends - documents[:, 0], documents[:, 1]
+    is_held_out = np.zeros(len(documents), dtype=np.bool_)
+    is_held_out[list(job.held_out)] = True
+    with (
+        whole.open("rb") as file,
+        _written(attempt, attempt.data, TRAIN, number) as kept,
+        _written(attempt, attempt.data, HELD_OUT, number) as held_out,
+    ):
+        for first, last in _groups(ends):
+            tokens = np.fromfile(file, dtype=dtype, count=int(lengths[first:last].sum()))
+            for files, chosen in ((kept, ~is_held_out[first:last]), (held_out, is_held_out[first:last])):
+                files.add(tokens[np.repeat(chosen, lengths[first:last])], lengths[first:last][chosen], lines[first:last][chosen])
+    outcome = Outcome(
+        number,
+        {TRAIN: kept.num_tokens, HELD_OUT: held_out.num_tokens},
+        {TRAIN: kept.num_documents, HELD_OUT: held_out.num_documents},
+        Tally(),
+    )
+    write_json(attempt.record("split", number), outcome.to_json(), aside=attempt.partial)
+    for path in (whole, documents_path(attempt.chunks, WHOLE, number)):
+        path.unlink(missing_ok=True)
+    return outcome
+
+
+def _groups(ends: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of documents of about ``_SPLIT_TOKENS`` tokens, at least one document each."""
+    first, begin = 0, 0
+    while first < len(ends):
+        last = max(first + 1, int(np.searchsorted(ends, begin + _SPLIT_TOKENS, side="right")))
+        yield first, last
+        first, begin = last, int(ends[last - 1])
+
+
+class _Files:
+    """The token file of a chunk and its index of documents, being written."""
+
+    def __init__(self, tokens: BinaryIO, documents: BinaryIO) -> None:
+        self._tokens = tokens
+        self._documents = documents
+        self.num_tokens = 0
+        self.num_documents = 0
+
+    def add(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64], lines: npt.NDArray[np.int64]) -> None:
+        """Some more documents, one after the other in ``tokens``."""
+        starts = np.cumsum(lengths) - lengths + self.num_tokens
+        self._tokens.write(np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data)
+        self._documents.write(np.stack([starts, lines], axis=1).astype("<i8").data)
+        self.num_tokens += len(tokens)
+        self.num_documents += len(lengths)
+
+
+@contextmanager
+def _written(attempt: Attempt, directory: Path, stream: str, number: int) -> Iterator[_Files]:
+    """Write both files aside; when the body is done, make them durable and give them their names."""
+    suffix = unique_suffix()
+    finals = tokens_path(directory, stream, number), documents_path(directory, stream, number)
+    asides = [attempt.partial / f"{path.name}.{suffix}" for path in finals]
+    try:
+        with asides[0].open("wb") as tokens, asides[1].open("wb") as documents:
+            yield _Files(tokens, documents)
+            for file in (tokens, documents):
+                file.flush()
+                os.fsync(file.fileno())
+        for aside, final in zip(asides, finals, strict=True):
+            aside.rename(final)
+    except BaseException:
+        for aside in asides:
+            with suppress(OSError):
+                aside.unlink(missing_ok=True)
+        raise

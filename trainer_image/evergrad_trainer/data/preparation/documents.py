@@ -1,0 +1,212 @@
+"""One JSON object a line → texts. Every line that gives none is counted under its reason."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from json import scanner
+from typing import Any, BinaryIO, Final, cast
+
+from evergrad_trainer.data.tokenizers import replace_lone_surrogates
+
+_MOST_PROBLEMS: Final = 5
+_BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_WHITE: Final = " \t\r\n"
+_scan: Callable[[str, int], tuple[Any, int]] = cast(Any, scanner).make_scanner(json.JSONDecoder())
+
+
+class Reason(StrEnum):
+    """Why a line gives no document."""
+
+    NOT_UTF8 = "notUtf8"
+    NOT_JSON = "notJson"
+    NOT_AN_OBJECT = "notAnObject"
+    NO_TEXT = "noText"
+    BLANK_LINE = "blankLine"
+    EMPTY_TEXT = "emptyText"
+
+
+HARMLESS: Final = frozenset({Reason.BLANK_LINE, Reason.EMPTY_TEXT})
+"""Counted and passed over under every policy."""
+
+
+@dataclass(frozen=True)
+class LineProblem:
+    """A malformed line. ``is_torn``: the file ends within it."""
+
+    line: int
+    what: str
+    why: str
+    is_torn: bool = False
+
+
+@dataclass
+class Tally:
+    """What became of a chunk's lines, besides texts. ``repaired``: texts in which half a surrogate pair was replaced."""
+
+    skipped: Counter[str] = field(default_factory=Counter)
+    repaired: int = 0
+    problems: list[LineProblem] = field(default_factory=list)
+
+    @property
+    def malformed(self) -> int:
+        """Lines that are an error under ``malformed: refuse``."""
+        return sum(count for reason, count in self.skipped.items() if reason not in HARMLESS)
+
+    def add(self, other: "Tally") -> None:
+        """Take in a later chunk's."""
+        self.skipped.update(other.skipped)
+        self.repaired += other.repaired
+        self.problems = sorted([*self.problems, *other.problems], key=lambda problem: problem.line)[:_MOST_PROBLEMS]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
+        return {
+            "skipped": dict(self.skipped),
+            "repaired": self.repaired,
+            "problems": [asdict(problem) for problem in self.problems],
+        }
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Tally":
+        """The inverse of ``to_json``."""
+        return Tally(Counter(value["skipped"]), value["repaired"], [LineProblem(**problem) for problem in value["problems"]])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some whole lines. ``is_torn``: the file ends without a newline, in the last of them."""
+
+    data: bytes
+    is_torn: bool
+
+
+def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[Block]:
+    """Bytes [start, end), which are whole lines, in pieces of whole lines of about ``size`` bytes. A byte-order mark is left out.
+
+    Raises EOFError if the file is shorter.
+    """
+    file.seek(start)
+    pieces: list[bytes] = []
+    left = end - start
+    while left:
+        data = file.read(min(size, left))
+        if not data:
+            raise EOFError
+        left -= len(data)
+        if left + len(data) == end:
+            data = data.removeprefix(_BYTE_ORDER_MARK)
+        cut = data.rfind(b"\n") + 1
+        if cut:
+            yield Block(b"".join([*pieces, data[:cut]]), is_torn=False)
+            pieces = []
+        pieces.append(data[cut:])
+    if any(pieces):
+        yield Block(b"".join(pieces), is_torn=True)
+
+
+class DocumentReader:
+    """Turns lines into texts. ``tally`` collects what was passed over; ``line`` is the number of the next line."""
+
+    def __init__(self, *, text_field: str, first_line: int) -> None:
+        self.tally = Tally()
+        self.line = first_line
+        self._text_field = text_field
+
+    def read(self, block: Block) -> tuple[list[str], list[int]]:
+        """The texts of a block and their line numbers. Never raises for what a line holds."""
+        # A line without such an escape cannot hold half a surrogate pair: the block itself is valid UTF-8.
+        has_surrogates = b"\\ud" in block.data or b"\\uD" in block.data
+        texts, numbers = [], []
+        lines = _split(block.data)
+        for number, line in enumerate(lines, self.line):
+            text = self._read_line(number, line, is_torn=block.is_torn and number == self.line + len(lines) - 1)
+            if text:
+                texts.append(self._repair(text) if has_surrogates else text)
+                numbers.append(number)
+        self.line += len(lines)
+        return texts, numbers
+
+    def _read_line(self, number: int, line: str | None, *, is_torn: bool) -> str:
+        """The text of one line, or "" if it has none."""
+        value: Any = None
+        if line is None:
+            return self._pass_over(
+                LineProblem(number, "the line is not UTF-8", "a byte in it starts no character", is_torn), Reason.NOT_UTF8
+            )
+        try:
+            value, end = _scan(line, 0)
+        except (StopIteration, ValueError, RecursionError):
+            end = -1
+        if end != len(line):
+            # White space around the value, or no JSON at all.
+            line = line.strip(_WHITE)
+            if not line:
+                return self._count(Reason.BLANK_LINE)
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                return self._pass_over(LineProblem(number, "the line is not JSON", _why(error), is_torn), Reason.NOT_JSON)
+        return self._text_of(number, value)
+
+    def _text_of(self, number: int, value: Any) -> str:
+        if type(value) is not dict:
+            problem = LineProblem(number, f"the line holds {_json_type(value)}", "each line is one JSON object")
+            return self._pass_over(problem, Reason.NOT_AN_OBJECT)
+        text = value.get(self._text_field)
+        if type(text) is str:
+            return text or self._count(Reason.EMPTY_TEXT)
+        if self._text_field not in value:
+            problem = LineProblem(number, f"the object has no field {self._text_field!r}", f"it has {_names(value)}")
+        else:
+            problem = LineProblem(number, f"the field {self._text_field!r} holds {_json_type(text)}", "a text is a JSON string")
+        return self._pass_over(problem, Reason.NO_TEXT)
+
+    def _pass_over(self, problem: LineProblem, reason: Reason) -> str:
+        if len(self.tally.problems) < _MOST_PROBLEMS:
+            self.tally.problems.append(problem)
+        return self._count(reason)
+
+    def _count(self, reason: Reason) -> str:
+        self.tally.skipped[reason] += 1
+        return ""
+
+    def _repair(self, text: str) -> str:
+        repaired = replace_lone_surrogates(text)
+        self.tally.repaired += repaired != text
+        return repaired
+
+
+def _split(data: bytes) -> list[str | None]:
+    """Lines of a block; None stands for one that is not UTF-8. Only a newline ends a line, as in JSON Lines."""
+    if b"\r\n" in data:
+        data = data.replace(b"\r\n", b"\n")
+    data = data.removesuffix(b"\n")
+    try:
+        return [*data.decode().split("\n")]
+    except UnicodeDecodeError:
+        return [_decode(line) for line in data.split(b"\n")]
+
+
+def _decode(line: bytes) -> str | None:
+    try:
+        return line.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")
+
+
+def _names(value: dict[str, Any]) -> str:
+    shown = ", ".join(repr(name if len(name) <= 40 else name[:39] + "…") for name in list(value)[:5])
+    return (shown or "none") + (", …" if len(value) > 5 else "")

@@ -1,0 +1,58 @@
+"""One preparer at a time. Correctness never rests on the lock (every rename is atomic): it spares double work."""
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+_POLL_SECONDS: Final = 0.1
+_UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
+
+
+@contextmanager
+def exclusive(path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[bool]:
+    """Hold the lock at ``path`` during the body, which gets True. While another process holds it, ``on_wait`` is called.
+
+    The body gets False, and no lock, when ``is_done`` became true meanwhile or the file system has no locks. The kernel frees the
+    lock of a killed process. Raises OSError.
+    """
+    descriptor = _acquire(path, is_done=is_done, on_wait=on_wait)
+    try:
+        yield descriptor is not None
+    finally:
+        if descriptor is not None:
+            # Removed while it is held: whoever waits on it sees that its file is gone and tries the new one.
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            os.close(descriptor)
+
+
+def _acquire(path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]) -> int | None:
+    while not is_done():
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_same_file(descriptor, path):
+                return descriptor
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                os.close(descriptor)
+                return None
+            if not isinstance(error, BlockingIOError):
+                os.close(descriptor)
+                raise
+            on_wait()
+            time.sleep(_POLL_SECONDS)
+        os.close(descriptor)
+    return None
+
+
+def _is_same_file(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

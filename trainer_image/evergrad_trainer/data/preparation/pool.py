@@ -1,0 +1,140 @@
+"""Runs jobs of ``prepare``: in this process when there is little to do, else in helper processes, one a core."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from selectors import EVENT_READ, DefaultSelector
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+from evergrad_trainer.data.preparation.chunk import Job, Outcome, execute
+from evergrad_trainer.data.preparation.worker import describe_tokenizer
+from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.errors import DataError, EvergradError, Problem
+
+_MODULE: Final = "evergrad_trainer.data.preparation.worker"
+
+
+class Pool(Protocol):
+    """Runs jobs. ``jobs`` is read lazily: a job that depends on earlier outcomes sees them."""
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        """Outcomes in the order the jobs finish. Raises DataError, EvergradError, OSError."""
+
+    def close(self) -> None:
+        """End what was started."""
+
+
+class InlinePool:
+    """Does every job in this process."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        for job in jobs:
+            yield execute(job, self._tokenizer)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class ProcessPool:
+    """Helper processes that speak JSON lines.
+
+    Not multiprocessing: its children import the parent's main module (for a training process that is torch), and outlive a
+    parent that was killed. These end with their input, whatever ended the parent.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, *, workers: int) -> None:
+        self._workers: list[_Worker] = []
+        setup = describe_tokenizer(tokenizer)
+        for _ in range(workers):
+            self._workers.append(_Worker())
+        for worker in self._workers:
+            worker.send(setup)
+
+    def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
+        waiting, idle = iter(jobs), list(self._workers)
+        with DefaultSelector() as selector:
+            while True:
+                while idle and (job := next(waiting, None)) is not None:
+                    worker = idle.pop()
+                    worker.send(job.to_json())
+                    selector.register(worker.output, EVENT_READ, worker)
+                if not selector.get_map():
+                    return
+                for key, _ in selector.select():
+                    selector.unregister(key.fileobj)
+                    outcome = key.data.receive()
+                    idle.append(key.data)
+                    yield outcome
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Worker:
+    """One helper process and its two pipes."""
+
+    def __init__(self) -> None:
+        # -P: a file of the working directory must not be taken for a module.
+        command = [sys.executable, "-P", "-m", _MODULE]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        if self._process.stdin is None or self._process.stdout is None:
+            raise EvergradError("a helper process of prepare has no pipes")
+        self._input, self.output = self._process.stdin, self._process.stdout
+
+    def send(self, value: dict[str, Any]) -> None:
+        try:
+            self._input.write(json.dumps(value) + "\n")
+            self._input.flush()
+        except BrokenPipeError:
+            raise self._death() from None
+
+    def receive(self) -> Outcome:
+        """The answer to the job sent last. Raises what the job raised."""
+        line = self.output.readline()
+        if not line.endswith("\n"):
+            raise self._death()
+        answer = json.loads(line)
+        if "outcome" in answer:
+            return Outcome.from_json(answer["outcome"])
+        if "problems" in answer:
+            raise DataError(*(Problem(**problem) for problem in answer["problems"]))
+        if "os" in answer:
+            number, text, name = answer["os"]
+            raise OSError(number, text, name or None)
+        raise EvergradError(f"a helper process of prepare failed:\n{answer['failure']}")
+
+    def close(self) -> None:
+        """Kill it if it still works, and reap it."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._input, self.output):
+            # A line may wait in the buffer for a helper that is gone.
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _death(self) -> EvergradError:
+        status = self._process.wait()
+        if status == -signal.SIGKILL:
+            return EvergradError(
+                "a helper process of prepare was killed (signal 9), probably for memory. Use fewer with --workers"
+            )
+        return EvergradError(f"a helper process of prepare ended with status {status}; its own message is above")
+
+
+def build_pool(tokenizer: TextTokenizer, *, workers: int, pending_bytes: int, smallest: int) -> Pool:
+    """In this process below ``smallest`` bytes: a helper's start would take longer than the work."""
+    return InlinePool(tokenizer) if pending_bytes < smallest else ProcessPool(tokenizer, workers=workers)

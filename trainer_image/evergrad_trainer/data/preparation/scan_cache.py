@@ -1,0 +1,41 @@
+"""Remembers what a pass over a source found, so that an unchanged file is not read again at every start."""
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+from evergrad_trainer.data.preparation.durable import write_json
+from evergrad_trainer.data.preparation.sources import OnBytes, Scan, SourceFile, is_settled, observe_stat, scan_source
+
+_FORMAT = 1
+
+
+def scan_cached(source: SourceFile, directory: Path, *, on_bytes: OnBytes) -> Scan:
+    """The scan of ``source``, remembered below ``directory`` while the file's size and times stay the same. Raises DataError."""
+    path = directory / f"{_key(source)}.json"
+    remembered = _recall(path)
+    if remembered is not None and remembered.stat == observe_stat(source.path):
+        return remembered
+    scan = scan_source(source, on_bytes=on_bytes)
+    if is_settled(scan.stat):
+        # Only a memory: where it cannot be kept (a read-only volume, a full disk) the next start reads the file again.
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            write_json(path, {"format": _FORMAT, "scan": scan.to_json()})
+    return scan
+
+
+def _key(source: SourceFile) -> str:
+    text = json.dumps([os.path.abspath(source.path), source.type, source.dtype])
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", errors="surrogateescape"))
+
+
+def _recall(path: Path) -> Scan | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return Scan.from_json(value["scan"]) if value["format"] == _FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

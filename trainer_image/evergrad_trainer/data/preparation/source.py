@@ -1,0 +1,278 @@
+"""One jsonl source: chunks → token files → held-out split → index → one rename. Interrupted anywhere, it goes on where it was."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import xxhash
+
+from evergrad_trainer.config.training import HeldOut
+from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, TokenizeJob, finished
+from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally
+from evergrad_trainer.data.preparation.durable import fsync_directory, write_json
+from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
+from evergrad_trainer.data.preparation.lock import exclusive
+from evergrad_trainer.data.preparation.pool import Pool
+from evergrad_trainer.data.preparation.progress import Reporter
+from evergrad_trainer.data.preparation.sources import Scan, SourceFile, raise_if_changed
+from evergrad_trainer.data.prepared import (
+    FORMAT,
+    HELD_OUT,
+    INDEX,
+    TRAIN,
+    Published,
+    documents_path,
+    open_published,
+    tokens_path,
+)
+from evergrad_trainer.data.tokenizers import TextTokenizer
+from evergrad_trainer.errors import DataError, Problem
+
+_POLICY: Final = "spec.training.data.malformed"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything besides a source's content that its prepared bytes depend on."""
+
+    tokenizer: TextTokenizer
+    malformed: Literal["refuse", "skip"]
+    held_out: HeldOut | None
+    seed: int
+
+
+def compute_fingerprint(source: SourceFile, scan: Scan, recipe: Recipe) -> str:
+    """32 hex digits: equal exactly for equal prepared bytes. Knows nothing of sequence length, batch or file names."""
+    held_out = recipe.held_out
+    is_text = source.type == "jsonl"
+    facts = {
+        "format": FORMAT,
+        "type": source.type,
+        "content": scan.content_hash,
+        "size": scan.stat.size,
+        "tokenizer": recipe.tokenizer.identity,
+        "field": source.text_field if is_text else None,
+        "malformed": recipe.malformed if is_text else None,
+        "dtype": None if is_text else source.dtype,
+        "heldOut": [held_out.fraction, held_out.count] if held_out else None,
+        "seed": recipe.seed if held_out and is_text else None,
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One source on its way to ``root/<fingerprint>``."""
+
+    source: SourceFile
+    scan: Scan
+    recipe: Recipe
+    root: Path
+    fingerprint: str
+
+    @property
+    def final(self) -> Path:
+        return self.root / self.fingerprint
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(self.root / f".tmp-{self.fingerprint}")
+
+    @property
+    def dtype(self) -> Literal["uint16", "uint32"]:
+        return "uint16" if self.recipe.tokenizer.dtype.itemsize == 2 else "uint32"
+
+
+def publish(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> Published:
+    """Prepare the source, or take what another process has published meanwhile. Raises DataError, EvergradError, OSError."""
+    final = preparation.final
+    name = preparation.source.name
+    lock = preparation.root / f".lock-{preparation.fingerprint}"
+    with exclusive(lock, is_done=final.exists, on_wait=lambda: report.show(name, "wait")) as is_alone:
+        published = open_published(final)
+        if published is None:
+            published = _publish_attempt(preparation, pool=pool, report=report, is_alone=is_alone)
+        if is_alone:
+            shutil.rmtree(preparation.attempt.directory, ignore_errors=True)
+    return published
+
+
+def _publish_attempt(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter, is_alone: bool) -> Published:
+    attempt, final = preparation.attempt, preparation.final
+    if is_alone:
+        # Half-written files of a killed attempt.
+        shutil.rmtree(attempt.partial, ignore_errors=True)
+    for directory in (attempt.data, attempt.chunks, attempt.partial):
+        directory.mkdir(parents=True, exist_ok=True)
+    try:
+        _fill(preparation, pool=pool, report=report)
+        raise_if_changed(preparation.source, preparation.scan.stat)
+        fsync_directory(attempt.data)
+        attempt.data.rename(final)
+        fsync_directory(preparation.root)
+    except OSError:
+        # Where the file system has no locks another preparer may be done: its bytes are the same.
+        published = open_published(final)
+        if published is None:
+            raise
+        return published
+    published = open_published(final)
+    if published is None:
+        raise DataError(
+            Problem(str(final), "vanished as soon as it was published", "another process removed it", "Prepare again")
+        )
+    return published
+
+
+def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> None:
+    """Everything that will be in the published directory; its index last."""
+    outcomes = _tokenize(preparation, pool=pool, report=report)
+    tally = Tally()
+    for outcome in outcomes:
+        tally.add(outcome.tally)
+    _raise_if_malformed(preparation, tally)
+    stream = WHOLE if preparation.recipe.held_out else TRAIN
+    documents = sum(outcome.documents.get(stream, 0) for outcome in outcomes)
+    if documents == 0:
+        raise DataError(_no_documents(preparation, tally))
+    outcomes = _split(preparation, outcomes, documents, pool=pool, report=report)
+    write_json(
+        preparation.attempt.data / INDEX, _build_index(preparation, outcomes, tally, documents), aside=preparation.attempt.partial
+    )
+
+
+def _tokenize(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> list[Outcome]:
+    """The outcome of every chunk, in order: those of an earlier attempt are taken as they are."""
+    attempt, source, chunks = preparation.attempt, preparation.source, preparation.scan.chunks
+    outcomes: dict[int, Outcome] = {}
+    report.show(source.name)
+    for chunk in chunks:
+        outcome = _recorded(preparation, chunk.number)
+        if outcome is not None:
+            outcomes[chunk.number] = outcome
+            report.advance(chunk.end - chunk.start)
+    refuses = preparation.recipe.malformed == "refuse"
+
+    def jobs() -> Iterator[TokenizeJob]:
+        for chunk in chunks:
+            if chunk.number not in outcomes:
+                # Once it is clear that nothing will be published, only the errors are counted.
+                is_lost = refuses and any(outcome.tally.malformed for outcome in outcomes.values())
+                is_whole = preparation.recipe.held_out is not None
+                yield TokenizeJob(source.path, attempt.directory, chunk, source.text_field, is_whole=is_whole, only_check=is_lost)
+
+    missing = len(chunks) - len(outcomes)
+    for outcome in pool().run(jobs()) if missing else ():
+        outcomes[outcome.number] = outcome
+        chunk = chunks[outcome.number]
+        report.advance(chunk.end - chunk.start, documents=sum(outcome.documents.values()), tokens=sum(outcome.tokens.values()))
+    return [outcomes[chunk.number] for chunk in chunks]
+
+
+def _recorded(preparation: Preparation, number: int) -> Outcome | None:
+    """What an earlier attempt finished of this chunk, if its files are still whole."""
+    attempt = preparation.attempt
+    outcome = finished(attempt, "tokenize", number)
+    if outcome is None:
+        return None
+    split = finished(attempt, "split", number) if preparation.recipe.held_out else None
+    if split is not None and _is_intact(preparation, split):
+        return outcome
+    return outcome if _is_intact(preparation, outcome) else None
+
+
+def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
+    attempt = preparation.attempt
+    width = preparation.recipe.tokenizer.dtype.itemsize
+    try:
+        return all(
+            tokens_path(directory, stream, outcome.number).stat().st_size == outcome.tokens[stream] * width
+            and documents_path(directory, stream, outcome.number).stat().st_size == outcome.documents[stream] * 16
+            for stream in outcome.tokens
+            for directory in (attempt.chunks if stream == WHOLE else attempt.data,)
+        )
+    except FileNotFoundError:
+        return False
+
+
+def _split(
+    preparation: Preparation, outcomes: list[Outcome], documents: int, *, pool: Callable[[], Pool], report: Reporter
+) -> list[Outcome]:
+    """Every chunk's documents in two streams."""
+    attempt, recipe = preparation.attempt, preparation.recipe
+    if recipe.held_out is None:
+        return outcomes
+    chosen = choose_held_out(
+        preparation.source, preparation.scan, held_out=recipe.held_out, seed=recipe.seed, documents=documents
+    )
+    recorded = (finished(attempt, "split", outcome.number) for outcome in outcomes)
+    split = {outcome.number: outcome for outcome in recorded if outcome is not None and _is_intact(preparation, outcome)}
+    jobs = split_jobs(attempt, outcomes, chosen, dtype=preparation.dtype, is_done=split.__contains__)
+    for outcome in pool().run(jobs) if len(split) < len(outcomes) else ():
+        split[outcome.number] = outcome
+        report.show(preparation.source.name, "split")
+    return [split[outcome.number] for outcome in outcomes]
+
+
+def _build_index(preparation: Preparation, outcomes: list[Outcome], tally: Tally, documents: int) -> dict[str, Any]:
+    """Only what follows from the content: two preparations of the same data write the same bytes."""
+    tokenizer = preparation.recipe.tokenizer
+    streams = {
+        stream: {
+            "documents": sum(outcome.documents[stream] for outcome in outcomes),
+            "shards": [[outcome.number, outcome.tokens[stream]] for outcome in outcomes if outcome.tokens[stream]],
+        }
+        for stream in ((TRAIN, HELD_OUT) if preparation.recipe.held_out else (TRAIN,))
+    }
+    return {
+        "format": FORMAT,
+        "fingerprint": preparation.fingerprint,
+        "content": preparation.scan.content_hash,
+        "size": preparation.scan.stat.size,
+        "lines": preparation.scan.lines,
+        "dtype": preparation.dtype,
+        "tokenizer": {
+            "identity": tokenizer.identity,
+            "vocabSize": tokenizer.vocab_size,
+            "endOfDocument": tokenizer.end_of_document,
+        },
+        "documents": documents,
+        "skipped": dict(tally.skipped),
+        "repaired": tally.repaired,
+        "streams": streams,
+    }
+
+
+def _raise_if_malformed(preparation: Preparation, tally: Tally) -> None:
+    if preparation.recipe.malformed == "skip" or not tally.malformed:
+        return
+    path, lines = preparation.source.path, preparation.scan.lines
+    problems = [_line_problem(path, problem) for problem in tally.problems]
+    if tally.malformed > len(problems):
+        what = f"{tally.malformed} of {lines} lines are malformed"
+        problems.append(
+            Problem(str(path), what, f"the first {len(problems)} are named above", f"Correct them, or set {_POLICY} to skip")
+        )
+    raise DataError(*problems)
+
+
+def _line_problem(path: Path, problem: LineProblem) -> Problem:
+    why, remedy = problem.why, f"Correct the line, or set {_POLICY} to skip"
+    if problem.is_torn:
+        why += "; the file ends within this line, so it may be truncated"
+        remedy = f"Copy the file again, or set {_POLICY} to skip"
+    return Problem(f"{path}:{problem.line}", problem.what, why, remedy)
+
+
+def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
+    harmless = sum(tally.skipped[reason] for reason in HARMLESS)
+    what = f"holds no document in {preparation.scan.lines} lines"
+    why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
+    with suppress(IndexError):
+        why += f", the first in line {tally.problems[0].line}: {tally.problems[0].what}"
+    remedy = f"Check {preparation.source.field}.textField ({preparation.source.text_field!r}) and how the file was made"
+    return Problem(str(preparation.source.path), what, why, remedy)

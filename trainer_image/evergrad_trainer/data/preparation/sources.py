@@ -1,0 +1,264 @@
+"""Source files: where they are, what is wrong with them, and one pass over each for its hash, lines and chunk boundaries."""
+
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import xxhash
+
+from evergrad_trainer.config.training import Source, Training
+from evergrad_trainer.errors import DataError, Problem, raise_if
+
+OnBytes = Callable[[int], None]
+
+SMALLEST_CHUNK: Final = 8 * 2**20
+_MOST_CHUNKS: Final = 1024
+_BLOCK: Final = 4 * 2**20
+_SETTLED_NS: Final = 2 * 10**9
+"""A file changed so shortly before it was scanned could change again within the same tick of its clock."""
+
+_SIGNATURES: Final = (
+    (b"\x1f\x8b", "is compressed (gzip)", "Decompress it"),
+    (b"\x28\xb5\x2f\xfd", "is compressed (zstandard)", "Decompress it"),
+    (b"BZh", "is compressed (bzip2)", "Decompress it"),
+    (b"\xfd7zXZ", "is compressed (xz)", "Decompress it"),
+    (b"PK\x03\x04", "is a zip archive", "Unpack it"),
+    (b"PAR1", "is a Parquet file", "Convert it to one JSON object a line"),
+    (b"\xff\xfe", "is UTF-16 text", "Convert it to UTF-8, e.g. with iconv"),
+    (b"\xfe\xff", "is UTF-16 text", "Convert it to UTF-8, e.g. with iconv"),
+)
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One entry of ``data.sources`` or ``evaluation.sources``. ``field``: its path in the manifest."""
+
+    field: str
+    name: str
+    path: Path
+    type: Literal["jsonl", "tokens"]
+    text_field: str
+    dtype: Literal["uint16", "uint32"]
+
+
+@dataclass(frozen=True)
+class Stat:
+    """What a file system says about a file without reading it."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes [start, end) of a jsonl file: whole lines, the first of them numbered ``first_line`` (from 1)."""
+
+    number: int
+    start: int
+    end: int
+    first_line: int
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass over a file finds. ``chunks`` of a jsonl file; ``largest_id`` of a tokens file."""
+
+    stat: Stat
+    content_hash: str
+    lines: int = 0
+    chunks: tuple[Chunk, ...] = ()
+    largest_id: int = -1
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Scan":
+        """The inverse of ``to_json``."""
+        chunks = tuple(Chunk(**chunk) for chunk in value["chunks"])
+        return Scan(**{**value, "stat": Stat(**value["stat"]), "chunks": chunks})
+
+
+def training_files(training: Training, base_directory: Path) -> list[SourceFile]:
+    """The files of ``data.sources``, in the manifest's order."""
+    sources = enumerate(training.data.sources)
+    return [_source_file(source, f"spec.training.data.sources[{index}]", base_directory) for index, source in sources]
+
+
+def evaluation_files(training: Training, base_directory: Path) -> list[SourceFile]:
+    """The files of ``evaluation.sources``, in the manifest's order."""
+    sources = enumerate(training.evaluation.sources)
+    return [_source_file(source, f"spec.training.evaluation.sources[{index}]", base_directory) for index, source in sources]
+
+
+def _source_file(source: Source, field: str, base_directory: Path) -> SourceFile:
+    return SourceFile(field, source.name, base_directory / source.path, source.type, source.text_field, source.dtype)
+
+
+def source_problems(source: SourceFile) -> list[Problem]:
+    """What can be said about a source without reading it through: missing, a directory, unreadable, empty, half an id."""
+    named = f"{source.field}.path names it"
+    try:
+        found = source.path.stat()
+    except FileNotFoundError:
+        return [Problem(str(source.path), "does not exist", named, "Check the path; it is relative to the manifest's directory")]
+    except OSError as error:
+        return [Problem(str(source.path), "cannot be read", f"{error.strerror} ({named})", "Check the path and its permissions")]
+    if stat.S_ISDIR(found.st_mode):
+        return [Problem(str(source.path), "is a directory", named, "Name one file; several files are several sources")]
+    if not stat.S_ISREG(found.st_mode):
+        return [
+            Problem(str(source.path), "is not a regular file", named, "Copy its content into a file; it is read more than once")
+        ]
+    if not os.access(source.path, os.R_OK):
+        return [Problem(str(source.path), "cannot be read", f"permission denied ({named})", "Change its permissions")]
+    if found.st_size == 0:
+        return [Problem(str(source.path), "is empty", named, "Check how the file was made, or remove the source")]
+    return _size_problems(source, found.st_size) if source.type == "tokens" else []
+
+
+def _size_problems(source: SourceFile, size: int) -> list[Problem]:
+    width = np.dtype(source.dtype).itemsize
+    if size % width:
+        why = f"its size, {size} bytes, is not a multiple of {width} ({source.field}.dtype is {source.dtype})"
+        return [
+            Problem(
+                str(source.path),
+                "ends within a token id",
+                why,
+                "Check the dtype; if it is right the file is truncated: copy it again",
+            )
+        ]
+    if size < 2 * width:
+        return [Problem(str(source.path), "holds a single token id", "one token predicts the next", "Give at least two tokens")]
+    return []
+
+
+def observe_stat(path: Path) -> Stat:
+    """The file's size and times. Raises OSError."""
+    found = path.stat()
+    return Stat(found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def scan_source(source: SourceFile, *, on_bytes: OnBytes) -> Scan:
+    """Read the whole file once. Raises DataError where it cannot be what the manifest says, or changes meanwhile."""
+    before = observe_stat(source.path)
+    scan = _scan_lines(source, before, on_bytes) if source.type == "jsonl" else _scan_tokens(source, before, on_bytes)
+    raise_if_changed(source, before)
+    return scan
+
+
+def raise_if_changed(source: SourceFile, before: Stat) -> None:
+    """Raise DataError if the file is not the one ``before`` was observed on."""
+    if observe_stat(source.path) != before:
+        problem = Problem(
+            str(source.path),
+            "changed while it was being prepared",
+            "what was read is not what is there",
+            "Let its writer finish, and start again",
+        )
+        raise DataError(problem)
+
+
+def is_settled(found: Stat) -> bool:
+    """Whether a later change of the file must show in its times."""
+    return time.time_ns() - max(found.mtime_ns, found.ctime_ns) > _SETTLED_NS
+
+
+def _blocks(path: Path, on_bytes: OnBytes) -> Iterator[tuple[bytearray, int]]:
+    """(buffer, valid bytes), the buffer being the same one every time."""
+    buffer = bytearray(_BLOCK)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            yield buffer, count
+            on_bytes(count)
+
+
+def _scan_lines(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
+    digest = xxhash.xxh3_128()
+    boundaries = _Boundaries(max(SMALLEST_CHUNK, -(-found.size // _MOST_CHUNKS)))
+    for buffer, count in _blocks(source.path, on_bytes):
+        if boundaries.position == 0:
+            raise_if(_signature_problems(source, bytes(buffer[:8])), DataError)
+        digest.update(memoryview(buffer)[:count])
+        boundaries.see(buffer, count)
+    chunks = boundaries.finish()
+    return Scan(found, digest.hexdigest(), lines=boundaries.lines, chunks=chunks)
+
+
+def _signature_problems(source: SourceFile, head: bytes) -> list[Problem]:
+    return [
+        Problem(str(source.path), what, "a jsonl source is plain UTF-8 text, one JSON object a line", remedy)
+        for signature, what, remedy in _SIGNATURES
+        if head.startswith(signature)
+    ]
+
+
+class _Boundaries:
+    """Counts lines and cuts a file after the first newline beyond each ``chunk_bytes``; depends on nothing but the content."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.position = 0
+        self.lines = 0
+        self._chunk_bytes = chunk_bytes
+        self._chunks: list[Chunk] = []
+        self._start, self._first_line = 0, 1
+        self._ends_with_newline = True
+
+    def see(self, buffer: bytearray, count: int) -> None:
+        """The next ``count`` bytes of the file."""
+        while (target := self._start + self._chunk_bytes - self.position) < count:
+            newline = buffer.find(b"\n", max(0, target), count)
+            if newline < 0:
+                break
+            self._cut(self.position + newline + 1, self.lines + buffer.count(b"\n", 0, newline + 1))
+        self.lines += int(np.count_nonzero(np.frombuffer(buffer, dtype=np.uint8, count=count) == ord("\n")))
+        self.position += count
+        self._ends_with_newline = buffer[count - 1] == ord("\n")
+
+    def finish(self) -> tuple[Chunk, ...]:
+        if not self._ends_with_newline:
+            self.lines += 1
+        if self.position > self._start:
+            self._cut(self.position, self.lines)
+        return tuple(self._chunks)
+
+    def _cut(self, end: int, lines_before_end: int) -> None:
+        self._chunks.append(Chunk(len(self._chunks), self._start, end, self._first_line))
+        self._start, self._first_line = end, lines_before_end + 1
+
+
+def _scan_tokens(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
+    digest, largest = xxhash.xxh3_128(), -1
+    for buffer, count in _blocks(source.path, on_bytes):
+        digest.update(memoryview(buffer)[:count])
+        ids = np.frombuffer(
+            buffer, dtype=np.dtype(source.dtype).newbyteorder("<"), count=count // np.dtype(source.dtype).itemsize
+        )
+        largest = max(largest, int(ids.max()))
+    return Scan(found, digest.hexdigest(), largest_id=largest)
+
+
+def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) -> None:
+    """Raise DataError, naming the first place, if a tokens file holds an id the tokenizer does not have."""
+    if scan.largest_id < vocab_size:
+        return
+    place = 0
+    for buffer, count in _blocks(source.path, lambda _: None):
+        ids = np.frombuffer(
+            buffer, dtype=np.dtype(source.dtype).newbyteorder("<"), count=count // np.dtype(source.dtype).itemsize
+        )
+        wrong = np.flatnonzero(ids >= vocab_size)
+        if wrong.size:
+            what = f"token {place + int(wrong[0])} is {int(ids[wrong[0]])}"
+            why = f"the tokenizer has the ids 0 to {vocab_size - 1}; the largest in the file is {scan.largest_id}"
+            remedy = f"Check {source.field}.dtype ({source.dtype}) and that the file was made with this tokenizer"
+            raise DataError(Problem(str(source.path), what, why, remedy))
+        place += ids.size

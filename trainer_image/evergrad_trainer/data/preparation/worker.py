@@ -1,0 +1,53 @@
+"""A helper process of ``prepare``: one JSON line in, one job, one JSON line out. Ends when its input does. Imports no torch."""
+
+import json
+import signal
+import sys
+import traceback
+from typing import Any
+
+from evergrad_trainer.data.preparation.chunk import execute, job_from_json
+from evergrad_trainer.data.tokenizers import BackendTokenizer, ByteTokenizer, TextTokenizer, load_json
+from evergrad_trainer.errors import DataError
+
+
+def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
+    """The first line a worker gets, from which it builds the same tokenizer."""
+    if isinstance(tokenizer, BackendTokenizer):
+        return {"json": tokenizer.to_json(), "end": tokenizer.end_of_document, "identity": tokenizer.identity}
+    return {"json": None}
+
+
+def _build_tokenizer(description: dict[str, Any]) -> TextTokenizer:
+    if description["json"] is None:
+        return ByteTokenizer()
+    return load_json(description["json"], end_of_document=description["end"], identity=description["identity"])
+
+
+def _answer(line: str, tokenizer: TextTokenizer) -> dict[str, Any]:
+    try:
+        return {"outcome": execute(job_from_json(json.loads(line)), tokenizer).to_json()}
+    except DataError as error:
+        return {"problems": [vars(problem) for problem in error.problems]}
+    except OSError as error:
+        return {"os": [error.errno, error.strerror, str(error.filename or "")]}
+    except Exception:  # noqa: BLE001 - the parent raises it, with this traceback
+        return {"failure": traceback.format_exc()}
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    # Ctrl-C reaches the whole process group; the parent decides what it means and closes our input.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tokenizer = _build_tokenizer(json.loads(sys.stdin.readline()))
+    for line in sys.stdin:
+        try:
+            print(json.dumps(_answer(line, tokenizer)), flush=True)
+        except BrokenPipeError:
+            # The parent is gone; what was finished lies on disk for the next one.
+            sys.stdout = None
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,192 @@
+"""Prepared data as it lies on disk: a directory a fingerprint with token files and an index, checked before it is used."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from evergrad_trainer.errors import DataError, Problem, raise_if
+
+INDEX: Final = "index.json"
+FORMAT: Final = 1
+TRAIN: Final = "train"
+HELD_OUT: Final = "heldOut"
+
+Dtype = Literal["uint16", "uint32"]
+_MOST_PROBLEMS: Final = 5
+WIDTH: Final[dict[Dtype, int]] = {"uint16": 2, "uint32": 4}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Tokens [start, start + tokens) of a flat little-endian file.
+
+    ``documents``: a file of int64 pairs (first token in the shard, line in the source), one a document, where there are any.
+    """
+
+    path: Path
+    start: int
+    tokens: int
+    documents: Path | None = None
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One stream of tokens: its shards, one after the other."""
+
+    dtype: Dtype
+    shards: tuple[Shard, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all shards."""
+        return sum(shard.tokens for shard in self.shards)
+
+
+@dataclass(frozen=True)
+class PreparedSource:
+    """One source, ready to be read. ``documents`` counts all of them, held-out ones included; None where there are none to count.
+
+    ``skipped``: lines that gave no document, by reason. ``repaired``: documents in which half a surrogate pair was replaced.
+    ``reused``: nothing had to be done for it this time.
+    """
+
+    name: str
+    path: Path
+    content_hash: str
+    fingerprint: str
+    train: TokenSequence
+    held_out: TokenSequence | None = None
+    documents: int | None = None
+    held_out_documents: int | None = None
+    skipped: Mapping[str, int] = field(default_factory=dict)
+    repaired: int = 0
+    reused: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All of a manifest's data, ready to be read. Goes through JSON to other processes and into the run directory."""
+
+    sources: tuple[PreparedSource, ...]
+    evaluation: tuple[PreparedSource, ...]
+    tokenizer_identity: str
+    vocab_size: int
+    end_of_document: int
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
+        value: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))
+        return value
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Prepared":
+        """The inverse of ``to_json``."""
+        sources = tuple(map(_source_from_json, value["sources"]))
+        return Prepared(**{**value, "sources": sources, "evaluation": tuple(map(_source_from_json, value["evaluation"]))})
+
+
+def _source_from_json(value: dict[str, Any]) -> PreparedSource:
+    train, held_out = _sequence_from_json(value["train"]), value["held_out"]
+    changed = {"path": Path(value["path"]), "train": train, "held_out": held_out and _sequence_from_json(held_out)}
+    return PreparedSource(**{**value, **changed})
+
+
+def _sequence_from_json(value: dict[str, Any]) -> TokenSequence:
+    shards = (
+        Shard(Path(shard["path"]), shard["start"], shard["tokens"], Path(shard["documents"]) if shard["documents"] else None)
+        for shard in value["shards"]
+    )
+    return TokenSequence(value["dtype"], tuple(shards))
+
+
+@dataclass(frozen=True)
+class Published:
+    """What ``index.json`` of a prepared directory says."""
+
+    directory: Path
+    train: TokenSequence
+    held_out: TokenSequence | None
+    documents: int
+    held_out_documents: int | None
+    skipped: dict[str, int]
+    repaired: int
+
+
+def open_published(directory: Path) -> Published | None:
+    """The finished preparation in ``directory``, or None if there is none. Raises DataError if files are missing or cut short."""
+    try:
+        text = (directory / INDEX).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if not directory.exists():
+            return None
+        raise DataError(_damaged(directory, directory / INDEX, "is missing")) from None
+    except (OSError, ValueError) as error:
+        raise DataError(_damaged(directory, directory / INDEX, f"cannot be read ({error})")) from error
+    try:
+        published = _parse_index(directory, json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(_damaged(directory, directory / INDEX, f"is not an index ({error})")) from error
+    raise_if(sequence_problems(directory, published.train, published.held_out), DataError)
+    return published
+
+
+def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
+    if index["format"] != FORMAT:
+        raise ValueError(f"format {index['format']}, not {FORMAT}")
+    dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
+    streams = {name: _parse_stream(directory, name, dtype, stream) for name, stream in index["streams"].items()}
+    held_out = index["streams"].get(HELD_OUT)
+    return Published(
+        directory=directory,
+        train=streams[TRAIN],
+        held_out=streams.get(HELD_OUT),
+        documents=int(index["documents"]),
+        held_out_documents=int(held_out["documents"]) if held_out else None,
+        skipped=dict(index["skipped"]),
+        repaired=int(index["repaired"]),
+    )
+
+
+def _parse_stream(directory: Path, name: str, dtype: Dtype, stream: dict[str, Any]) -> TokenSequence:
+    shards = (
+        Shard(tokens_path(directory, name, number), 0, int(tokens), documents_path(directory, name, number))
+        for number, tokens in stream["shards"]
+    )
+    return TokenSequence(dtype, tuple(shards))
+
+
+def tokens_path(directory: Path, stream: str, number: int) -> Path:
+    """The file of token ids of one chunk."""
+    return directory / f"{stream}-{number:05d}.tokens"
+
+
+def documents_path(directory: Path, stream: str, number: int) -> Path:
+    """The file that says where the documents of one chunk begin."""
+    return directory / f"{stream}-{number:05d}.documents"
+
+
+def sequence_problems(directory: Path, *sequences: TokenSequence | None) -> list[Problem]:
+    """The first files of prepared data that are missing or have another size than the index says."""
+    files = ((shard, WIDTH[sequence.dtype]) for sequence in sequences if sequence for shard in sequence.shards)
+    problems = (_shard_problem(directory, shard, shard.tokens * width) for shard, width in files)
+    return list(islice(filter(None, problems), _MOST_PROBLEMS))
+
+
+def _shard_problem(directory: Path, shard: Shard, wanted: int) -> Problem | None:
+    try:
+        size = shard.path.stat().st_size
+    except OSError as error:
+        return _damaged(directory, shard.path, f"cannot be read ({error.strerror})")
+    return None if size == wanted else _damaged(directory, shard.path, f"has {size} bytes and should have {wanted}")
+
+
+def _damaged(directory: Path, path: Path, what: str) -> Problem:
+    return Problem(
+        str(path),
+        what,
+        "the prepared data is damaged",
+        f"Delete the directory {directory} and prepare again; the source file is untouched",
+    )

@@ -1,0 +1,146 @@
+"""Reads windows of S + 1 tokens from prepared token files, by position, with bounded memory."""
+
+import os
+import threading
+import weakref
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
+from evergrad_trainer.errors import DataError, Problem
+
+_OPEN_FILES: Final = 128
+
+
+def count_windows(tokens: int, sequence_length: int) -> int:
+    """Windows of S labels that together hold every token but the first exactly once."""
+    return max(0, -(-(tokens - 1) // sequence_length))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """``tokens`` int64 [n, S + 1], filled up with the end id; ``lengths`` int64 [n]: how many of each row are real."""
+
+    tokens: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+
+class TokenReader:
+    """Windows of one token sequence: window i is tokens [i·S, i·S + S + 1) of the concatenated shards; the last may be shorter.
+
+    Reads with ``pread``, never through a memory map: resident memory stays bounded, and a file cut short is an error with its
+    name rather than a SIGBUS (docs/decisions/0003-token-files.md). Safe to use from several threads.
+    """
+
+    def __init__(self, sequence: TokenSequence, *, sequence_length: int, end_of_document: int) -> None:
+        self.num_tokens = sequence.tokens
+        self.num_windows = count_windows(self.num_tokens, sequence_length)
+        self._shards = sequence.shards
+        self._starts = [0, *accumulate(shard.tokens for shard in sequence.shards)]
+        self._dtype = np.dtype(sequence.dtype).newbyteorder("<")
+        self._width = WIDTH[sequence.dtype]
+        self._length = sequence_length
+        self._end = end_of_document
+        self._files = _Files()
+
+    def read(self, windows: Sequence[int]) -> Windows:
+        """The windows of these numbers, in this order. Raises IndexError, and DataError for a missing or shortened file."""
+        rows = np.full((len(windows), self._length + 1), self._end, dtype=self._dtype)
+        lengths = np.empty(len(windows), dtype=np.int64)
+        for row, window in enumerate(windows):
+            if not 0 <= window < self.num_windows:
+                raise IndexError(f"window {window} of {self.num_windows}")
+            begin = window * self._length
+            lengths[row] = count = min(self._length + 1, self.num_tokens - begin)
+            self._read_into(memoryview(rows[row]).cast("B"), begin, count)
+        return Windows(rows.astype(np.int64), lengths)
+
+    def place(self, window: int) -> tuple[Shard, int, int]:
+        """The shard in which a window begins, and the window's first token and end in it (at most the shard's end)."""
+        begin = window * self._length
+        index = bisect_right(self._starts, begin) - 1
+        first = begin - self._starts[index]
+        return self._shards[index], first, min(first + self._length + 1, self._shards[index].tokens)
+
+    def close(self) -> None:
+        """Close the files; the next read opens them again."""
+        self._files.close()
+
+    def _read_into(self, target: memoryview, begin: int, count: int) -> None:
+        """Fill ``target`` with tokens [begin, begin + count), which may span shards."""
+        filled = 0
+        index = bisect_right(self._starts, begin) - 1
+        while count:
+            shard, offset = self._shards[index], begin - self._starts[index]
+            here = min(count, shard.tokens - offset)
+            size = here * self._width
+            self._files.read(shard.path, target[filled : filled + size], (shard.start + offset) * self._width)
+            filled, begin, count, index = filled + size, begin + here, count - here, index + 1
+
+
+class _Files:
+    """Open files by path, the least recently used closed first."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._closer = weakref.finalize(self, _close_all, self._open)
+
+    def read(self, path: Path, target: memoryview, offset: int) -> None:
+        """Fill ``target`` from ``offset`` bytes on. Raises DataError."""
+        try:
+            # The lock keeps another thread from closing the file between its look-up and its use.
+            with self._lock:
+                count = os.preadv(self._descriptor(path), [target], offset)
+        except OSError as error:
+            raise DataError(_unreadable(path, f"cannot be read ({error.strerror})")) from error
+        while count < len(target):
+            count += self._read_more(path, target[count:], offset + count)
+
+    def close(self) -> None:
+        with self._lock:
+            _close_all(self._open)
+
+    def _read_more(self, path: Path, target: memoryview, offset: int) -> int:
+        """After a short read: at the end of the file, or where the file system gives less at a time."""
+        with self._lock:
+            count = os.preadv(self._descriptor(path), [target], offset)
+        if count == 0:
+            raise DataError(_unreadable(path, f"ends at byte {offset}, within a sample"))
+        return count
+
+    def _descriptor(self, path: Path) -> int:
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            if len(self._open) >= _OPEN_FILES:
+                os.close(self._open.popitem(last=False)[1])
+            descriptor = self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            self._open.move_to_end(path)
+        return descriptor
+
+
+def _close_all(files: "OrderedDict[Path, int]") -> None:
+    while files:
+        os.close(files.popitem()[1])
+
+
+def _unreadable(path: Path, what: str) -> Problem:
+    remedy = f"If it is a source file, restore it; if it is prepared data, delete the directory {path.parent} and prepare again"
+    return Problem(str(path), what, "it was removed or cut short after it was prepared", remedy)
+
+
+def read_documents(path: Path) -> npt.NDArray[Any]:
+    """The index of a shard's documents: int64 [n, 2], first token and line of each. Raises DataError."""
+    try:
+        return np.fromfile(path, dtype="<i8").reshape(-1, 2)
+    except (OSError, ValueError) as error:
+        raise DataError(_unreadable(path, f"cannot be read ({error})")) from error

@@ -1,0 +1,268 @@
+"""Tokenizers: the built-in one of bytes, and any transformers tokenizer from a local directory, never with remote code."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from evergrad_trainer.config.training import Tokenizer
+from evergrad_trainer.errors import DataError, Problem
+
+Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
+
+BYTE_END: Final = 256
+BYTE_END_TOKEN: Final = "<|end_of_document|>"
+"""How the end of a document is spelled in the transformers form of the byte tokenizer."""
+
+_FIELD: Final = "spec.training.tokenizer"
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_SEPARATOR: Final = 0xFF
+"""A byte that UTF-8 never contains."""
+_FILE = "tokenizer.json"
+_CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+_OTHER_FILES = (
+    *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model"),
+    *("sentencepiece.bpe.model", "tekken.json", "chat_template.jinja", "chat_template.json"),
+)
+
+
+class TextTokenizer(Protocol):
+    """Text to ids and back. ``identity`` changes whenever the ids of some text may."""
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id."""
+
+    @property
+    def end_of_document(self) -> int:
+        """The id that follows every document."""
+
+    @property
+    def identity(self) -> str:
+        """Equal for tokenizers that give equal ids."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The smallest of uint16 and uint32 that holds every id."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
+        """The ids of each text, without any special token around them."""
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        """The ids of all texts in one array, each text followed by the end id, and the number of ids of each (end included)."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of some ids; ends of documents are left out."""
+
+    def save_pretrained(self, directory: Path) -> None:
+        """Write the tokenizer so that transformers' AutoTokenizer gives the same ids."""
+
+
+def load_tokenizer(config: Tokenizer, base_directory: Path) -> TextTokenizer:
+    """The tokenizer a manifest names; its path is relative to ``base_directory``. Raises DataError."""
+    if config.type == "byte":
+        return ByteTokenizer()
+    if config.path is None:
+        raise DataError(Problem(f"{_FIELD}.path", "is missing", "type: transformers needs a directory", "Name a local directory"))
+    return load_directory(base_directory / config.path)
+
+
+def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
+    """uint16 where it holds every id below ``vocab_size``, else uint32; little-endian, as on disk."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+def replace_lone_surrogates(text: str) -> str:
+    """Half a surrogate pair (JSON can escape one) is no character and has no UTF-8: U+FFFD stands for it."""
+    return _LONE_SURROGATE.sub("\ufffd", text)
+
+
+class ByteTokenizer:
+    """UTF-8 bytes 0-255, and 256 for the end of a document."""
+
+    vocab_size: int = 257
+    end_of_document: int = BYTE_END
+    identity: str = "byte-1"
+    dtype: np.dtype[Any] = smallest_dtype(257)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in _utf8(texts)]
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        # One array for all documents: the separator, which no text contains, becomes the end id and marks the lengths.
+        joined = bytes([_SEPARATOR]).join([*_utf8(texts), b""])
+        data = np.frombuffer(joined, dtype=np.uint8)
+        ends = np.flatnonzero(data == _SEPARATOR)
+        tokens = data.astype(np.uint16)
+        tokens[ends] = BYTE_END
+        return tokens, np.diff(ends, prepend=-1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(one for one in ids if one != BYTE_END).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, directory: Path) -> None:
+        """A BPE without merges over GPT-2's printable names of the 256 bytes."""
+        names = {name: byte for byte, name in _byte_names().items()}
+        backend = Backend(models.BPE(vocab=names, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(BYTE_END_TOKEN, special=True, normalized=False)])
+        directory.mkdir(parents=True, exist_ok=True)
+        backend.save(str(directory / _FILE))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": BYTE_END_TOKEN,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**30,
+        }
+        (directory / _CONFIG_FILES[0]).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _utf8(texts: Sequence[str]) -> list[bytes]:
+    try:
+        return [text.encode() for text in texts]
+    except UnicodeEncodeError:
+        return [replace_lone_surrogates(text).encode() for text in texts]
+
+
+def _byte_names() -> dict[int, str]:
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+class BackendTokenizer:
+    """A tokenizer of the tokenizers library. ``files``: what ``save_pretrained`` copies."""
+
+    def __init__(self, backend: Backend, *, end_of_document: int, identity: str, files: Sequence[Path] = ()) -> None:
+        self._backend = backend
+        self._files = tuple(files)
+        self.end_of_document = end_of_document
+        self.identity = identity
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.dtype = smallest_dtype(self.vocab_size)
+
+    def encode_many(self, texts: Sequence[str]) -> list[Tokens]:
+        return [np.array(ids, dtype=self.dtype) for ids in self._ids(texts)]
+
+    def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
+        ids = self._ids(texts)
+        for one in ids:
+            one.append(self.end_of_document)
+        lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+        return np.fromiter(chain.from_iterable(ids), dtype=self.dtype, count=int(lengths.sum())), lengths
+
+    def decode(self, ids: Iterable[int]) -> str:
+        wanted = [one for one in ids if one != self.end_of_document]
+        return str(self._backend.decode(wanted, skip_special_tokens=False))
+
+    def save_pretrained(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        for file in self._files:
+            shutil.copyfile(file, directory / file.name)
+
+    def to_json(self) -> str:
+        """The whole tokenizer in the format of ``tokenizer.json``."""
+        return str(self._backend.to_str())
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        # One text at a time: encode_batch would start the library's own threads in every process, and is no quicker on one.
+        encode = self._backend.encode
+        try:
+            return [encode(text, add_special_tokens=False).ids for text in texts]
+        except TypeError:
+            # What the library says to a str that has no UTF-8.
+            return [encode(replace_lone_surrogates(text), add_special_tokens=False).ids for text in texts]
+
+
+def load_directory(directory: Path) -> BackendTokenizer:
+    """The tokenizer of a transformers directory. Raises DataError naming the directory and what to do."""
+    if not directory.is_dir():
+        what = "is not a directory" if directory.exists() else "does not exist"
+        raise _problem(
+            directory, what, "a transformers tokenizer is a local directory", "Check the path; nothing is ever downloaded"
+        )
+    path = directory / _FILE
+    if not path.is_file():
+        return _load_with_transformers(directory)
+    try:
+        backend = Backend.from_str(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise _problem(path, "cannot be read", str(error), "Copy the file again") from error
+    except Exception as error:
+        # The library raises plain Exception for a file it cannot use.
+        raise _problem(
+            path, "is not a tokenizer", str(error), "Copy the file again, or save it with a current transformers"
+        ) from error
+    return _build(backend, directory=directory, end_token=_read_end_token(directory), decisive=[path])
+
+
+def load_json(text: str, *, end_of_document: int, identity: str) -> BackendTokenizer:
+    """The tokenizer written by ``to_json``, for a helper process."""
+    return BackendTokenizer(Backend.from_str(text), end_of_document=end_of_document, identity=identity)
+
+
+def _build(backend: Backend, *, directory: Path, end_token: str | None, decisive: Sequence[Path]) -> BackendTokenizer:
+    """``decisive``: the files that the ids depend on."""
+    end = backend.token_to_id(end_token) if end_token is not None else None
+    if end is None:
+        why = "no eos_token is named there" if end_token is None else f"its eos_token {end_token!r} is not in the vocabulary"
+        raise _problem(directory, "the tokenizer has no end of document", why, "Set eos_token in tokenizer_config.json")
+    # Saved settings of some other use: a document is never cut or filled up.
+    backend.no_truncation()
+    backend.no_padding()
+    digest = xxhash.xxh3_128()
+    for path in decisive:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    files = [directory / name for name in (_FILE, *_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()]
+    return BackendTokenizer(backend, end_of_document=end, identity=f"files-{digest.hexdigest()}-{end}", files=files)
+
+
+def _read_end_token(directory: Path) -> str | None:
+    for name in _CONFIG_FILES:
+        path = directory / name
+        if not path.is_file():
+            continue
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise _problem(path, "is not valid JSON", str(error), "Copy the file again") from error
+        token = config.get("eos_token") if isinstance(config, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return None
+
+
+def _load_with_transformers(directory: Path) -> BackendTokenizer:
+    """Older directories without a tokenizer.json: transformers converts them, offline and without their code."""
+    found = [directory / name for name in (*_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()]
+    if not found:
+        raise _problem(directory, "holds no tokenizer", f"there is no {_FILE}", "Name a directory written by save_pretrained")
+    from transformers import AutoTokenizer
+
+    remedy = f"Load it with transformers once and save it again with save_pretrained, which writes a {_FILE}"
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise _problem(directory, "transformers cannot load this tokenizer", str(error).partition("\n")[0], remedy) from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Backend):
+        raise _problem(
+            directory, "the tokenizer is written in Python", f"it has no {_FILE} form, which preparation needs", remedy
+        )
+    return _build(backend, directory=directory, end_token=loaded.eos_token, decisive=found)
+
+
+def _problem(path: Path, what: str, why: str, remedy: str) -> DataError:
+    return DataError(Problem(str(path), what, f"{why} ({_FIELD}.path names it)", remedy))
