@@ -37,13 +37,15 @@ def render_line(state: State, width: int, *, is_unicode: bool = True) -> Text:
 def _parts(state: State) -> list[tuple[int, str, str]]:
     """(importance, text, style), in the order they stand in."""
     share = state.step / state.total_steps if state.total_steps else 0.0
+    is_over = state.step >= state.total_steps > 0
+    remaining = f"in {duration(state.elapsed_seconds)}" if is_over else f"ETA {duration(state.remaining_seconds)}"
     parts = [
         (9, state.name, "bold"),
         (10, f"{count(state.step)}/{count(state.total_steps)}", ""),
         (3, f"{math.floor(share * 100)}%", "dim"),
         (8, f"loss {real(state.loss)}", "bold cyan"),
         (6, f"{short_count(state.tokens_per_second)} tokens/s", ""),
-        (7, f"ETA {duration(state.remaining_seconds)}", "green"),
+        (7, remaining, "green"),
     ]
     if state.saved_step is not None:
         parts.append((5, f"saved {count(state.saved_step)}", "dim"))

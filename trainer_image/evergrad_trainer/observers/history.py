@@ -66,6 +66,11 @@ class StepTable:
         _, from_the_end = np.unique(self.step[::-1], return_index=True)
         return len(self) - 1 - from_the_end
 
+    def record(self, row: int) -> StepRecord:
+        """One row as a record."""
+        values = {column.name: getattr(self, column.name)[row].item() for column in fields(self)}
+        return StepRecord(**values | {"sample_hash": f"{values['sample_hash']:016x}"})
+
     def take(self, rows: npt.NDArray[Any]) -> "StepTable":
         """These rows only, by indices or by a mask."""
         return replace(self, **{column.name: getattr(self, column.name)[rows] for column in fields(self)})

@@ -59,6 +59,8 @@ class State:
     """What both displays show: the newest facts of the run."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begun = clock()
         self.name = ""
         self.total_steps = 0
         self.step = 0
@@ -90,6 +92,11 @@ class State:
             self.saved_step = saved_step(event)
         elif event.type == EventType.EXTENDED:
             self.total_steps = int(event.fields.get("to_steps", self.total_steps))
+
+    @property
+    def elapsed_seconds(self) -> float:
+        """Since this process's displays were made."""
+        return self._clock() - self._begun
 
     @property
     def tokens_per_second(self) -> float:

@@ -117,8 +117,8 @@ class PrometheusExporter(BaseObserver):
         elif event.type == EventType.EXTENDED:
             metrics.max_steps.labels(run).set(float(event.fields["to_steps"]))
         elif event.type == EventType.FAILED and event.fields.get("error") == "NonFiniteError":
-            what = "grad" if "gradient norm" in str(event.fields.get("message", "")) else "loss"
-            metrics.nonfinite.labels(run, what).inc()
+            first_clause = str(event.fields.get("message", "")).split(";")[0]
+            metrics.nonfinite.labels(run, "grad" if "gradient norm" in first_clause else "loss").inc()
         elif event.type == EventType.END:
             metrics.exit_code.labels(run).set(float(event.fields["exit_code"]))
         self._publish()

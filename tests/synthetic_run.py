@@ -1,0 +1,134 @@
+"""A run directory as a run would leave it, from a plan of its processes and a clock that only moves as told."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evergrad_trainer.observers.jsonl import RunLog
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord
+from evergrad_trainer.run_directory import RunDirectory
+
+BEGIN = 1_770_000_000.0
+STEP_SECONDS = 0.5
+PAUSE_SECONDS = 0.01
+STARTUP_SECONDS = 4.0
+RESTORE_SECONDS = 1.0
+BLOCKING_SECONDS = 0.25
+EVALUATION_SECONDS = 2.0
+
+
+def step_record(step: int, **changes: Any) -> StepRecord:
+    """A plausible row; the loss falls and wobbles as a pure function of the step."""
+    values: dict[str, Any] = {
+        "step": step,
+        "generation": 1,
+        "world_size": 2,
+        "loss": 2.1 + 3.4 * math.exp(-step / 60) + 0.12 * math.sin(step * 12.9898),
+        "tokens": 8192,
+        "valid_tokens": 8192 - step % 7,
+        "sample_hash": f"{(step * 0x9E3779B97F4A7C15) % 2**64:016x}",
+        "learning_rate": 1e-3 * min(1.0, step / 20),
+        "grad_norm": 0.6 + 0.2 * math.cos(step * 4.1),
+        "step_seconds": STEP_SECONDS,
+        "data_seconds": 0.002,
+        "forward_backward_seconds": 0.4,
+        "communication_seconds": 0.06,
+        "optimizer_seconds": 0.03,
+        "other_seconds": 0.008,
+        "rank_skew_seconds": 0.004,
+        "time": BEGIN + step,
+    }
+    return StepRecord(**values | changes)
+
+
+@dataclass(frozen=True)
+class Process:
+    """Trains the steps after ``resumed_from`` up to ``last``. ``ended``: killed, signal, complete or failed."""
+
+    last: int
+    resumed_from: int | None = None
+    ended: str = "complete"
+    downtime_seconds: float = 0.0
+
+
+class RunWriter:
+    """Writes processes one after the other, as the loop would."""
+
+    def __init__(
+        self, path: Path, *, total_steps: int = 200, save_every: int = 50, evaluate_every: int = 40, name: str = "docs-lm"
+    ) -> None:
+        self.directory = RunDirectory(path)
+        self.directory.create()
+        self.now = BEGIN
+        self.seconds: dict[str, float] = {}
+        self._total_steps, self._save_every, self._evaluate_every, self._name = total_steps, save_every, evaluate_every, name
+        self._generation = 0
+        self.set_name = "heldOut"
+
+    def write(self, process: Process) -> "RunWriter":
+        self._generation += 1
+        self._pass("downtime", process.downtime_seconds)
+        log = RunLog(self.directory)
+        begun = self.now
+        self._pass("startup", STARTUP_SECONDS)
+        fields = {
+            "run": self._name,
+            "process_start_time": begun,
+            "resumed_from": process.resumed_from,
+            "pid": 1000 + self._generation,
+        }
+        self._event(log, EventType.START, 0, total_steps=self._total_steps, world_size=2, **fields)
+        if process.resumed_from is not None:
+            self._pass("restore", RESTORE_SECONDS)
+            checkpoint = f"step-{process.resumed_from}"
+            self._event(log, EventType.RESTORED, process.resumed_from, checkpoint=checkpoint, seconds=RESTORE_SECONDS)
+        first = (process.resumed_from or 0) + 1
+        for step in range(first, process.last + 1):
+            self._step(log, step, is_first=step == first)
+        self._end(log, process)
+        log.close()
+        return self
+
+    def _step(self, log: RunLog, step: int, *, is_first: bool) -> None:
+        if not is_first:
+            self._pass("other", PAUSE_SECONDS)
+        self._pass("step", STEP_SECONDS)
+        log.step_end(step_record(step, generation=self._generation, time=self.now))
+        if step % self._evaluate_every == 0:
+            self._pass("evaluation", EVALUATION_SECONDS)
+            loss = 2.2 + 3.3 * math.exp(-step / 60)
+            log.evaluation_end(
+                EvaluationRecord(step, self._generation, self.set_name, loss, math.exp(loss), 40960, EVALUATION_SECONDS, self.now)
+            )
+        if step % self._save_every == 0:
+            self._save(log, step)
+
+    def _save(self, log: RunLog, step: int) -> None:
+        self._pass("checkpoint", BLOCKING_SECONDS)
+        saved = {"seconds": 1.5, "blocking_seconds": BLOCKING_SECONDS, "bytes": 123_456_789}
+        self._event(log, EventType.SAVE, step, checkpoint=f"step-{step}", kept=3, best=step == 100, **saved)
+
+    def _end(self, log: RunLog, process: Process) -> None:
+        if process.ended == "killed":
+            return
+        if process.ended == "failed":
+            self._event(
+                log, EventType.FAILED, process.last, error="NonFiniteError", message="step 57: the loss is nan.", exit_code=64
+            )
+            self._event(log, EventType.END, process.last, exit_code=64)
+            return
+        if process.last % self._save_every:
+            self._save(log, process.last)
+        self._event(log, EventType.STOP, process.last, reason=process.ended, saved=True)
+        if process.ended == "complete":
+            self._event(log, EventType.COMPLETE, process.last, total_steps=self._total_steps)
+            self.directory.mark_complete({"total_steps": self._total_steps})
+        self._event(log, EventType.END, process.last, exit_code=0 if process.ended == "complete" else 75)
+
+    def _event(self, log: RunLog, type_: str, step: int, **fields: Any) -> None:
+        log.event(Event(type_, self.now, step, self._generation, fields))
+
+    def _pass(self, what: str, seconds: float) -> None:
+        self.now += seconds
+        self.seconds[what] = self.seconds.get(what, 0.0) + seconds

@@ -1,0 +1,277 @@
+"""Where the time of a run went: hand-made logs with kills, stops, failures and clocks that go backwards."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from evergrad_trainer.observers.accounting import CAUSES, Goodput, account
+from evergrad_trainer.observers.history import History, StepTable, read_history
+from evergrad_trainer.observers.live_accounting import LiveAccounting
+from evergrad_trainer.records import EvaluationRecord, Event, EventType
+
+
+def _account(history: History) -> Goodput:
+    return account(history.steps, history.events, history.evaluations)
+
+
+def _check_sum(goodput: Goodput, elapsed: float) -> None:
+    assert set(goodput.lost_seconds) == set(CAUSES)
+    assert min(goodput.lost_seconds.values()) >= 0
+    assert goodput.elapsed_seconds == math.fsum((goodput.productive_seconds, *goodput.lost_seconds.values()))
+    assert goodput.elapsed_seconds == pytest.approx(elapsed, abs=1e-4)
+
+
+def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=200))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert goodput.productive_seconds == pytest.approx(200 * synthetic.STEP_SECONDS)
+    assert goodput.lost_seconds["startup"] == pytest.approx(synthetic.STARTUP_SECONDS)
+    assert goodput.lost_seconds["checkpoint"] == pytest.approx(4 * synthetic.BLOCKING_SECONDS)
+    assert goodput.lost_seconds["evaluation"] == pytest.approx(5 * synthetic.EVALUATION_SECONDS)
+    assert goodput.lost_seconds["other"] == pytest.approx(199 * synthetic.PAUSE_SECONDS, abs=1e-4)
+    assert goodput.lost_seconds["recompute"] == goodput.lost_seconds["downtime"] == goodput.lost_seconds["restore"] == 0
+    assert goodput.ratio == pytest.approx(100 / (run.now - synthetic.BEGIN))
+    assert goodput.restarts == () and goodput.notes == ()
+    assert [process.ended for process in goodput.processes] == ["complete"]
+
+
+def test_steps_after_the_last_checkpoint_of_a_killed_process_are_recomputed(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.write(synthetic.Process(last=200, resumed_from=50, downtime_seconds=30.0))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert goodput.productive_seconds == pytest.approx(200 * synthetic.STEP_SECONDS)
+    assert goodput.lost_seconds["recompute"] == pytest.approx(7 * synthetic.STEP_SECONDS)
+    assert goodput.lost_seconds["downtime"] == pytest.approx(30.0)
+    assert goodput.lost_seconds["restore"] == pytest.approx(synthetic.RESTORE_SECONDS)
+    assert goodput.lost_seconds["startup"] == pytest.approx(2 * synthetic.STARTUP_SECONDS)
+    assert goodput.restarts_by_cause == {"killed": 1}
+    assert (goodput.restarts[0].resumed_from, goodput.restarts[0].repeated_steps) == (50, 7)
+
+
+def test_steps_a_resume_has_lost_are_not_productive_even_before_they_are_trained_again(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.write(synthetic.Process(last=53, resumed_from=50, ended="killed"))
+    goodput = _account(read_history(run.directory))
+    assert goodput.productive_seconds == pytest.approx(53 * synthetic.STEP_SECONDS)
+    assert goodput.lost_seconds["recompute"] == pytest.approx(7 * synthetic.STEP_SECONDS)
+    assert goodput.processes[-1].ended == "running or killed"
+
+
+def test_a_stop_by_signal_loses_no_step(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="signal"))
+    run.write(synthetic.Process(last=200, resumed_from=57, downtime_seconds=5.0))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert goodput.lost_seconds["recompute"] == 0
+    assert goodput.restarts_by_cause == {"signal": 1}
+    assert goodput.restarts[0].repeated_steps == 0
+    assert goodput.restarts[0].downtime_seconds == pytest.approx(5.0)
+
+
+def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=56, ended="failed"))
+    run.write(synthetic.Process(last=60, resumed_from=50, ended="killed"))
+    run.write(synthetic.Process(last=200, resumed_from=50))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert goodput.restarts_by_cause == {"failed": 1, "killed": 1}
+    assert goodput.restarts[0].detail == "NonFiniteError: step 57: the loss is nan."
+    assert goodput.lost_seconds["recompute"] == pytest.approx((6 + 10) * synthetic.STEP_SECONDS)
+
+
+def test_a_process_killed_before_its_first_step_is_startup_and_restore(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=50, ended="killed"))
+    run.write(synthetic.Process(last=50, resumed_from=50, ended="killed"))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    second = goodput.processes[1]
+    assert (second.num_steps, second.last_step) == (0, None)
+    assert second.seconds["restore"] == pytest.approx(synthetic.RESTORE_SECONDS)
+    assert second.seconds["startup"] == pytest.approx(synthetic.STARTUP_SECONDS)
+    assert goodput.productive_seconds == pytest.approx(50 * synthetic.STEP_SECONDS)
+
+
+def test_a_run_killed_before_any_checkpoint_starts_over_and_all_its_steps_are_recompute(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=30, ended="killed"))
+    run.write(synthetic.Process(last=10, resumed_from=None, ended="killed"))
+    goodput = _account(read_history(run.directory))
+    assert goodput.lost_seconds["recompute"] == pytest.approx(30 * synthetic.STEP_SECONDS)
+    assert goodput.restarts[0].resumed_from == 0
+    assert goodput.restarts[0].repeated_steps == 30
+
+
+def test_a_clock_set_back_between_two_processes_makes_no_negative_downtime_and_is_reported(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=50, ended="killed"))
+    first = run.now - synthetic.BEGIN
+    run.now -= 1000.0
+    begun = run.now
+    run.write(synthetic.Process(last=100, resumed_from=50))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, first + run.now - begun)
+    assert goodput.lost_seconds["downtime"] == 0
+    assert goodput.notes == (
+        "generation 2 began 16m40s before the last sign of the one before: the clock went back, or both ran at once",
+    )
+
+
+def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_reported(synthetic: ModuleType) -> None:
+    records = [synthetic.step_record(step, time=synthetic.BEGIN + step * 0.5 - (100 if step > 5 else 0)) for step in range(1, 11)]
+    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None})
+    goodput = account(StepTable.from_records(records), [start], [])
+    assert goodput.productive_seconds == pytest.approx(5.0)
+    assert goodput.elapsed_seconds == pytest.approx(5.0)
+    assert goodput.notes == ("the clock went back by 1m40s while generation 1 ran",)
+
+
+def test_a_process_start_time_after_its_own_start_event_is_not_believed(synthetic: ModuleType) -> None:
+    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN + 500, "resumed_from": None})
+    goodput = account(StepTable.from_records([synthetic.step_record(1, time=synthetic.BEGIN + 2)]), [start], [])
+    assert goodput.elapsed_seconds == pytest.approx(2.0)
+    assert goodput.lost_seconds["startup"] == pytest.approx(1.5)
+
+
+def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleType) -> None:
+    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None})
+    evaluation = EvaluationRecord(0, 1, "heldOut", 5.0, 148.0, 100, 3.0, synthetic.BEGIN + 4)
+    row = synthetic.step_record(1, time=synthetic.BEGIN + 5)
+    goodput = account(StepTable.from_records([row]), [start], [evaluation])
+    assert goodput.lost_seconds["evaluation"] == pytest.approx(3.0)
+    assert goodput.lost_seconds["startup"] == pytest.approx(1.5)
+    assert goodput.elapsed_seconds == pytest.approx(5.0)
+
+
+def test_rows_without_any_event_are_accounted_by_their_generations(synthetic: ModuleType) -> None:
+    rows = [synthetic.step_record(step, generation=1 + step // 4, time=synthetic.BEGIN + step) for step in range(1, 7)]
+    goodput = account(StepTable.from_records(rows), [], [])
+    assert [process.generation for process in goodput.processes] == [1, 2]
+    assert goodput.elapsed_seconds == pytest.approx(5.5)
+    assert goodput.productive_seconds == pytest.approx(3.0)
+
+
+def test_a_run_without_anything_has_empty_accounts() -> None:
+    goodput = account(StepTable.from_records([]), [], [])
+    assert goodput.elapsed_seconds == 0
+    assert math.isnan(goodput.ratio)
+    assert goodput.lost_seconds == dict.fromkeys(CAUSES, 0.0)
+
+
+def test_impossible_durations_never_make_a_part_negative(synthetic: ModuleType) -> None:
+    rows = [
+        synthetic.step_record(1, step_seconds=math.nan, time=synthetic.BEGIN + 1),
+        synthetic.step_record(2, step_seconds=-5.0, time=math.nan),
+        synthetic.step_record(3, time=synthetic.BEGIN + 3),
+    ]
+    save = Event(EventType.SAVE, synthetic.BEGIN + 3, 3, 1, {"blocking_seconds": -7, "seconds": "soon"})
+    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": "yesterday", "resumed_from": None})
+    _check_sum(account(StepTable.from_records(rows), [start, save], []), 3.0)
+
+
+def _replay(history: History, live: LiveAccounting, generation: int) -> None:
+    """What the exporter of that process would have heard, in order of time."""
+    records = [history.steps.record(row) for row in range(len(history.steps))]
+    rows = [(row.time, 0, row) for row in records if row.generation == generation]
+    evaluations = [(one.time, 1, one) for one in history.evaluations if one.generation == generation]
+    events = [
+        (event.time, -1 if event.type == EventType.START else 2, event)
+        for event in history.events
+        if event.generation == generation
+    ]
+    for _, kind, heard in sorted([*rows, *evaluations, *events], key=lambda entry: entry[:2]):
+        {0: live.step, 1: live.evaluation}.get(kind, live.event)(heard)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    plan=st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["killed", "signal", "failed"]), st.floats(0, 100)), max_size=5)
+)
+def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
+    plan: list[tuple[int, str, float]], tmp_path_factory: pytest.TempPathFactory, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20)
+    saved, downtime = None, 0.0
+    for num_steps, ended, gap in plan:
+        last = (saved or 0) + num_steps
+        run.write(synthetic.Process(last=last, resumed_from=saved, ended=ended, downtime_seconds=downtime))
+        saved = (last if ended == "signal" else last - last % 15) or None
+        downtime = gap
+    run.write(synthetic.Process(last=(saved or 0) + 10, resumed_from=saved, downtime_seconds=downtime))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert len(goodput.restarts) == len(plan)
+    seen = run.seconds | {"step": goodput.productive_seconds + goodput.lost_seconds["recompute"]}
+    for cause in ("startup", "restore", "checkpoint", "evaluation", "downtime", "other"):
+        assert goodput.lost_seconds[cause] == pytest.approx(seen.get(cause, 0.0), abs=1e-3), cause
+    assert run.seconds["step"] == pytest.approx(seen["step"])
+    assert goodput.productive_seconds == pytest.approx(((saved or 0) + 10) * synthetic.STEP_SECONDS)
+
+
+def test_live_totals_of_all_processes_sum_to_the_elapsed_time_and_agree_with_the_accounts(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    killed_at = run.now
+    run.write(synthetic.Process(last=200, resumed_from=50, downtime_seconds=30.0))
+    history = read_history(run.directory)
+    goodput = _account(history)
+    first, second = LiveAccounting(), LiveAccounting(highest_step=57, last_time=killed_at)
+    _replay(history, first, 1)
+    _replay(history, second, 2)
+    assert first.productive + second.productive == pytest.approx(goodput.productive_seconds)
+    lost = {cause: first.lost[cause] + second.lost[cause] for cause in CAUSES}
+    # The newest save's pause counts twice until the next pause, and nothing follows the last one.
+    assert lost == pytest.approx(goodput.lost_seconds, abs=1e-4)
+    wall = (
+        150 * synthetic.STEP_SECONDS
+        + 149 * synthetic.PAUSE_SECONDS
+        + 4 * synthetic.EVALUATION_SECONDS
+        + 3 * synthetic.BLOCKING_SECONDS
+    )
+    assert sum(second.phases.values()) == pytest.approx(wall, abs=1e-4)
+
+
+def test_a_late_save_report_is_paid_back_by_the_next_pause(synthetic: ModuleType) -> None:
+    live = LiveAccounting()
+    live.event(Event(EventType.START, 0.0, 0, 1, {"process_start_time": 0.0}))
+    now = 0.0
+    for step in range(1, 41):
+        now += 0.5
+        live.step(synthetic.step_record(step, time=now))
+        if step % 10 == 0:
+            now += 0.25
+        if step % 10 == 3 and step > 10:
+            live.event(Event(EventType.SAVE, now, step, 1, {"seconds": 1.0, "blocking_seconds": 0.25}))
+    wall = 40 * 0.5 + 3 * 0.25
+    assert sum(live.phases.values()) - wall == pytest.approx(0.25)
+    assert live.lost["checkpoint"] == pytest.approx(0.75)
+
+
+def test_live_totals_never_decrease_when_the_clock_goes_back(synthetic: ModuleType) -> None:
+    live = LiveAccounting(highest_step=0, last_time=500.0)
+    live.event(Event(EventType.START, 100.0, 0, 1, {"process_start_time": 90.0}))
+    before = dict(live.lost)
+    for step, time in ((1, 95.0), (2, 40.0), (3, 41.0)):
+        live.step(replace(synthetic.step_record(step), time=time))
+        assert all(live.lost[cause] >= before[cause] for cause in CAUSES)
+        before = dict(live.lost)
+    assert live.lost["downtime"] == 0

@@ -1,0 +1,199 @@
+"""The JSON-lines writers and what reads them back."""
+
+import json
+import math
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.observers.events import event_row, parse_event_row, saved_step
+from evergrad_trainer.observers.history import StepTable, read_before, read_history
+from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
+from evergrad_trainer.records import EvaluationRecord, Event, EventType
+from evergrad_trainer.run_directory import RunDirectory
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    directory = RunDirectory(tmp_path / "run")
+    directory.create()
+    return directory
+
+
+def test_a_row_is_in_the_file_when_the_call_returns(directory: RunDirectory, synthetic: ModuleType) -> None:
+    log = RunLog(directory)
+    log.step_end(synthetic.step_record(1))
+    assert json.loads(directory.metrics.read_text())["step"] == 1
+    log.close()
+
+
+def test_a_step_row_has_every_field_of_the_record_in_its_order(directory: RunDirectory, synthetic: ModuleType) -> None:
+    record = synthetic.step_record(7)
+    log = RunLog(directory)
+    log.step_end(record)
+    log.close()
+    row = json.loads(directory.metrics.read_text())
+    assert row == record.__dict__
+    assert list(row)[:8] == ["step", "generation", "world_size", "loss", "tokens", "valid_tokens", "sample_hash", "learning_rate"]
+
+
+def test_everything_written_is_read_back_equal(directory: RunDirectory, synthetic: ModuleType) -> None:
+    records = [synthetic.step_record(step) for step in range(1, 10_001, 7)]
+    evaluation = EvaluationRecord(40, 1, "heldOut", 2.5, 12.18, 4096, 1.5, 1.77e9)
+    events = [
+        Event(EventType.START, 1.0, 0, 1, {"run": "x", "resumed_from": None}),
+        Event(EventType.END, 2.5, 9, 1, {"exit_code": 0}),
+    ]
+    log = RunLog(directory)
+    for event in events:
+        log.event(event)
+    for record in records:
+        log.step_end(record)
+    log.evaluation_end(evaluation)
+    log.close()
+    history = read_history(directory)
+    assert [history.steps.record(row) for row in range(len(history.steps))] == records
+    assert history.evaluations == (evaluation,)
+    assert list(history.events) == events
+    assert history.notes == ()
+
+
+def test_non_finite_values_are_null_in_the_file_and_nan_when_read(directory: RunDirectory, synthetic: ModuleType) -> None:
+    log = RunLog(directory)
+    log.step_end(synthetic.step_record(1, loss=math.nan, grad_norm=math.inf))
+    log.evaluation_end(EvaluationRecord(1, 1, "heldOut", math.inf, math.inf, 1, 0.1, 1.0))
+    log.close()
+    assert '"loss":null' in directory.metrics.read_text()
+    history = read_history(directory)
+    assert math.isnan(history.steps.loss[0]) and math.isnan(history.steps.grad_norm[0])
+    assert math.isnan(history.evaluations[0].loss)
+
+
+def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(directory: RunDirectory, synthetic: ModuleType) -> None:
+    log = RunLog(directory)
+    log.step_end(synthetic.step_record(1))
+    log.close()
+    with directory.metrics.open("ab") as file:
+        file.write(b'{"step":2,"gen')
+    log = RunLog(directory)
+    log.event(Event(EventType.START, 5.0, 1, 2, {"resumed_from": 1}))
+    log.step_end(synthetic.step_record(2, generation=2))
+    log.close()
+    history = read_history(directory)
+    assert history.steps.step.tolist() == [1, 2]
+    assert [event.type for event in history.events] == ["start", "warning"]
+    assert history.events[1].fields == {"message": "metrics.jsonl: 14 bytes of an unfinished last line were cut off"}
+
+
+def test_a_full_disk_names_the_file_and_keeps_whole_lines() -> None:
+    writer = JsonLinesWriter(Path("/dev/full"))
+    with pytest.raises(
+        RunDirectoryError, match=r"/dev/full: cannot be written; no space is left on the device\. Free some space"
+    ):
+        writer.write({"a": 1})
+
+
+def test_a_directory_in_the_place_of_a_file_is_refused(directory: RunDirectory) -> None:
+    directory.events.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"events\.jsonl: cannot be opened for appending; it is a directory, not a file"):
+        RunLog(directory)
+
+
+def test_closing_twice_is_harmless(directory: RunDirectory) -> None:
+    log = RunLog(directory)
+    log.close()
+    log.close()
+
+
+def test_a_step_costs_less_than_a_hundred_microseconds(directory: RunDirectory, synthetic: ModuleType) -> None:
+    log = RunLog(directory)
+    record = synthetic.step_record(123456)
+    best = math.inf
+    for _ in range(20):
+        begun = time.perf_counter()
+        for _ in range(100):
+            log.step_end(record)
+        best = min(best, (time.perf_counter() - begun) / 100)
+    log.close()
+    assert best < 100e-6
+
+
+def test_event_fields_that_collide_with_the_common_ones_are_refused() -> None:
+    with pytest.raises(ValueError, match="event 'save' has fields named step, time"):
+        event_row(Event("save", 1.0, 2, 3, {"step": 4, "time": 5}))
+
+
+def test_an_event_survives_the_way_through_its_line() -> None:
+    event = Event("save", 1.5, 2, 3, {"checkpoint": "step-2", "seconds": 0.5})
+    assert parse_event_row(json.loads(json.dumps(event_row(event)))) == event
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("step-1200", 1200), ("checkpoints/step-1200", 1200), ("step-1200.g7", 1200), ("/a/b/step-7/", 7), ("best", 9), (None, 9)],
+)
+def test_the_saved_step_comes_from_the_name_of_the_checkpoint(name: str | None, step: int) -> None:
+    assert saved_step(Event("save", 0.0, 9, 1, {"checkpoint": name})) == step
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": None, "tokens": 1.5}, r"metrics\.jsonl line 6000: has an impossible tokens, 1\.5"),
+        ({"sample_hash": "nothex"}, r"line 6000: has an impossible sample_hash, 'nothex'"),
+        ({"sample_hash": 12}, "line 6000: has an impossible sample_hash, 12"),
+        ({"learning_rate": "fast"}, "line 6000: has an impossible learning_rate, 'fast'"),
+        ({"step": None}, "line 6000: has an impossible step, None"),
+        ({"step": 2**70}, "line 6000: has an impossible step"),
+    ],
+)
+def test_an_impossible_row_is_refused_with_its_line(
+    directory: RunDirectory, synthetic: ModuleType, change: dict[str, object], message: str
+) -> None:
+    rows = [synthetic.step_record(step).__dict__ for step in range(1, 6501)]
+    rows[5999] = rows[5999] | change
+    directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RunDirectoryError, match=message):
+        read_history(directory)
+
+
+def test_rows_without_a_field_are_refused_and_unknown_fields_are_not(directory: RunDirectory, synthetic: ModuleType) -> None:
+    row = synthetic.step_record(1).__dict__ | {"something_newer": [1]}
+    directory.metrics.write_text(json.dumps(row) + "\n")
+    assert len(read_history(directory).steps) == 1
+    del row["loss"], row["time"]
+    directory.metrics.write_text(json.dumps(row) + "\n")
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl line 1: has no loss and no time"):
+        read_history(directory)
+    directory.metrics.unlink()
+    directory.events.write_text('{"type":"start","time":"noon","step":0,"generation":1}\n')
+    with pytest.raises(RunDirectoryError, match=r"events\.jsonl line 1: could not convert string to float"):
+        read_history(directory)
+    directory.events.unlink()
+    directory.evaluation.write_text('{"step":1}\n')
+    with pytest.raises(RunDirectoryError, match=r"evaluation\.jsonl line 1: has no generation and no name and no loss"):
+        read_history(directory)
+
+
+def test_the_last_row_of_a_step_counts(synthetic: ModuleType) -> None:
+    table = StepTable.from_records(
+        [synthetic.step_record(step, loss=float(index)) for index, step in enumerate([1, 2, 3, 2, 3, 4])]
+    )
+    counting = table.take(table.last_rows())
+    assert counting.step.tolist() == [1, 2, 3, 4]
+    assert counting.loss.tolist() == [0.0, 3.0, 4.0, 5.0]
+    assert StepTable.from_records([]).last_rows().tolist() == []
+
+
+def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(directory: RunDirectory, synthetic: ModuleType) -> None:
+    assert read_before(directory).last_time is None
+    log = RunLog(directory)
+    for step in [*range(1, 3000), *range(2900, 2950)]:
+        log.step_end(synthetic.step_record(step, time=1000.0 + step))
+    log.event(Event(EventType.STOP, 9000.0, 2949, 2, {"reason": "signal"}))
+    log.close()
+    before = read_before(directory, tail_bytes=200_000)
+    assert (before.highest_step, before.last_time) == (2999, 9000.0)

@@ -1,0 +1,303 @@
+"""What people see while a run trains, with and without a terminal, and the per-rank logs."""
+
+import io
+import logging
+import os
+import pty
+import re
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from evergrad_trainer.observers.bar import ProgressBar, render_line
+from evergrad_trainer.observers.formatting import compact, count, duration, percent, real, short_count, size, utc
+from evergrad_trainer.observers.logs import EventLog, setup_logging
+from evergrad_trainer.observers.progress import ProgressLines, Rate, State, build_progress
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
+from evergrad_trainer.run_directory import RunDirectory
+
+INFO = RunInfo(
+    "docs-lm",
+    3,
+    2,
+    20_000,
+    1200,
+    8192,
+    32,
+    10_200_000,
+    "bf16-autocast",
+    "dataParallel",
+    "llama",
+    "runs/docs-lm",
+    "http://localhost:9/metrics",
+)
+EVALUATION = EvaluationRecord(1240, 3, "heldOut", 2.51307, 12.3429, 40960, 3.14159, 1.0)
+
+
+class Clock:
+    """Moves only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_lines_are_printed_every_n_steps_and_at_every_notable_event(synthetic: ModuleType) -> None:
+    stream, clock = io.StringIO(), Clock()
+    lines = ProgressLines(stream, every=20, clock=clock)
+    lines.run_start(INFO)
+    lines.event(Event(EventType.START, 0.0, 1200, 3, {}))
+    lines.event(Event(EventType.RESTORED, 0.0, 1200, 3, {"checkpoint": "step-1200", "seconds": 0.5}))
+    for step in range(1201, 1241):
+        clock.now += 0.5
+        lines.step_end(synthetic.step_record(step, loss=2.41318, grad_norm=0.7666))
+    lines.evaluation_end(EVALUATION)
+    lines.event(Event(EventType.SAVE, 0.0, 1241, 3, {"checkpoint": "step-1240", "seconds": 0.61, "bytes": 12_345_678}))
+    lines.event(Event(EventType.WARNING, 0.0, 1241, 3, {"message": "two\nlines"}))
+    lines.event(Event(EventType.STOP, 0.0, 1241, 3, {"reason": "signal", "saved": True}))
+    lines.close()
+    facts = "model=llama parameters=10.2M processes=2 precision=bf16-autocast parallelism=dataParallel"
+    facts += " tokens_per_step=8192 directory=runs/docs-lm"
+    assert stream.getvalue().splitlines() == [
+        f"start run=docs-lm step=1200/20000 {facts}",
+        "metrics address=http://localhost:9/metrics",
+        "restored checkpoint=step-1200 seconds=0.50",
+        "step 1220/20000 loss=2.4132 tokens/s=16384 eta=2h36m learning_rate=0.001 grad_norm=0.767",
+        "step 1240/20000 loss=2.4132 tokens/s=16384 eta=2h36m learning_rate=0.001 grad_norm=0.767",
+        "evaluation step=1240 set=heldOut loss=2.5131 perplexity=12.34 seconds=3.14",
+        "save step=1240 seconds=0.61 size=11.8MiB",
+        "warning two lines",
+        "stop step=1241 reason=signal saved=true",
+    ]
+
+
+def test_the_last_step_is_always_printed(synthetic: ModuleType) -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(stream, every=1000, clock=Clock())
+    lines.run_start(INFO)
+    lines.step_end(synthetic.step_record(20_000))
+    assert stream.getvalue().splitlines()[-1].startswith("step 20000/20000 ")
+
+
+def test_the_rate_counts_pauses_and_forgets_what_is_older_than_its_window() -> None:
+    clock = Clock()
+    rate = Rate(window_seconds=60.0, clock=clock)
+    assert rate.per_second == 0
+    rate.add(100, first_seconds=2.0)
+    assert rate.per_second == pytest.approx(50.0)
+    for _ in range(10):
+        clock.now += 1.0
+        rate.add(100, first_seconds=0.0)
+    assert rate.per_second == pytest.approx(1100 / 12)
+    clock.now += 28.0
+    rate.add(100, first_seconds=0.0)
+    assert rate.per_second == pytest.approx(1200 / 40)
+    for _ in range(200):
+        clock.now += 1.0
+        rate.add(100, first_seconds=0.0)
+    assert rate.per_second == pytest.approx(100.0)
+
+
+def test_the_rate_keeps_few_points_however_short_the_steps_are() -> None:
+    clock = Clock()
+    rate = Rate(window_seconds=60.0, clock=clock)
+    for _ in range(200_000):
+        clock.now += 0.001
+        rate.add(1, first_seconds=0.001)
+    assert rate.per_second == pytest.approx(1000.0, rel=1e-3)
+    assert len(rate._points) < 300
+
+
+def test_a_clock_that_stands_still_divides_by_nothing() -> None:
+    rate = Rate(window_seconds=60.0, clock=Clock())
+    rate.add(5, first_seconds=0.0)
+    assert rate.per_second == 0
+
+
+def _state(synthetic: ModuleType) -> State:
+    clock = Clock()
+    state = State(clock)
+    state.start(INFO)
+    for step in range(1201, 1235):
+        clock.now += 0.5
+        state.finish_step(synthetic.step_record(step, loss=2.01391))
+    state.finish_evaluation(EVALUATION)
+    return state
+
+
+def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> None:
+    line = render_line(_state(synthetic), 140).plain
+    assert line.startswith("docs-lm  ━")
+    assert line.endswith("1,234/20,000  6%  loss 2.0139  16.4k tokens/s  ETA 2h36m  saved 1,200  heldOut 2.5131")
+
+
+@pytest.mark.parametrize("width", range(4, 160, 3))
+def test_the_bar_never_exceeds_the_terminal_unless_the_step_alone_does(synthetic: ModuleType, width: int) -> None:
+    line = render_line(_state(synthetic), width).plain
+    assert "1,234/20,000" in line
+    assert len(line) <= max(width, len("1,234/20,000"))
+
+
+def test_a_narrow_bar_keeps_step_and_loss_longest(synthetic: ModuleType) -> None:
+    line = render_line(_state(synthetic), 50).plain
+    assert "1,234/20,000" in line and "loss 2.0139" in line
+    assert "saved" not in line and "heldOut" not in line
+
+
+def test_a_terminal_without_unicode_gets_plain_characters(synthetic: ModuleType) -> None:
+    line = render_line(_state(synthetic), 120, is_unicode=False).plain
+    assert line.isascii()
+    assert "##" in line or "--" in line
+
+
+def test_a_bar_before_the_first_step_has_no_loss_and_no_eta() -> None:
+    state = State(Clock())
+    state.start(INFO)
+    line = render_line(state, 120).plain
+    assert "loss –" in line and "ETA –" in line
+
+
+def test_a_finished_bar_says_how_long_it_took_instead_of_an_eta(synthetic: ModuleType) -> None:
+    clock = Clock()
+    state = State(clock)
+    state.start(INFO)
+    clock.now += 75.0
+    state.finish_step(synthetic.step_record(20_000))
+    line = render_line(state, 120).plain
+    assert "20,000/20,000  100%" in line and "in 1m15s" in line and "ETA" not in line
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[io.TextIOWrapper, int]]:
+    controller, follower = pty.openpty()
+    stream = os.fdopen(follower, "w", encoding="utf-8")
+    yield stream, controller
+    stream.close()
+    os.close(controller)
+
+
+def _read(controller: int) -> str:
+    os.set_blocking(controller, False)
+    data = b""
+    while True:
+        try:
+            data += os.read(controller, 1 << 16)
+        except BlockingIOError:
+            return data.decode()
+
+
+def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_by_above_it(
+    terminal: tuple[io.TextIOWrapper, int], synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    stream, controller = terminal
+    bar = build_progress(stream, every=10)
+    assert isinstance(bar, ProgressBar)
+    bar.run_start(INFO)
+    for step in range(1201, 1300):
+        bar.step_end(synthetic.step_record(step))
+    bar.evaluation_progress("heldOut", 3, 12)
+    bar.evaluation_end(EVALUATION)
+    bar.event(Event(EventType.SAVE, 0.0, 1299, 3, {"checkpoint": "step-1299"}))
+    bar.event(Event(EventType.FALLBACK, 0.0, 1299, 3, {"checkpoint": "step-1200", "reason": "hash differs"}))
+    print("somebody else's line", file=sys.stdout)
+    bar.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", _read(controller))
+    assert "10.2M parameters, 20,000 steps of 8,192 tokens, 2 processes, bf16-autocast, dataParallel" in text
+    assert "heldOut  loss 2.5131  perplexity 12.34  best so far" in text
+    assert "fallback checkpoint=step-1200 reason=hash differs" in text
+    assert "saved 1,299" in text.splitlines()[-1]
+
+
+def test_without_a_terminal_there_is_nothing_but_plain_text(synthetic: ModuleType) -> None:
+    stream = io.StringIO()
+    progress = build_progress(stream, every=1)
+    assert isinstance(progress, ProgressLines)
+    progress.run_start(INFO)
+    progress.step_end(synthetic.step_record(1))
+    progress.close()
+    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0s"), (0.0000004, "0.4µs"), (0.0123, "12.3ms"), (0.9994, "999ms"), (0.9996, "1.0s"),
+        (12.34, "12.3s"), (59.96, "1m00s"), (75, "1m15s"), (3599.6, "1h00m"), (18720, "5h12m"),
+        (172799, "2d00h"), (200000, "2d08h"), (4e8, "4,629d15h"), (-75, "-1m15s"), (float("nan"), "–"), (float("inf"), "–"),
+    ],
+)  # fmt: skip
+def test_durations_are_written_as_people_say_them(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_numbers_are_written_as_people_read_them() -> None:
+    assert [short_count(n) for n in (0, 12, 999, 999.7, 1000, 41234, 999_499, 999_501, 10_200_000, 1.5e12, 1e18)] == [
+        "0", "12", "999", "1k", "1k", "41.2k", "999k", "1M", "10.2M", "1.5T", "1000000T",
+    ]  # fmt: skip
+    assert [size(n) for n in (0, 1000, 1536, 123_456_789, 5 * 2**40)] == ["0 B", "0.98 KiB", "1.5 KiB", "118 MiB", "5 TiB"]
+    assert [real(x) for x in (2.41318, 0.0, 1e-7, 3e9, -2.5, float("nan"))] == [
+        "2.4132",
+        "0.0000",
+        "1.000e-07",
+        "3.000e+09",
+        "-2.5000",
+        "–",
+    ]
+    assert [compact(x) for x in (0.001, 2.5e-5, 12.3429, float("inf"))] == ["0.001", "2.5e-05", "12.34", "–"]
+    assert [percent(x) for x in (0, 1, 0.9834, 0.00001, 0.99999, float("nan"))] == ["0%", "100%", "98.3%", "<0.1%", ">99.9%", "–"]
+    assert [count(x) for x in (1234567, 0.4, float("nan"))] == ["1,234,567", "0", "–"]
+    assert [utc(x) for x in (0.0, 1_770_000_000.9, 1e30, float("nan"))] == [
+        "1970-01-01 00:00:00",
+        "2026-02-02 02:40:00",
+        "–",
+        "–",
+    ]
+
+
+def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path)
+    for rank in (0, 1):
+        logs = setup_logging(directory, rank=rank)
+        logging.getLogger("evergrad_trainer.loop").info("quiet %d", rank)
+        logging.getLogger("evergrad_trainer.loop").warning("loud %d", rank)
+        logs.close()
+    assert capsys.readouterr().err == "warning: loud 0\n"
+    assert sorted(path.name for path in directory.logs.iterdir()) == ["node-0-rank-0.log", "node-0-rank-1.log"]
+    text = (directory.logs / "node-0-rank-1.log").read_text()
+    assert re.search(
+        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node 0 rank 1 INFO evergrad_trainer\.loop: quiet 1$", text, re.MULTILINE
+    )
+    assert "WARNING evergrad_trainer.loop: loud 1" in text
+
+
+def test_logging_leaves_no_trace_after_it_is_closed_and_appends_when_opened_again(tmp_path: Path) -> None:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    for _ in range(2):
+        logs = setup_logging(RunDirectory(tmp_path), rank=3, node=1)
+        EventLog().event(Event(EventType.STOP, 1.0, 5, 2, {"reason": "signal"}))
+        logs.close()
+    assert (root.handlers, root.level) == (handlers, level)
+    lines = (tmp_path / "logs" / "node-1-rank-3.log").read_text().splitlines()
+    assert len(lines) == 2
+    assert lines[0].endswith('event {"type":"stop","time":1.0,"step":5,"generation":2,"reason":"signal"}')
+
+
+def test_a_python_warning_goes_to_the_log_of_its_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = setup_logging(RunDirectory(tmp_path), rank=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old option", DeprecationWarning, stacklevel=1)
+    logs.close()
+    assert "old option" in (tmp_path / "logs" / "node-0-rank-1.log").read_text()
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,256 @@
+"""The Prometheus endpoint: what it serves, how it starts and ends, and that the documentation lists exactly that."""
+
+import re
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from evergrad_trainer.errors import ConfigurationError
+from evergrad_trainer.observers.accounting import CAUSES
+from evergrad_trainer.observers.history import Before
+from evergrad_trainer.observers.instruments import FAILURE_REASONS, failure_reason
+from evergrad_trainer.observers.live_accounting import PHASES
+from evergrad_trainer.observers.prometheus import PrometheusExporter
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
+
+INFO = RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm")
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
+
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@pytest.fixture
+def exporter() -> Iterator[PrometheusExporter]:
+    exporter = PrometheusExporter("docs-lm", port=0, host="127.0.0.1", before=Before(highest_step=42, last_time=95.0))
+    yield exporter
+    exporter.close()
+
+
+def _scrape(exporter: PrometheusExporter) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def _samples(exporter: PrometheusExporter) -> Samples:
+    samples: Samples = {}
+    for family in text_string_to_metric_families(_scrape(exporter)):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "run"}
+            samples[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return samples
+
+
+def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+    exporter.run_start(INFO)
+    exporter.event(Event(EventType.START, 101.0, 40, 3, {"process_start_time": 100.0, "resumed_from": 40}))
+    exporter.event(Event(EventType.RESTORED, 103.0, 40, 3, {"checkpoint": "step-40", "seconds": 1.5}))
+    for step in range(41, 61):
+        exporter.step_end(synthetic.step_record(step, time=105.0 + (step - 41) * 0.5))
+    exporter.evaluation_end(EvaluationRecord(60, 3, "heldOut", 2.5, 12.2, 4096, 2.0, 116.5))
+    exporter.event(
+        Event(
+            EventType.SAVE,
+            117.0,
+            60,
+            3,
+            {"checkpoint": "step-60", "seconds": 4.0, "blocking_seconds": 0.25, "bytes": 1000, "kept": 1},
+        )
+    )
+
+
+def test_gauges_show_the_last_values_and_counters_the_sums(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+    _train(exporter, synthetic)
+    samples = _samples(exporter)
+    last = synthetic.step_record(60)
+    assert samples["evergrad_step", ()] == 60
+    assert samples["evergrad_max_steps", ()] == 100
+    assert samples["evergrad_steps_total", ()] == 20
+    assert samples["evergrad_tokens_total", ()] == 20 * 8192
+    assert samples["evergrad_samples_total", ()] == 20 * 32
+    assert samples["evergrad_grad_norm", ()] == pytest.approx(last.grad_norm)
+    assert samples["evergrad_learning_rate", ()] == pytest.approx(1e-3)
+    mean = sum(synthetic.step_record(step).loss for step in range(51, 61)) / 10
+    assert samples["evergrad_loss", (("dataset", ""), ("split", "train"))] == pytest.approx(mean)
+    assert samples["evergrad_loss", (("dataset", "heldOut"), ("split", "eval"))] == 2.5
+    assert samples["evergrad_eval_metric", (("dataset", "heldOut"), ("metric", "perplexity"))] == 12.2
+    assert samples["evergrad_world_size", ()] == 2
+    assert samples["evergrad_step_duration_seconds_count", ()] == 20
+    assert samples["evergrad_step_duration_seconds_sum", ()] == pytest.approx(10.0)
+    assert samples["evergrad_last_step_timestamp_seconds", ()] == 114.5
+    assert samples["evergrad_rank_step_skew_seconds", ()] == 0.004
+    assert samples["evergrad_tokens_per_second", ()] > 0
+
+
+def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
+    _train(exporter, synthetic)
+    exporter.event(
+        Event(EventType.SAVE_FAILED, 118.0, 70, 3, {"reason": "No space left on device", "blocking_seconds": 0.5, "failures": 1})
+    )
+    exporter.event(Event(EventType.FALLBACK, 118.0, 70, 3, {"checkpoint": "step-60", "reason": "hash differs"}))
+    exporter.event(
+        Event(EventType.SAVE, 119.0, 80, 3, {"checkpoint": "step-80", "seconds": 2.0, "blocking_seconds": 2.0, "bytes": 2000})
+    )
+    samples = _samples(exporter)
+    assert samples["evergrad_checkpoint_duration_seconds_count", (("mode", "async"), ("op", "save"))] == 1
+    assert samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "save"))] == 2.0
+    assert samples["evergrad_checkpoint_duration_seconds_sum", (("mode", "sync"), ("op", "load"))] == 1.5
+    assert samples["evergrad_checkpoint_blocking_seconds_total", ()] == 2.75
+    assert samples["evergrad_checkpoint_size_bytes", ()] == 2000
+    assert samples["evergrad_checkpoint_last_step", ()] == 80
+    assert samples["evergrad_checkpoint_last_success_timestamp_seconds", ()] == 119.0
+    assert samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", "no_space"))] == 1
+    assert samples["evergrad_checkpoint_failures_total", (("op", "load"), ("reason", "invalid"))] == 1
+
+
+def test_the_phases_sum_to_the_wall_time_since_the_first_step(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+    _train(exporter, synthetic)
+    exporter.step_end(synthetic.step_record(61, time=118.0))
+    samples = _samples(exporter)
+    phases = {phase: samples["evergrad_step_phase_seconds_total", (("phase", phase),)] for phase in PHASES}
+    assert sum(phases.values()) == pytest.approx(118.0 - 104.5)
+    assert phases["eval"] == 2.0 and phases["checkpoint"] == 0.25
+    assert phases["comm_wait"] == pytest.approx(21 * 0.06)
+
+
+def test_time_is_productive_or_lost_to_a_cause(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+    _train(exporter, synthetic)
+    samples = _samples(exporter)
+    lost = {cause: samples["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES}
+    assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
+    assert lost == pytest.approx(
+        {"startup": 3.0, "restore": 1.5, "recompute": 1.0, "checkpoint": 0.25, "evaluation": 2.0, "downtime": 5.0, "other": 0.0}
+    )
+
+
+def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExporter) -> None:
+    samples = _samples(exporter)
+    assert samples["evergrad_steps_total", ()] == 0
+    assert samples["evergrad_nonfinite_total", (("what", "loss"),)] == 0
+    for reason in FAILURE_REASONS:
+        assert samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", reason))] == 0
+    assert ("evergrad_loss", (("dataset", ""), ("split", "train"))) not in samples
+    assert ("evergrad_exit_code", ()) not in samples
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ("step 5, slot 2: the loss is nan; its samples are gradient norms of a book", "loss"),
+        ("step 5: the gradient norm is inf", "grad"),
+    ],
+)
+def test_a_non_finite_step_is_counted_by_what_was_not_finite(exporter: PrometheusExporter, message: str, what: str) -> None:
+    exporter.event(Event(EventType.FAILED, 1.0, 5, 3, {"error": "NonFiniteError", "message": message, "exit_code": 64}))
+    exporter.event(Event(EventType.FAILED, 1.0, 5, 3, {"error": "DataError", "message": "loss", "exit_code": 64}))
+    samples = _samples(exporter)
+    assert samples["evergrad_nonfinite_total", (("what", what),)] == 1
+    assert sum(samples["evergrad_nonfinite_total", (("what", one),)] for one in ("loss", "grad")) == 1
+
+
+def test_the_info_metric_carries_what_joins_need(exporter: PrometheusExporter) -> None:
+    exporter.run_start(INFO)
+    text = _scrape(exporter)
+    (line,) = [line for line in text.splitlines() if line.startswith("evergrad_info{")]
+    assert re.search(r'attempt="3".*framework_version="torch [\d.]+', line)
+    for part in ('run="docs-lm"', 'model="llama"', 'precision="bf16"', 'parallelism="dataParallel"', 'image_version="'):
+        assert part in line
+
+
+def test_names_of_a_hostile_run_are_escaped() -> None:
+    exporter = PrometheusExporter('a"b\\c\nd', port=0, host="127.0.0.1")
+    try:
+        families = list(text_string_to_metric_families(_scrape(exporter)))
+        runs = {sample.labels["run"] for family in families for sample in family.samples if "run" in sample.labels}
+        assert runs == {'a"b\\c\nd'}
+    finally:
+        exporter.close()
+
+
+def test_process_and_python_metrics_are_served_and_creation_times_are_not(exporter: PrometheusExporter) -> None:
+    text = _scrape(exporter)
+    assert "process_resident_memory_bytes" in text
+    assert "python_info" in text
+    assert "_created" not in text
+
+
+def test_a_port_in_use_is_refused_with_the_field_that_set_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(
+            ConfigurationError, match=rf"spec\.training\.metrics\.port: port {port} cannot be listened on; address already in use"
+        ):
+            PrometheusExporter("docs-lm", port=port, host="127.0.0.1")
+
+
+def test_the_endpoint_stays_for_the_lingering_time_and_shows_the_exit_code() -> None:
+    exporter = PrometheusExporter(
+        "docs-lm", port=0, host="127.0.0.1", linger_seconds=30.0, should_stop=(stop := threading.Event()).is_set
+    )
+    exporter.event(Event(EventType.END, 1.0, 5, 3, {"exit_code": 75}))
+    closing = threading.Thread(target=exporter.close)
+    closing.start()
+    assert _samples(exporter)["evergrad_exit_code", ()] == 75
+    assert closing.is_alive()
+    begun = time.monotonic()
+    stop.set()
+    closing.join(timeout=10)
+    assert not closing.is_alive()
+    assert time.monotonic() - begun < 5
+    with pytest.raises(OSError, match="refused"):
+        _scrape(exporter)
+
+
+def test_closing_twice_is_harmless() -> None:
+    exporter = PrometheusExporter("docs-lm", port=0, host="127.0.0.1")
+    exporter.close()
+    exporter.close()
+
+
+def test_a_step_costs_little(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+    records = [synthetic.step_record(step) for step in range(1, 101)]
+    best = float("inf")
+    for _ in range(5):
+        begun = time.perf_counter()
+        for record in records:
+            exporter.step_end(record)
+        best = min(best, (time.perf_counter() - begun) / len(records))
+    assert best < 500e-6
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("OSError: [Errno 28] No space left on device", "no_space"),
+        ("[Errno 30] Read-only file system", "read_only"),
+        ("[Errno 13] Permission denied", "permission"),
+        ("the other ranks timed out", "timeout"),
+        ("a newer process has claimed the directory", "fenced"),
+        ("[Errno 5] Input/output error", "io"),
+        ("something else", "other"),
+        ("", "other"),
+    ],
+)
+def test_free_text_never_becomes_a_label(text: str, reason: str) -> None:
+    assert failure_reason(text) == reason
+    assert reason in FAILURE_REASONS
+
+
+def test_the_documentation_lists_exactly_the_exported_metrics(exporter: PrometheusExporter) -> None:
+    rows = re.findall(r"^\| `(evergrad_\w+)` \| (\w+) \|([^|]*)\|", DOCUMENT.read_text("utf-8"), re.MULTILINE)
+    documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    exported = {}
+    for family in exporter.registry.collect():
+        if family.name.startswith("evergrad_"):
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            collector = exporter.registry._names_to_collectors[name]
+            exported[name] = (family.type, tuple(label for label in collector._labelnames if label != "run"))
+    assert documented == exported
