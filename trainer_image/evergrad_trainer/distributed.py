@@ -176,3 +176,14 @@ def leave_world(world: World) -> None:
     """Tear the process groups down after a success. Never in an exception's path: peers may be gone."""
     if world.group is not None:
         dist.destroy_process_group()
+
+
+def count_accelerators() -> int:
+    """Accelerators this process could use, without initialising any (a process that has must not fork)."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    return torch.cuda.device_count()
+
+
+def accelerator_memory_bytes() -> int | None:
+    """Memory of the first accelerator; None without one. Initialises it."""
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,3 +53,13 @@ def _read_limit(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() and int(text) < 2**60 else None
+
+
+def process_start_time() -> float:
+    """When this process began, Unix seconds: imports that ran before any of our code count as start-up too."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    except OSError:
+        return time.time()
+    return time.time() - (up - int(fields[19]) / os.sysconf("SC_CLK_TCK"))

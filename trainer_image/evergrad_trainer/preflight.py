@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from evergrad_trainer.config.derive import HorizonNumbers
+from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.training import Training
+from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import InputError, Problem
 from evergrad_trainer.machine import Machine, free_bytes
+from evergrad_trainer.models.build import DTYPES, ModelPlan, count_parameters, plan_model
 
 Level = Literal["ok", "warning", "error"]
 _ACTIVATIONS_PER_LAYER = 17
@@ -50,11 +54,43 @@ class ModelFacts:
         return 4 * self.parameters * self.weight_bytes + activations + logits
 
 
-def raise_errors(findings: list[Finding]) -> None:
-    """Raise InputError with every finding of level error."""
-    problems = [finding.problem for finding in findings if finding.level == "error"]
-    if problems:
-        raise InputError(*problems)
+@dataclass(frozen=True)
+class Examination:
+    """All findings, and the model's plan if its configuration could be read."""
+
+    findings: tuple[Finding, ...]
+    plan: ModelPlan | None
+
+
+def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, machine: Machine, num_workers: int) -> Examination:
+    """Every check that does not need the data's content. Reads files and builds no model; writes only a probe file."""
+    training = run.spec.training
+    findings = [*check_files(training, base_directory), *check_device(training, machine), *check_workers(training, num_workers=num_workers)]
+    plan: ModelPlan | None = None
+    facts: ModelFacts | None = None
+    try:
+        tokenizer = load_tokenizer(training.tokenizer, base_directory)
+        plan = plan_model(training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size)
+        facts = model_facts(plan, training)
+    except InputError as error:
+        findings += [Finding("error", problem) for problem in error.problems]
+    if facts is not None:
+        findings += [*check_model(training, facts), *check_memory(training, facts, machine, num_workers=num_workers)]
+    findings += check_run_directory(run_directory, facts, keep=training.checkpoint.keep)
+    return Examination(tuple(findings), plan)
+
+
+def model_facts(plan: ModelPlan, training: Training) -> ModelFacts:
+    """Sizes of the planned model. Raises ModelError if it cannot be built."""
+    config = plan.config.get_text_config()
+    return ModelFacts(
+        parameters=count_parameters(plan),
+        hidden_size=int(config.hidden_size),
+        num_layers=int(config.num_hidden_layers),
+        vocab_size=int(config.vocab_size),
+        max_positions=getattr(config, "max_position_embeddings", None),
+        weight_bytes=DTYPES[training.runtime.precision].itemsize,
+    )
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
@@ -175,24 +211,17 @@ def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
         )
 
 
-def check_schedule(training: Training, *, total_steps: int) -> Iterator[Finding]:
-    """Warm-up and decay fit the horizon, and things happen at least once."""
-    from evergrad_trainer.optim.schedule import steps_of
-
-    schedule = training.schedule
-    warmup = steps_of(schedule.warmup, total_steps)
-    decay = steps_of(schedule.decay, total_steps) if schedule.type == "wsd" else 0
-    if warmup + decay > total_steps:
-        yield Finding(
-            "error",
-            Problem("spec.training.schedule", f"warm-up ({warmup} steps) and decay ({decay}) are longer than the horizon ({total_steps})", "", "Shorten them, or give them as fractions"),
-        )
-    every = training.evaluation.every
-    if every is not None and every.steps > total_steps:
-        yield Finding("warning", Problem("spec.training.evaluation.every.steps", f"{every.steps} is beyond the last step {total_steps}", "", "Evaluation happens at the end only"))
-    if training.checkpoint.every.steps > total_steps:
-        yield Finding("warning", Problem("spec.training.checkpoint.every.steps", f"{training.checkpoint.every.steps} is beyond the last step {total_steps}", "", "State is saved at the end only"))
-    yield Finding("ok", Problem("spec.training.horizon", f"{total_steps:,} steps, warm-up {warmup}" + (f", decay {decay}" if decay else "")))
+def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Finding]:
+    """Things happen at least once. (That warm-up and decay fit is checked where the horizon is derived.)"""
+    total = numbers.total_steps
+    rhythms = [("checkpoint", training.checkpoint.every.steps, "State is saved at the end only")]
+    if training.evaluation.every is not None:
+        rhythms.append(("evaluation", training.evaluation.every.steps, "Evaluation happens at the end only"))
+    for section, every, consequence in rhythms:
+        if every > total:
+            yield Finding("warning", Problem(f"spec.training.{section}.every.steps", f"{every} is beyond the last step {total}", "", consequence))
+    text = f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up {numbers.warmup_steps}"
+    yield Finding("ok", Problem("spec.training.horizon", text))
 
 
 def _gib(size: int) -> str:

@@ -1,1 +1,1 @@
-"""Signals, the local launcher, and what keeps a run going while processes come and go."""
+"""Signals and the local launcher."""

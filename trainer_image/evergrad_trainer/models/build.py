@@ -36,7 +36,7 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
     """Read the configuration and check it against the tokenizer. Raises ModelError; builds nothing."""
     if settings.path is not None:
         directory = base_directory / settings.path
-        plan = ModelPlan(_read_directory(directory), _find_weights(directory))
+        plan = ModelPlan(_read_directory(directory), find_weights(directory))
     else:
         plan = ModelPlan(_read_config(settings.config or {}, vocab_size), None)
     own = int(plan.config.get_text_config().vocab_size)
@@ -62,7 +62,7 @@ def build_model(plan: ModelPlan, *, seed: int, precision: str, with_weights: boo
 
     dtype = DTYPES[precision]
     if with_weights and plan.weights is not None:
-        model = _load_directory(plan.weights, dtype)
+        model = load_directory(plan.weights, dtype)
     else:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         with _without_initialisation(not with_weights):
@@ -72,14 +72,17 @@ def build_model(plan: ModelPlan, *, seed: int, precision: str, with_weights: boo
     return model
 
 
-def count_parameters(plan: ModelPlan) -> tuple[int, int]:
-    """(parameters, bytes of them in fp32) without allocating anything."""
+def count_parameters(plan: ModelPlan) -> int:
+    """Number of parameters, without allocating any. Raises ModelError if the model cannot be built."""
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(plan.config)
-    count = sum(parameter.numel() for parameter in model.parameters())
-    return count, 4 * count
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(plan.config)
+    except Exception as error:
+        # Shapes that do not fit show only when the layers are made.
+        raise ModelError(Problem(f"{_FIELD}.config", _one_line(error), f"a {plan.name} model cannot be built from it")) from error
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
@@ -121,7 +124,7 @@ def _read_directory(directory: Path) -> "PreTrainedConfig":
         ) from error
 
 
-def _find_weights(directory: Path) -> Path | None:
+def find_weights(directory: Path) -> Path | None:
     """The directory if it has safetensors; None if it has no weights at all. Pickled weights alone are refused."""
     if any(directory.glob("*.safetensors")):
         return directory
@@ -138,17 +141,36 @@ def _find_weights(directory: Path) -> Path | None:
     return None
 
 
-def _load_directory(directory: Path, dtype: torch.dtype) -> "PreTrainedModel":
+def load_directory(directory: Path, dtype: torch.dtype, *, config: "PreTrainedConfig | None" = None) -> "PreTrainedModel":
+    """Model and weights of a transformers directory; ``config`` instead of its own. Raises ModelError unless every weight fits."""
     from transformers import AutoModelForCausalLM
 
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True, trust_remote_code=False
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     except Exception as error:
         raise ModelError(
-            Problem(f"{_FIELD}.path", f"the weights in {directory} cannot be loaded: {_one_line(error)}", remedy="Check that the files are whole and belong to config.json")
+            Problem(
+                str(directory),
+                f"the weights cannot be loaded: {_one_line(error)}",
+                remedy="Check that the files are whole and belong to config.json",
+            )
         ) from error
+    # transformers would go on with fresh random values for what is missing.
+    missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
+    if missing:
+        raise ModelError(
+            Problem(str(directory), f"{len(missing)} weights are missing or of another shape, first {missing[0]}", "the model would be partly random", "Use weights of the same architecture and size")
+        )
+    return model
 
 
 def _unknown(path: str, name: str, known: list[str], why: str) -> Problem:

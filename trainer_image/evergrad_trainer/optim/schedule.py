@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from evergrad_trainer.config.derive import steps_of
 from evergrad_trainer.config.training import Schedule
 
 
@@ -39,13 +40,8 @@ class LearningRate:
         return (1 + math.cos(math.pi * share)) / 2 if self.type == "cosine" else 1 - share
 
 
-def steps_of(amount: int | float, total_steps: int) -> int:
-    """Steps as they are; a fraction (a float) of ``total_steps``, rounded to whole steps."""
-    return round(amount * total_steps) if isinstance(amount, float) else amount
-
-
 def build_schedule(settings: Schedule, *, peak: float, total_steps: int) -> LearningRate:
-    """The schedule over a horizon of ``total_steps``. Warm-up and decay never exceed it together (preflight says so)."""
+    """The schedule over a horizon of ``total_steps``. That warm-up and decay fit is checked where the horizon is derived."""
     warmup = min(steps_of(settings.warmup, total_steps), total_steps)
     return LearningRate(
         type=settings.type,

@@ -1,0 +1,86 @@
+"""What the benchmarks share: rows of results, the 10M model, and prepared data of real text."""
+
+import json
+import math
+import operator
+import pydoc_data.topics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evergrad_trainer.config.training import Training
+
+_COMPARISONS = {">=": operator.ge, "<=": operator.le}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of a benchmark. ``goal`` is ``>= x`` or ``<= x``; figures without one are for scale."""
+
+    what: str
+    name: str
+    value: float
+    unit: str
+    goal: str = ""
+    note: str = ""
+
+    @property
+    def is_reached(self) -> bool | None:
+        """Whether the goal is reached; None without a goal."""
+        if not self.goal:
+            return None
+        sign, _, limit = self.goal.partition(" ")
+        return math.isfinite(self.value) and bool(_COMPARISONS[sign](self.value, float(limit)))
+
+
+def print_rows(rows: list[Row]) -> None:
+    """A table for people."""
+    for row in rows:
+        verdict = {None: "", True: "reached", False: "MISSED"}[row.is_reached]
+        print(f"{row.what:<58} {row.name:<28} {row.value:>14,.4g} {row.unit:<10} {row.goal:<10} {verdict} {row.note}", flush=True)
+
+
+def model_config(parameters: str = "10M") -> dict[str, Any]:
+    """A Llama of about 10M or 50M parameters over bytes."""
+    shape = {"10M": (320, 864, 8, 5), "50M": (640, 1728, 10, 10)}[parameters]
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    return {"model_type": "llama", **dict(zip(names, shape, strict=True))}
+
+
+def build_training(*, compile_mode: str = "off", parameters: str = "10M", **sections: Any) -> Training:
+    """``spec.training`` of the benchmarks: 8 samples of 256 tokens a step in 2 slots, bf16 autocast."""
+    return Training.model_validate(
+        {
+            "model": {"config": model_config(parameters)},
+            "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 256},
+            "batching": {"globalBatchSize": 8, "microBatchSize": 4},
+            "optimizer": {"learningRate": 1e-3},
+            "horizon": {"steps": 100_000},
+            "runtime": {"precision": "bf16-autocast", "compile": compile_mode, "threads": 2},
+            **sections,
+        }
+    )
+
+
+def write_documents(path: Path, *, megabytes: float = 0.7) -> Path:
+    """Python's own documentation topics as JSONL, repeated with a running number until there is enough."""
+    topics = sorted(pydoc_data.topics.topics.items())
+    written, number = 0, 0
+    with path.open("w", encoding="utf-8") as file:
+        while written < megabytes * 1e6:
+            for topic, text in topics:
+                written += file.write(json.dumps({"topic": topic, "text": text if not number else f"{number} {text}"}) + "\n")
+            number += 1
+    return path
+
+
+def make_prepared_data(training: Training, folder: Path) -> Any:
+    """Documents written, prepared and opened as ``evergrad run`` does it."""
+    from evergrad_trainer.data.build import build_data
+    from evergrad_trainer.data.prepare import prepare
+    from evergrad_trainer.data.tokenizers import load_tokenizer
+
+    write_documents(folder / "documents.jsonl")
+    tokenizer = load_tokenizer(training.tokenizer, folder)
+    prepared = prepare(training, base_directory=folder, prepared_directory=folder / "prepared", workers=1, on_progress=None)
+    return build_data(training, prepared, tokenizer)

@@ -1,0 +1,154 @@
+"""Tokens a second of a 10M-parameter Llama: Evergrad against a hand-written torch loop and transformers' Trainer.
+
+All three train the same model on the same batches in one process, taking turns of a few steps, so that whatever else the machine
+does hits them alike. Turns are taken inside a Trainer callback; what is timed for the Trainer is its own part of each turn.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Row, build_training, make_prepared_data, print_rows
+from torch.nn import functional
+
+from evergrad_trainer.build import build_machinery, build_stepper
+from evergrad_trainer.data.stream import Data, TrainingStream
+from evergrad_trainer.distributed import World, set_threads
+from evergrad_trainer.models.build import build_model, plan_model
+
+STEPS_A_TURN = 2
+SLOTS = 2
+
+
+def evergrad_turn(data: Data, training: Any) -> Callable[[], None]:
+    """Evergrad's own step, as ``evergrad run`` builds it."""
+    world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
+    plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
+    machinery = build_machinery(training, plan, world, with_weights=True)
+    stepper = build_stepper(training, machinery, data.train, total_steps=100_000)
+    steps = iter(range(1, 100_000))
+
+    def turn() -> None:
+        for _ in range(STEPS_A_TURN):
+            stepper.run(next(steps), world, (False, False, False))
+
+    return turn
+
+
+def hand_turn(stream: TrainingStream, training: Any, *, compiled: bool) -> Callable[[], None]:
+    """What a careful person writes: autocast, fused AdamW, gradients set to none, clipping, one loss read a step."""
+    plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
+    model = build_model(plan, seed=0, precision="bf16-autocast")
+
+    def mean_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    loss_of = torch.compile(mean_loss, dynamic=False) if compiled else mean_loss
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    steps = iter(range(1, 100_000))
+
+    def turn() -> None:
+        for _ in range(STEPS_A_TURN):
+            step = next(steps)
+            total = 0.0
+            for slot in range(SLOTS):
+                batch = stream.slot(step, slot)
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = loss_of(batch.input_ids, batch.labels) / SLOTS
+                loss.backward()
+                total += loss.item()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return turn
+
+
+class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """The same samples for the Trainer, which shifts labels itself."""
+
+    def __init__(self, stream: TrainingStream) -> None:
+        self._batches = [stream.slot(step, slot) for step in range(1, 9) for slot in range(SLOTS)]
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        batch = self._batches[index // 4 % len(self._batches)]
+        row = batch.input_ids[index % 4]
+        return {"input_ids": row, "labels": row}
+
+
+def measure(*, rounds: int = 10, compiled: bool = False) -> list[Row]:
+    """Median tokens/s of each, and Evergrad's ratio to the others (median over turns)."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    set_threads(2)
+    warnings.simplefilter("ignore")
+    training = build_training(compile_mode="on" if compiled else "off")
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_prepared_data(training, Path(folder))
+        turns = {"evergrad": evergrad_turn(data, training), "hand loop": hand_turn(data.train, training, compiled=compiled)}
+        seconds: dict[str, list[float]] = {"evergrad": [], "hand loop": [], "Trainer": []}
+
+        class Turns(TrainerCallback):
+            """Lets the others train every few steps of the Trainer, and times all three."""
+
+            begun = time.perf_counter()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if state.global_step % STEPS_A_TURN:
+                    return
+                now = time.perf_counter()
+                seconds["Trainer"].append(now - self.begun)
+                for name, turn in turns.items():
+                    before = time.perf_counter()
+                    turn()
+                    seconds[name].append(time.perf_counter() - before)
+                self.begun = time.perf_counter()
+
+        plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
+        arguments = TrainingArguments(
+            output_dir=str(Path(folder) / "trainer"),
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=SLOTS,
+            max_steps=STEPS_A_TURN * (rounds + 2),
+            learning_rate=1e-3,
+            weight_decay=0.1,
+            optim="adamw_torch_fused",
+            bf16=True,
+            use_cpu=True,
+            torch_compile=compiled,
+            save_strategy="no",
+            logging_steps=10,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_num_workers=0,
+        )
+        model = build_model(plan, seed=0, precision="bf16-autocast")
+        Trainer(model=model, args=arguments, train_dataset=Windows(data.train), callbacks=[Turns()]).train()
+    # The first two turns warm up (and compile).
+    kept = {name: values[2:] for name, values in seconds.items()}
+    tokens = STEPS_A_TURN * training.batching.global_batch_size * training.data.sequence_length
+    what = f"tokens/s, 10M Llama, bf16 autocast, compile {'on' if compiled else 'off'}"
+    rows = [Row(what, name, tokens / statistics.median(values), "tokens/s") for name, values in kept.items()]
+    goals = {"hand loop": 0.98, "Trainer": 1.15 if compiled else 1.0}
+    for name, goal in goals.items():
+        ratios = [other / own for own, other in zip(kept["evergrad"], kept[name], strict=True)]
+        rows.append(Row(what, f"evergrad / {name}", statistics.median(ratios), "ratio", goal=f">= {goal}"))
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--compile", action="store_true")
+    options = parser.parse_args()
+    print_rows(measure(rounds=options.rounds, compiled=options.compile))

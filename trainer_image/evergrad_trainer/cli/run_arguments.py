@@ -1,0 +1,30 @@
+"""Arguments and machine facts that ``run`` and ``preflight`` share."""
+
+import argparse
+from pathlib import Path
+
+from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators
+from evergrad_trainer.machine import Machine, observe_machine
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The manifest's arguments, ``--run-directory`` and ``--workers``."""
+    add_manifest_arguments(parser)
+    parser.add_argument("--run-directory", type=Path, metavar="DIR", help="where everything is written (default: runs/<name>)")
+    parser.add_argument("--workers", type=int, metavar="N", help="training processes on this machine, instead of spec.workersPerNode")
+
+
+def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:
+    """``--run-directory``, else ``runs/<name>`` below the current directory."""
+    return Path(args.run_directory) if args.run_directory is not None else Path("runs") / run.metadata.name
+
+
+def machine_and_workers(args: argparse.Namespace, run: TrainingRun) -> tuple[Machine, int]:
+    """This machine, and how many training processes it will run: as asked for, else one an accelerator, else 1."""
+    wants_cpu = run.spec.training.runtime.device == "cpu"
+    accelerators = 0 if wants_cpu else count_accelerators()
+    memory = accelerator_memory_bytes() if accelerators else None
+    machine = observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory)
+    return machine, int(args.workers or run.spec.workers_per_node or max(1, accelerators))

@@ -1,0 +1,34 @@
+"""Weights of a transformers directory into a model that already exists: safetensors only, every name and shape checked."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from evergrad_trainer.errors import ModelError, Problem
+from evergrad_trainer.models.build import find_weights, load_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_FIELD = "spec.training.initFrom.path"
+
+
+def load_model_directory(directory: Path, state: dict[str, torch.Tensor], *, config: "PreTrainedConfig") -> None:
+    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``. Raises ModelError unless all of them are there."""
+    if find_weights(directory) is None:
+        raise ModelError(Problem(_FIELD, f"{directory} holds no weights", remedy="Give a directory with *.safetensors, or leave initFrom out"))
+    source = load_directory(directory, torch.float32, config=config)
+    tensors = {f"model.{name}": parameter.detach() for name, parameter in source.named_parameters()}
+    with torch.no_grad():
+        for key, target in state.items():
+            if key.startswith("model.") and key in tensors:
+                _copy(target, tensors[key])
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(target, DTensor):
+        source = distribute_tensor(source.to(target.device), target.device_mesh, target.placements)
+    target.copy_(source)

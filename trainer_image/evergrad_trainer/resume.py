@@ -1,0 +1,94 @@
+"""What a run directory already holds, and whether this manifest may go on with it."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from evergrad_trainer.config.identity import changed_fields, from_wire, problems_of_changes, recipe_of, to_wire
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.errors import Problem, RunDirectoryError, raise_if
+from evergrad_trainer.run_directory import RunDirectory
+
+_HORIZON = "spec.training.horizon"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its horizon then."""
+
+    state: Literal["fresh", "begun", "complete"]
+    total_steps: int = 0
+    recorded: Prepared | None = None
+
+
+def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> Standing:
+    """Compare the manifest with the run that began in ``directory``.
+
+    Raises RunDirectoryError if another run lives there, or naming every field of the recipe that differs (with ``extend`` the
+    horizon may).
+    """
+    resolved = directory.read_resolved()
+    if resolved is None:
+        return _inspect_unknown(directory)
+    before = from_wire(resolved["manifest"])
+    where = str(directory.path)
+    if before.metadata.name != run.metadata.name:
+        raise RunDirectoryError(
+            Problem(
+                where,
+                f"holds the run {before.metadata.name!r}",
+                f"this manifest is the run {run.metadata.name!r}",
+                "Choose another --run-directory, or use that run's manifest",
+            )
+        )
+    changes = changed_fields(recipe_of(before), recipe_of(run))
+    horizon = [change for change in changes if change[0].startswith(_HORIZON)]
+    problems = problems_of_changes([change for change in changes if change not in horizon], directory=where)
+    if horizon and not extend:
+        problems += [
+            Problem(path, f"{new} here, but the run in {where} began with {old}", "the horizon shapes the schedule", "Set it back, or use --extend to make the run longer")
+            for path, old, new in horizon
+        ]
+    raise_if(problems, RunDirectoryError)
+    state: Literal["begun", "complete"] = "complete" if directory.is_complete() and not horizon else "begun"
+    return Standing(state, total_steps=int(resolved["derived"]["totalSteps"]), recorded=Prepared.from_json(resolved["prepared"]))
+
+
+def check_extension(directory: RunDirectory, standing: Standing, *, total_steps: int) -> None:
+    """A horizon may grow, never shrink. Raises RunDirectoryError."""
+    if standing.state == "begun" and total_steps < standing.total_steps:
+        raise RunDirectoryError(
+            Problem(
+                _HORIZON,
+                f"{total_steps} steps are fewer than the {standing.total_steps} of the run in {directory.path}",
+                "a run can be extended, not shortened",
+                f"Use at least {standing.total_steps} steps; to end it earlier use spec.training.stop.afterStep",
+            )
+        )
+
+
+def resolved_record(run: TrainingRun, prepared: Prepared, *, derived: dict[str, Any], config_hash: str, data_fingerprint: str) -> dict[str, Any]:
+    """What ``run.json`` holds."""
+    return {
+        "format": 1,
+        "manifest": to_wire(run),
+        "derived": derived,
+        "configHash": config_hash,
+        "dataFingerprint": data_fingerprint,
+        "prepared": prepared.to_json(),
+    }
+
+
+def _inspect_unknown(directory: RunDirectory) -> Standing:
+    """Without ``run.json``: an empty place is a fresh start, checkpoints of nobody are not."""
+    leftovers = [path for path in (directory.metrics, directory.checkpoints / "latest") if path.exists()]
+    if leftovers:
+        raise RunDirectoryError(
+            Problem(
+                str(directory.path),
+                f"holds {leftovers[0].name} but no {directory.resolved.name}",
+                "whose run this is cannot be told",
+                "Restore run.json from a backup, or choose another --run-directory",
+            )
+        )
+    return Standing("fresh")
