@@ -23,7 +23,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), RUN (arguments for make run), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), RUN (for make run), BENCH (for make bench), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
 
@@ -70,7 +70,7 @@ verify: generated lint test ## all that CI checks: generated files, lint, tests
 	$(call stage,verified)
 
 bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/
-	$(BIN)/python benchmarks/run.py $(BENCH)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/run.py $(BENCH)
 
 lock: $(INSTALLED) ## write requirements/*.txt anew from the .in files (TORCH_WHEELS adds its CPU builds' hashes)
 	$(BIN)/python requirements/locks.py update $(if $(UPGRADE),--upgrade)

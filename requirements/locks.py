@@ -93,7 +93,9 @@ def fits_this_python(wheel: Path) -> bool:
     """Whether the tags in a torch wheel's name are this interpreter's and this machine's."""
     *_, python, _abi, platforms = wheel.stem.split("-")
     ours = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    return python == ours and platforms.endswith(platform.machine()) and sys.platform.startswith("linux") == ("linux" in platforms)
+    return (
+        python == ours and platforms.endswith(platform.machine()) and sys.platform.startswith("linux") == ("linux" in platforms)
+    )
 
 
 def choose_torch(wheels: Path | None, *, locked_version: str, installed_version: str | None) -> list[str]:
@@ -138,7 +140,9 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
     """Resolve again for every supported Python and platform, keeping present pins unless ``upgrade``."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "all.txt"
-        output.write_text("".join((FOLDER / name).read_text() for name in ("trainer.txt", "torch.txt", "dev.txt") if (FOLDER / name).exists()))
+        output.write_text(
+            "".join((FOLDER / name).read_text() for name in ("trainer.txt", "torch.txt", "dev.txt") if (FOLDER / name).exists())
+        )
         uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
         uv += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--output-file", str(output)]
         print("+", shlex.join([*uv, *ROOTS]), flush=True)
@@ -164,15 +168,24 @@ def update_cpu_lock(wheels: Path | None, *, version: str) -> None:
         with wheel.open("rb") as file:
             known.add(hashlib.file_digest(file, "sha256").hexdigest())
     if not known:
-        raise SystemExit(f"torch-cpu.txt: no CPU build of torch {version} is known. Name a folder that holds one in TORCH_WHEELS.")
-    header = HEADER.format(source="trainer.in", duty="The CPU build of torch; the index does not carry it, so give pip --find-links with the wheel's folder.")
-    path.write_text(header + f"torch=={version}+cpu" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(known)) + "\n")
+        raise SystemExit(
+            f"torch-cpu.txt: no CPU build of torch {version} is known. Name a folder that holds one in TORCH_WHEELS."
+        )
+    header = HEADER.format(
+        source="trainer.in",
+        duty="The CPU build of torch; the index does not carry it, so give pip --find-links with the wheel's folder.",
+    )
+    path.write_text(
+        header + f"torch=={version}+cpu" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(known)) + "\n"
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("install", "update"))
-    parser.add_argument("--upgrade", action="store_true", help="update: take newer releases too, not only what changed in the .in files")
+    parser.add_argument(
+        "--upgrade", action="store_true", help="update: take newer releases too, not only what changed in the .in files"
+    )
     parsed = parser.parse_args(arguments)
     given = os.environ.get("TORCH_WHEELS")
     wheels = Path(given).resolve() if given else None
@@ -182,7 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             update(wheels, upgrade=parsed.upgrade)
     except subprocess.CalledProcessError as error:
-        print(f"error: {shlex.join(error.cmd[:4])} … ended with {error.returncode}; its own message stands above.", file=sys.stderr)
+        print(
+            f"error: {shlex.join(error.cmd[:4])} … ended with {error.returncode}; its own message stands above.", file=sys.stderr
+        )
         return 1
     return 0
 

@@ -1,0 +1,116 @@
+"""The repository's own promises about its files: the tree, links, sizes, nothing of anybody's machine."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PRODUCT = ("coordinator", "operator", "trainer_image", "requirements", "examples")
+
+
+def python_files(texts: dict[Path, str], root: Path, folders: tuple[str, ...]) -> dict[str, str]:
+    inside = {file.relative_to(root): text for file, text in texts.items() if file.suffix == ".py"}
+    return {file.as_posix(): text for file, text in inside.items() if file.parts[0] in folders}
+
+
+def test_operator_is_a_plain_folder_that_python_never_imports(root: Path) -> None:
+    assert not list((root / "operator").glob("__*__.py"))
+
+
+def test_the_standard_librarys_operator_is_found_from_the_root(root: Path) -> None:
+    # Without PYTHONSAFEPATH, as somebody who knows nothing of it would start Python: the root is on the import path.
+    code = "import collections, operator; operator.itemgetter(0); print(operator.__file__)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=root, env={}, capture_output=True, text=True, check=True)
+    assert not Path(result.stdout.strip()).is_relative_to(root / "operator")
+
+
+def test_the_readmes_tree_names_every_top_folder_and_only_those_that_exist(root: Path, tracked: list[Path]) -> None:
+    tree = (root / "README.md").read_text().partition("## The tree")[2].split("```")[1]
+    named = set(re.findall(r"^([\w.]+)/  ", tree, re.MULTILINE))
+    folders = {file.relative_to(root).parts[0] for file in tracked if len(file.relative_to(root).parts) > 1}
+    assert named == folders
+
+
+def test_every_file_the_readmes_tree_names_exists(root: Path) -> None:
+    tree = (root / "README.md").read_text().partition("## The tree")[2].split("```")[1]
+    first_words = (line.partition("   ")[0] for line in tree.splitlines())
+    names = [name for words in first_words for name in words.split() if not name.endswith("/")]
+    assert "CHANGELOG.md" in names
+    assert [name for name in names if not (root / name).is_file()] == []
+
+
+def test_every_relative_link_in_a_markdown_file_resolves(texts: dict[Path, str]) -> None:
+    broken = []
+    for file, text in texts.items():
+        if file.suffix == ".md":
+            targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text)
+            broken += [
+                f"{file.name}: {target}" for target in targets if "://" not in target and not (file.parent / target).exists()
+            ]
+    assert broken == []
+
+
+def test_no_file_names_a_path_of_a_machine_or_the_host_of_a_package_index(texts: dict[Path, str], root: Path) -> None:
+    # Written so that this file does not match itself.
+    machine = r"(?<![\w.])/(?:work|farm|root|Users|home/\w+)/"
+    host = (
+        r"py(?:thon)?(?:pi|hosted)\.org|registry\.(?:npmjs|yarnpkg)|proxy\.golang|(?:deb|security)\.debian\.org|download\.pytorch"
+    )
+    pattern = re.compile(f"{machine}|{host}")
+    hits = []
+    for file, text in texts.items():
+        lines = text.splitlines()
+        hits += [f"{file.relative_to(root)}:{number}" for number, line in enumerate(lines, 1) if pattern.search(line)]
+    assert hits == []
+
+
+def test_no_tracked_file_is_large(tracked: list[Path], root: Path) -> None:
+    assert [str(file.relative_to(root)) for file in tracked if file.stat().st_size > 2_000_000] == []
+
+
+def test_modules_of_the_product_stay_below_500_lines(texts: dict[Path, str], root: Path) -> None:
+    files = python_files(texts, root, PRODUCT)
+    assert "trainer_image/evergrad_trainer/errors.py" in files
+    assert {name: len(text.splitlines()) for name, text in files.items() if len(text.splitlines()) > 500} == {}
+
+
+def test_functions_of_the_product_stay_below_60_lines(texts: dict[Path, str], root: Path) -> None:
+    too_long = []
+    for name, text in python_files(texts, root, PRODUCT).items():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                size = (node.end_lineno or node.lineno) - node.lineno + 1
+                too_long += [f"{name}:{node.lineno} {node.name}: {size} lines"] if size > 60 else []
+    assert too_long == []
+
+
+def test_the_coordinator_imports_the_standard_library_and_itself_only(texts: dict[Path, str], root: Path) -> None:
+    foreign = []
+    for name, text in python_files(texts, root, ("coordinator",)).items():
+        for node in ast.walk(ast.parse(text)):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            tops = {module.partition(".")[0] for module in modules}
+            foreign += [f"{name}: {top}" for top in tops - sys.stdlib_module_names - {"evergrad_coordinator"}]
+    assert foreign == []
+
+
+def test_nothing_of_the_product_reads_or_writes_pickles(texts: dict[Path, str], root: Path) -> None:
+    hits = []
+    for name, text in python_files(texts, root, PRODUCT).items():
+        for node in ast.walk(ast.parse(text)):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            keywords = (
+                {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords} if isinstance(node, ast.Call) else {}
+            )
+            if called in {"torch.load", "torch.save"} or keywords.get("trust_remote_code", "False") != "False":
+                hits.append(f"{name}:{node.lineno} {called}")
+    assert hits == []
+
+
+def test_the_license_is_apache_2_in_full(root: Path) -> None:
+    text = (root / "LICENSE").read_text()
+    assert "Apache License\n                           Version 2.0, January 2004" in text
+    assert "9. Accepting Warranty or Additional Liability." in text
+    assert "END OF TERMS AND CONDITIONS" in text

@@ -1,0 +1,172 @@
+"""The locks are complete, hashed, in step with what they were made from, and the right build of torch is chosen."""
+
+import importlib.util
+import platform
+import re
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+LOCKS = ("trainer.txt", "torch.txt", "torch-cpu.txt", "dev.txt")
+
+
+@pytest.fixture(scope="module")
+def locks(root: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("requirements_locks", root / "requirements" / "locks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up while it is being executed
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def named(path: Path) -> list[Requirement]:
+    lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+    return [Requirement(line) for line in lines if line]
+
+
+def normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_every_pin_is_exact_and_carries_hashes(lock: str, root: Path, locks: ModuleType) -> None:
+    text = (root / "requirements" / lock).read_text()
+    pins = locks.parse_lock(text)
+    starts = [line for line in text.splitlines() if line and not line.startswith((" ", "#"))]
+    assert len(pins) == len(starts) > 0
+    assert [pin.name for pin in pins if not locks.hashes(pin.text)] == []
+    assert not re.search(r"^\s*--(?!hash)|://", text, re.MULTILINE)
+
+
+def test_no_package_stands_in_two_locks_except_torchs_two_builds(root: Path, locks: ModuleType) -> None:
+    names = [{pin.name for pin in locks.parse_lock((root / "requirements" / lock).read_text())} for lock in LOCKS]
+    trainer, torch, torch_cpu, dev = names
+    assert torch & torch_cpu == {"torch"} == torch_cpu
+    assert trainer & (torch | dev) == set()
+    assert torch & dev == set()
+
+
+def test_both_builds_of_torch_are_the_same_release(root: Path, locks: ModuleType) -> None:
+    (index,) = (pin for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text()) if pin.name == "torch")
+    (cpu,) = locks.parse_lock((root / "requirements" / "torch-cpu.txt").read_text())
+    assert cpu.version == f"{index.version}+cpu"
+    assert locks.hashes(cpu.text).isdisjoint(locks.hashes(index.text))
+
+
+def test_what_only_cuda_needs_stands_apart_and_only_for_linux(root: Path, locks: ModuleType) -> None:
+    cuda = [pin for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text()) if pin.name != "torch"]
+    assert {"triton", "nvidia-nccl-cu13"} <= {pin.name for pin in cuda}
+    assert [pin.name for pin in cuda if "sys_platform == 'linux'" not in pin.text.splitlines()[0]] == []
+    other = (root / "requirements" / "trainer.txt").read_text() + (root / "requirements" / "dev.txt").read_text()
+    assert not re.search(r"^(?:nvidia-|cuda-|triton)", other, re.MULTILINE)
+
+
+@pytest.mark.parametrize(("source", "own_locks"), [("trainer.in", ("trainer.txt", "torch.txt")), ("dev.in", LOCKS)])
+def test_what_an_in_file_names_is_locked(source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType) -> None:
+    pinned: dict[str, set[str]] = {}
+    for lock in own_locks:
+        for pin in locks.parse_lock((root / "requirements" / lock).read_text()):
+            pinned.setdefault(normalised(pin.name), set()).add(pin.version)
+    for wanted in named(root / "requirements" / source):
+        versions = pinned.get(normalised(wanted.name), set())
+        assert versions, f"{wanted.name} is in {source} and in no lock; run make lock"
+        assert all(wanted.specifier.contains(version, prereleases=True) for version in versions)
+
+
+def test_the_trainers_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(root: Path, locks: ModuleType) -> None:
+    project = tomllib.loads((root / "trainer_image" / "pyproject.toml").read_text())["project"]
+    published = [Requirement(line) for line in project["dependencies"] if not line.startswith("evergrad-")]
+    assert {normalised(one.name) for one in published} == {
+        normalised(one.name) for one in named(root / "requirements" / "trainer.in")
+    }
+    pins = [pin for lock in ("trainer.txt", "torch.txt") for pin in locks.parse_lock((root / "requirements" / lock).read_text())]
+    for wanted in published:
+        versions = {pin.version for pin in pins if normalised(pin.name) == normalised(wanted.name)}
+        assert versions
+        assert all(version in wanted.specifier for version in versions), wanted
+
+
+LOCK = """\
+# a comment
+accelerate==1.0 \\
+    --hash=sha256:{a}
+    # via -r dev.in
+cuda-toolkit==13.0 ; sys_platform == 'linux' \\
+    --hash=sha256:{a}
+    # via torch
+numpy==2.4 ; python_full_version < '3.12' \\
+    --hash=sha256:{a}
+    # via
+    #   -r trainer.in
+    #   accelerate
+numpy==2.5 ; python_full_version >= '3.12' \\
+    --hash=sha256:{b}
+    # via
+    #   -r trainer.in
+    #   accelerate
+nvidia-cublas==13.1 ; sys_platform == 'linux' \\
+    --hash=sha256:{a}
+    # via cuda-toolkit
+sympy==1.14 \\
+    --hash=sha256:{a}
+    # via torch
+torch==2.13.0 \\
+    --hash=sha256:{a} \\
+    --hash=sha256:{b}
+    # via
+    #   -r trainer.in
+    #   accelerate
+""".format(a="a" * 64, b="b" * 64)
+
+
+def test_one_resolution_is_cut_into_three_files_without_losing_a_pin(locks: ModuleType) -> None:
+    parts = locks.split_lock(locks.parse_lock(LOCK))
+    names = {file: [f"{pin.name}=={pin.version}" for pin in locks.parse_lock(text)] for file, text in parts.items()}
+    assert names == {
+        "trainer.txt": ["numpy==2.4", "numpy==2.5", "sympy==1.14"],
+        "torch.txt": ["cuda-toolkit==13.0", "nvidia-cublas==13.1", "torch==2.13.0"],
+        "dev.txt": ["accelerate==1.0"],
+    }
+    assert sorted("".join(parts.values()).splitlines()) == sorted(LOCK.splitlines()[1:])
+
+
+def wheel_name(version: str, *, python: str | None = None) -> str:
+    tag = python or f"cp{sys.version_info.major}{sys.version_info.minor}"
+    system = "manylinux_2_28" if sys.platform.startswith("linux") else "macosx_14_0"
+    return f"torch-{version}+cpu-{tag}-{tag}-{system}_{platform.machine()}.whl"
+
+
+def test_a_folder_with_a_fitting_cpu_build_is_offered_to_pip(tmp_path: Path, locks: ModuleType) -> None:
+    (tmp_path / wheel_name("2.13.0")).touch()
+    chosen = locks.choose_torch(tmp_path, locked_version="2.13.0", installed_version=None)
+    assert chosen[:2] == ["--find-links", str(tmp_path)]
+    assert chosen[-1].endswith("torch-cpu.txt")
+
+
+@pytest.mark.parametrize(
+    "name", [wheel_name("2.12.0"), wheel_name("2.13.0", python="cp310"), "torch-2.13.0+cpu-cp311-cp311-linux_s390x.whl"]
+)
+def test_a_cpu_build_of_another_release_python_or_machine_is_left_alone_and_said(
+    name: str, tmp_path: Path, locks: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).touch()
+    chosen = locks.choose_torch(tmp_path, locked_version="2.13.0", installed_version=None)
+    assert [Path(one).name for one in chosen] == ["-r", "torch.txt"]
+    assert "holds no CPU build of torch 2.13.0 for this Python" in capsys.readouterr().out
+
+
+def test_a_cpu_build_that_is_installed_already_stays(locks: ModuleType) -> None:
+    chosen = locks.choose_torch(None, locked_version="2.13.0", installed_version="2.13.0+cpu")
+    assert [Path(one).name for one in chosen] == ["-r", "torch-cpu.txt"]
+
+
+def test_without_a_folder_the_indexs_build_is_taken(locks: ModuleType) -> None:
+    chosen = locks.choose_torch(None, locked_version="2.13.0", installed_version=None)
+    assert [Path(one).name for one in chosen] == ["-r", "torch.txt"]

@@ -1,0 +1,94 @@
+"""The three distributions build without a network, hold only their own package and ask only for what they need."""
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PACKAGES = {"coordinator": "evergrad_coordinator", "operator": "evergrad_operator", "trainer_image": "evergrad_trainer"}
+
+
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], zipfile.ZipFile]:
+    """folder → the wheel built from a copy of it, so that no build product appears in the tree."""
+    built: dict[str, Path] = {}
+
+    def build(folder: str) -> zipfile.ZipFile:
+        if folder not in built:
+            place = tmp_path_factory.mktemp(folder)
+            ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
+            shutil.copytree(
+                root / folder,
+                place / "source",
+                ignore=lambda path, names: ignored(path, [n for n in names if Path(path, n).is_dir()]),
+            )
+            command = [
+                sys.executable,
+                "-m",
+                "pip",
+                "wheel",
+                "--quiet",
+                "--no-deps",
+                "--no-build-isolation",
+                "--no-index",
+                "--wheel-dir",
+                str(place),
+            ]
+            environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+            subprocess.run([*command, str(place / "source")], check=True, capture_output=True, cwd=place, env=environment)
+            (built[folder],) = place.glob("*.whl")
+        return zipfile.ZipFile(built[folder])
+
+    return build
+
+
+def requirements(archive: zipfile.ZipFile) -> list[str]:
+    (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+    return email.message_from_bytes(archive.read(name)).get_all("Requires-Dist", [])
+
+
+@pytest.mark.parametrize(("folder", "package"), PACKAGES.items())
+def test_a_wheel_holds_its_package_and_nothing_else(
+    folder: str, package: str, root: Path, wheel: Callable[[str], zipfile.ZipFile]
+) -> None:
+    with wheel(folder) as archive:
+        names = set(archive.namelist())
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {package}
+    sources = {path.relative_to(root / folder).as_posix() for path in (root / folder / package).rglob("*.py")}
+    assert sources - names == set()
+    assert f"{package}/py.typed" in names
+
+
+def test_the_operators_wheel_asks_for_the_coordinator_and_never_for_torch(wheel: Callable[[str], zipfile.ZipFile]) -> None:
+    with wheel("operator") as archive:
+        asked = requirements(archive)
+    assert asked == ["evergrad-coordinator==0.1.0"]
+
+
+def test_the_coordinators_wheel_asks_for_nothing(wheel: Callable[[str], zipfile.ZipFile]) -> None:
+    with wheel("coordinator") as archive:
+        assert requirements(archive) == []
+
+
+def test_the_trainers_wheel_carries_its_data_files_and_the_command(root: Path, wheel: Callable[[str], zipfile.ZipFile]) -> None:
+    package = root / "trainer_image"
+    data = {path.relative_to(package).as_posix() for path in (package / "evergrad_trainer").rglob("*") if path.is_file()}
+    data = {name for name in data if not name.endswith((".py", ".pyc", ".md"))}
+    with wheel("trainer_image") as archive:
+        assert data - set(archive.namelist()) == set()
+        (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "evergrad = evergrad_trainer.__main__:main" in archive.read(entry_points).decode()
+
+
+def test_all_three_carry_the_same_version_and_licence(root: Path) -> None:
+    projects = [tomllib.loads((root / folder / "pyproject.toml").read_text())["project"] for folder in PACKAGES]
+    assert len({project["version"] for project in projects}) == 1
+    assert {project["license"] for project in projects} == {"Apache-2.0"}
+    assert {project["requires-python"] for project in projects} == {">=3.11"}
