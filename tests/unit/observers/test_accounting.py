@@ -117,6 +117,47 @@ def test_a_run_killed_before_any_checkpoint_starts_over_and_all_its_steps_are_re
     assert goodput.restarts[0].repeated_steps == 30
 
 
+def test_what_a_process_writes_before_its_start_event_is_still_its_own(synthetic: ModuleType) -> None:
+    begin = synthetic.BEGIN
+    events = [
+        Event(EventType.START, begin + 1, 0, 1, {"process_start_time": begin, "resumed_from": None}),
+        Event(EventType.RESTORED, begin + 23, 0, 2, {"checkpoint": "step-2", "seconds": 2.0}),
+        Event(EventType.START, begin + 24, 2, 2, {"process_start_time": begin + 20, "resumed_from": 2}),
+    ]
+    rows = [synthetic.step_record(step, time=begin + 2 + step) for step in (1, 2, 3)]
+    rows += [synthetic.step_record(3, generation=2, time=begin + 25)]
+    goodput = account(StepTable.from_records(rows), events, [])
+    _check_sum(goodput, 25.0)
+    assert [process.seconds["restore"] for process in goodput.processes] == [0.0, 2.0]
+    assert goodput.lost_seconds["downtime"] == pytest.approx(15.0)
+
+
+def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=60, ended="killed"))
+    history = read_history(run.directory)
+    end = run.now
+    failed = [
+        Event(EventType.FAILED, end + 10, 0, 2, {"error": "CheckpointError", "message": "none validates.", "exit_code": 64}),
+        Event(EventType.END, end + 11, 0, 2, {"exit_code": 64}),
+    ]
+    again = Event(EventType.START, end + 31, 50, 3, {"process_start_time": end + 30, "resumed_from": 50})
+    goodput = account(history.steps, [*history.events, *failed, again], history.evaluations)
+    assert [(restart.cause, restart.detail) for restart in goodput.restarts] == [
+        ("killed", ""),
+        ("failed", "CheckpointError: none validates."),
+    ]
+    assert goodput.lost_seconds["downtime"] == pytest.approx(10 + 19)
+    assert goodput.lost_seconds["recompute"] == pytest.approx(10 * synthetic.STEP_SECONDS)
+
+
+def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(synthetic: ModuleType) -> None:
+    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None})
+    rows = [synthetic.step_record(step, generation=1 + step // 5, time=synthetic.BEGIN + step / 2) for step in range(1, 11)]
+    goodput = account(StepTable.from_records(rows), [start], [])
+    assert goodput.restarts == ()
+    assert goodput.processes[0].num_steps == 10
+
+
 def test_a_clock_set_back_between_two_processes_makes_no_negative_downtime_and_is_reported(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:

@@ -12,7 +12,7 @@ from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.observers.events import event_row, parse_event_row, saved_step
 from evergrad_trainer.observers.history import StepTable, read_before, read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.run_directory import RunDirectory
 
 
@@ -86,6 +86,26 @@ def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(directory: R
     assert history.steps.step.tolist() == [1, 2]
     assert [event.type for event in history.events] == ["start", "warning"]
     assert history.events[1].fields == {"message": "metrics.jsonl: 14 bytes of an unfinished last line were cut off"}
+
+
+def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -> None:
+    log = RunLog(directory)
+    log.run_start(RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "fsdp2", "llama", "/runs/docs-lm"))
+    log.event(Event(EventType.START, 5.0, 40, 3, {"run": "docs-lm", "world_size": 2}))
+    log.event(Event(EventType.STOP, 6.0, 40, 3, {"reason": "signal"}))
+    log.close()
+    start, stop = read_history(directory).events
+    assert start.fields == {
+        "model": "llama",
+        "parameters": 10_000_000,
+        "precision": "bf16",
+        "parallelism": "fsdp2",
+        "tokens_per_step": 8192,
+        "samples_per_step": 32,
+        "run": "docs-lm",
+        "world_size": 2,
+    }
+    assert stop.fields == {"reason": "signal"}
 
 
 def test_a_full_disk_names_the_file_and_keeps_whole_lines() -> None:

@@ -152,26 +152,35 @@ class _Part:
 
 
 def _split(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> list[_Part]:
-    """Give every line to its process: events by their order in the file, rows by generation, which every start raises."""
-    parts: list[_Part] = []
-    orphans: list[Event] = []
-    for event in events:
-        if event.type == EventType.START:
-            parts.append(_Part(event.generation, event, steps))
-        (parts[-1].events if parts else orphans).append(event)
-    if not parts:
-        found = {*steps.generation.tolist(), *(one.generation for one in orphans), *(one.generation for one in evaluations)}
-        parts = [_Part(generation, None, steps) for generation in sorted(found)]
+    """Give every line to its process, by generation: each start raises it, what a process writes carries its own or a later one."""
+    parts = [_Part(event.generation, event, steps) for event in events if event.type == EventType.START]
+    parts += [_Part(generation, None, steps) for generation in _without_start(steps, events, evaluations)]
+    parts.sort(key=lambda part: part.generation)
     if not parts:
         return []
-    parts[0].events[:0] = orphans
-    begins = np.maximum.accumulate(np.array([part.generation for part in parts], np.int64))
+    begins = np.array([part.generation for part in parts], np.int64)
+
+    def owner(generation: int) -> _Part:
+        return parts[max(0, int(np.searchsorted(begins, generation, side="right")) - 1)]
+
     owners = np.clip(np.searchsorted(begins, steps.generation, side="right") - 1, 0, None)
     for index, part in enumerate(parts):
         part.rows = np.nonzero(owners == index)[0]
+    for event in events:
+        owner(event.generation).events.append(event)
     for one in evaluations:
-        parts[max(0, int(np.searchsorted(begins, one.generation, side="right")) - 1)].evaluations.append(one)
+        owner(one.generation).evaluations.append(one)
     return parts
+
+
+def _without_start(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> set[int]:
+    """Generations of processes that left no start event: they failed before it, or the events are lost altogether."""
+    started = {event.generation for event in events if event.type == EventType.START}
+    trained = set(np.unique(steps.generation).tolist())
+    if not started:
+        return trained | {event.generation for event in events} | {one.generation for one in evaluations}
+    # A generation with steps but no start is the same process in a new world; one that only failed is a process of its own.
+    return {event.generation for event in events if event.type in (EventType.FAILED, EventType.END)} - started - trained
 
 
 def _kept(steps: StepTable, parts: list[_Part]) -> npt.NDArray[np.bool_]:

@@ -143,13 +143,18 @@ def _first_bad(lines: JsonLines, chunk: list[tuple[int, dict[str, Any]]]) -> Run
         missing = [name for name in _NAMES if name not in row]
         if missing:
             return lines.malformed(number, f"has no {' and no '.join(missing)}")
-        for name in _NAMES:
-            try:
-                probe = _Columns()
-                probe.extend([_EXAMPLE | {name: row[name]}])
-            except (TypeError, ValueError, OverflowError):
-                return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
+        if not _fits(row):
+            name = next((name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})), _NAMES[0])
+            return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
     return lines.malformed(chunk[0][0], "is not a row of this file")
+
+
+def _fits(row: dict[str, Any]) -> bool:
+    try:
+        _Columns().extend([row])
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
 
 
 _EXAMPLE: dict[str, Any] = {name: "0" if name == "sample_hash" else 0 for name in _NAMES}

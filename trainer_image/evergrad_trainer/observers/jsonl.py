@@ -8,8 +8,11 @@ from typing import Any
 
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict, encode_text, mend_last_line, reported
+
+_START_FACTS = ("model", "parameters", "precision", "parallelism", "tokens_per_step", "samples_per_step")
+"""Facts of the run that its start event carries too, so that events.jsonl can be read alone."""
 
 
 class JsonLinesWriter:
@@ -63,6 +66,7 @@ class RunLog(BaseObserver):
         self._metrics = JsonLinesWriter(directory.metrics)
         self._events = JsonLinesWriter(directory.events)
         self._evaluation = JsonLinesWriter(directory.evaluation)
+        self._facts: dict[str, Any] = {}
         self._warnings = [
             f"{path.name}: {writer.cut_bytes} bytes of an unfinished last line were cut off"
             for path, writer in (
@@ -73,6 +77,9 @@ class RunLog(BaseObserver):
             if writer.cut_bytes
         ]
 
+    def run_start(self, info: RunInfo) -> None:
+        self._facts = {name: getattr(info, name) for name in _START_FACTS}
+
     def step_end(self, record: StepRecord) -> None:
         # A frozen dataclass without nested ones: its __dict__ is the row, in the order of the fields.
         self._metrics.write(record.__dict__)
@@ -81,6 +88,8 @@ class RunLog(BaseObserver):
         self._evaluation.write(record.__dict__)
 
     def event(self, event: Event) -> None:
+        if event.type == EventType.START:
+            event = replace(event, fields=self._facts | event.fields)
         self._events.write(event_row(event))
         # Not before the start event, which opens each process's part of the file.
         warnings, self._warnings = self._warnings, []
