@@ -12,8 +12,8 @@ class LearningRate:
     """Learning rate of step s, for s from 1 to ``total_steps`` and beyond (it stays at its last value).
 
     Warm-up rises linearly and reaches the peak at step ``warmup_steps``. ``wsd`` then stays, and decays linearly over its last
-    ``decay_steps``; ``linear`` and ``cosine`` decay from the end of the warm-up. All three end at ``peak * minimum_ratio``
-    in step ``total_steps``.
+    ``decay_steps``; ``linear`` and ``cosine`` decay from the end of the warm-up. All three are on their way to
+    ``peak * minimum_ratio``, which the step after the last would have: a last step at rate 0 would be wasted.
     """
 
     type: str
@@ -33,7 +33,7 @@ class LearningRate:
         if self.type == "constant":
             return 1.0
         length = self.decay_steps if self.type == "wsd" else self.total_steps - self.warmup_steps
-        done = step - (self.total_steps - length)
+        done = step - 1 - (self.total_steps - length)
         if done <= 0:
             return 1.0
         share = min(1.0, done / length)
