@@ -1,0 +1,1 @@
+"""What a run was made with, kept beside its results."""

@@ -1,0 +1,132 @@
+"""Appends one entry a process to provenance.json: command, versions, commit, hardware, seed. Safe to publish."""
+
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from evergrad_trainer import __version__
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.errors import Problem, RunDirectoryError
+from evergrad_trainer.provenance.redaction import hide_home, redact_command
+from evergrad_trainer.run_directory import RunDirectory, dumps_strict, read_json_object, write_atomically
+
+FORMAT = 1
+_LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+_GIT_TIMEOUT_SECONDS = 5
+
+
+def record_process(
+    directory: RunDirectory, *, run: TrainingRun, command: Sequence[str], world_size: int, generation: int
+) -> dict[str, Any]:
+    """Append what this process is to ``provenance.json`` and return the entry. Rank 0 only.
+
+    ``command``: the words of the command line. Raises RunDirectoryError when the file cannot be read or written.
+    """
+    entry = describe_process(
+        command=command, seed=run.spec.training.reproducibility.seed, world_size=world_size, generation=generation
+    )
+    before = read_processes(directory)
+    document = {"format": FORMAT, "processes": [*before, entry]}
+    write_atomically(directory.provenance, dumps_strict(document, indent=2) + "\n")
+    return entry
+
+
+def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
+    """The entries of all processes so far, oldest first; none without the file. Raises RunDirectoryError."""
+    document = read_json_object(directory.provenance)
+    if document is None:
+        return []
+    processes = document.get("processes")
+    if not isinstance(processes, list) or not all(isinstance(entry, dict) for entry in processes):
+        problem = Problem(str(directory.provenance), "has no list of processes", "", "Restore the file, or move it away")
+        raise RunDirectoryError(problem)
+    return processes
+
+
+def describe_process(*, command: Sequence[str], seed: int, world_size: int, generation: int) -> dict[str, Any]:
+    """This process in JSON values, without secrets, host name, user name or home directory."""
+    return {
+        "time": time.time(),
+        "generation": generation,
+        "world_size": world_size,
+        "command": shlex.join(redact_command(command)),
+        "working_directory": hide_home(str(Path.cwd())),
+        "seed": seed,
+        "versions": _versions(),
+        "git": _git(Path.cwd()),
+        "hardware": _hardware(),
+    }
+
+
+def _versions() -> dict[str, str | None]:
+    versions: dict[str, str | None] = {"evergrad": __version__, "python": platform.python_version()}
+    for library in _LIBRARIES:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            versions[library] = None
+    return versions | {"platform": platform.platform()}
+
+
+def _git(directory: Path) -> dict[str, Any] | None:
+    """The commit checked out around ``directory`` and whether tracked files differ from it; None outside a checkout."""
+    commit = _ask_git(directory, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return None
+    changes = _ask_git(directory, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "has_changes": None if changes is None else bool(changes)}
+
+
+def _ask_git(directory: Path, *words: str) -> str | None:
+    command = ["git", "-C", str(directory), *words]
+    # A lock of our own would disturb whoever works in that checkout.
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _hardware() -> dict[str, Any]:
+    return {
+        "cpu": _cpu_model(),
+        "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": _memory_bytes(),
+        "gpus": _gpus(),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8", errors="replace")
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def _memory_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _gpus() -> list[str]:
+    """Names of the accelerators this process sees, if it has torch loaded: loading it only to ask would take seconds."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [str(torch.cuda.get_device_name(index)) for index in range(torch.cuda.device_count())]

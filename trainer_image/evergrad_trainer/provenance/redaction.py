@@ -1,0 +1,48 @@
+"""Takes secrets and the home directory out of what is about to be written down. Pure but for the home directory's name."""
+
+import re
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+REDACTED = "<redacted>"
+
+_SECRET_WORDS = frozenset(
+    {"password", "passwd", "passphrase", "token", "secret", "secrets", "credential", "credentials", "apikey"}
+)
+_SECRET_PAIRS = frozenset({("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "key")})
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+_CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def is_secret(key: str) -> bool:
+    """Whether a key names a secret: ``hf_token``, ``spec.registryPassword`` do, ``tokenizer`` and ``horizon.tokens`` do not."""
+    words = [word.lower() for word in _WORD.findall(key)]
+    return bool(_SECRET_WORDS & set(words)) or any(pair in _SECRET_PAIRS for pair in pairwise(words))
+
+
+def redact_command(words: Sequence[str]) -> list[str]:
+    """The words of a command without the values of secret keys or credentials inside URLs; the home directory as ~.
+
+    Covers ``--set key=value``, ``--set=key=value``, ``--key=value``, ``--key value``, ``KEY=value`` and structured values that
+    name a secret inside.
+    """
+    redacted: list[str] = []
+    is_value_secret = False
+    for word in words:
+        prefix = "--set=" if word.startswith("--set=") else ""
+        key, equals, value = word.removeprefix(prefix).partition("=")
+        if is_value_secret and not word.startswith("--"):
+            redacted.append(REDACTED)
+        elif equals and (is_secret(key) or (value.startswith(("{", "[")) and is_secret(value))):
+            redacted.append(f"{prefix}{key}={REDACTED}")
+        else:
+            redacted.append(hide_home(_CREDENTIALS_IN_URL.sub(f"{REDACTED}@", word)))
+        is_value_secret = word.startswith("-") and not equals and is_secret(word)
+    return redacted
+
+
+def hide_home(text: str) -> str:
+    """``text`` with the home directory written as ~."""
+    home = str(Path.home()).rstrip("/")
+    return re.sub(rf"{re.escape(home)}(?=/|$|[:,;\s'\"])", "~", text) if home else text
