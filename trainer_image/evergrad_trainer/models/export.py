@@ -1,0 +1,81 @@
+"""A checkpoint as a transformers directory: safetensors, configuration and tokenizer, for any tool that reads those."""
+
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from evergrad_trainer.checkpoint.weights import find_checkpoint, read_plain_state
+from evergrad_trainer.config.identity import from_wire
+from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.errors import ModelError, Problem, RunDirectoryError
+from evergrad_trainer.models.build import build_model, plan_model
+from evergrad_trainer.run_directory import RunDirectory
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What was written where. ``dtype``: torch's name of the weights' type."""
+
+    checkpoint: Path
+    step: int
+    output: Path
+    parameters: int
+    dtype: str
+
+
+def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dtype: str | None) -> ExportResult:
+    """Write the newest valid checkpoint (or that of ``step``) to ``output``, which must not exist yet.
+
+    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output`` appears whole or not at all. Raises
+    RunDirectoryError, CheckpointError, ModelError or DataError.
+    """
+    directory = RunDirectory(run_directory)
+    resolved = directory.read_resolved()
+    if resolved is None:
+        directory.require_run()
+        raise RunDirectoryError(Problem(str(directory.resolved), "does not exist", "the model's configuration stands in it", "Restore it from a backup"))
+    if output.exists():
+        raise RunDirectoryError(Problem(str(output), "exists already", "an export never overwrites", "Choose another --output, or move it away"))
+    run = from_wire(resolved["manifest"])
+    training, base = run.spec.training, run_directory / resolved["baseDirectory"]
+    tokenizer = load_tokenizer(training.tokenizer, base)
+    plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
+    checkpoint = find_checkpoint(run_directory, step=step)
+    model = build_model(plan, seed=0, precision=training.runtime.precision, with_weights=False)
+    _fill(model, read_plain_state(checkpoint, prefix="model."), checkpoint)
+    if dtype is not None:
+        model.to(_DTYPES[dtype])
+    model.config.use_cache = True
+    temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        os.rename(temporary, output)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    name = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return ExportResult(checkpoint, _step_of(checkpoint), output, parameters, name)
+
+
+def _fill(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
+    """Every parameter and persistent buffer from the checkpoint, none left as it was."""
+    targets = model.state_dict(keep_vars=True)
+    own = {f"model.{name}" for name, _ in model.named_parameters()}
+    missing = sorted(own - set(state))
+    if missing:
+        raise ModelError(Problem(str(checkpoint), f"{len(missing)} weights are missing, first {missing[0]}", "it was written by another model"))
+    with torch.no_grad():
+        for key, value in state.items():
+            targets[key.removeprefix("model.")].copy_(value)
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.split(".")[0].removeprefix("step-"))
