@@ -187,7 +187,8 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous host tensor of any dtype, without a copy."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
+    # Strides of dimensions of length one may be anything, and a view as bytes wants them proper.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _plan_write(key: str, tensor: StagedTensor) -> WriteItem:

@@ -26,9 +26,9 @@ TENSORS = "tensors.json"
 ALIGNMENT = 64
 """Tensors begin at multiples of this many bytes in a shard: enough for every dtype and for a later memory map."""
 
-_CHECKPOINT = re.compile(r"step-(\d{1,18})(?:\.g(\d{1,18})(?:\.(\d{1,18}))?)?")
-_ATTEMPT = re.compile(r"step-(\d{1,18})\.g(\d{1,18})\.(\d{1,18})")
-_GENERATION = re.compile(r"\d{6,18}")
+_CHECKPOINT = re.compile(r"step-([0-9]{1,18})(?:\.g([0-9]{1,18})(?:\.([0-9]{1,18}))?)?")
+_ATTEMPT = re.compile(r"step-([0-9]{1,18})\.g([0-9]{1,18})\.([0-9]{1,18})")
+_GENERATION = re.compile(r"[0-9]{6,18}")
 
 
 @dataclass(frozen=True, order=True)

@@ -3,6 +3,7 @@
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -105,7 +106,8 @@ def _takes_part(value: torch.Tensor) -> bool:
 
 def _describe(source: torch.Tensor, data: torch.Tensor) -> StagedTensor:
     if isinstance(source, DTensor):
-        (chunk,) = source.__create_chunk_list__()  # type: ignore[no-untyped-call]  # DCP's protocol for sharded tensors
+        sharded: Any = source  # DCP's protocol for sharded tensors carries no types
+        (chunk,) = sharded.__create_chunk_list__()
         return StagedTensor(data, tuple(chunk.offsets), source.shape, is_shard=True)
     return StagedTensor(data, (0,) * source.dim(), source.shape, is_shard=False)
 

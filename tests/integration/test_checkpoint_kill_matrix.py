@@ -1,0 +1,134 @@
+"""SIGKILL of each rank at each point of the publish protocol: the next start loads the newest whole checkpoint, bit for bit."""
+
+import importlib.util
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evergrad_trainer.checkpoint import faults
+from evergrad_trainer.checkpoint.filesystem import filesystem_store
+from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
+from evergrad_trainer.config.training import Checkpoint
+from evergrad_trainer.distributed import Membership, World
+
+processes: Any = sys.modules.get("checkpoint_processes")
+if processes is None:
+    _spec = importlib.util.spec_from_file_location("checkpoint_processes", Path(__file__).with_name("checkpoint_processes.py"))
+    assert _spec is not None and _spec.loader is not None
+    processes = sys.modules["checkpoint_processes"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(processes)
+
+IDENTITY = Identity("run", "recipe", "data")
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    """Every value depends on the step, so that a mix of two steps cannot pass for either."""
+    generator = torch.Generator().manual_seed(step)
+    state: dict[str, torch.Tensor] = {
+        f"model.layer{index}.weight": torch.randn(17 + index, 5, generator=generator) for index in range(6)
+    }
+    return {**state, "optimizer.step": torch.tensor(float(step)), "model.half": torch.randn(9, generator=generator).bfloat16()}
+
+
+class KillAt:
+    """Kills the victim when the armed point is reached: at a rank's own points by itself, at rank 0's points by rank 0."""
+
+    def __init__(self, point: str, victim: int, pids: list[int]) -> None:
+        self._point, self._victim, self._pids = point, victim, pids
+        self.is_armed = False
+
+    def reached(self, point: str, rank: int) -> None:
+        own = point in (faults.MID_SHARD, faults.BEFORE_FSYNC)
+        if not self.is_armed or point != self._point or (own and rank != self._victim):
+            return
+        os.kill(self._pids[self._victim], signal.SIGKILL)
+        processes.wait_until_dead(self._pids[self._victim])
+
+
+def save_two_steps(world: World, directory: Path, point: str, victim: int) -> dict[str, Any]:
+    """Publish step 100, then die (or lose a peer) at ``point`` of saving step 200."""
+    hook = KillAt(point, victim, world.gather_json(os.getpid()))
+    events: list[Any] = []
+    manager = CheckpointManager(
+        directory,
+        membership=Membership(world),
+        settings=Checkpoint(keep=1),
+        identity=IDENTITY,
+        on_event=lambda type_, fields: events.append([type_, fields]),
+        store=filesystem_store(directory, faults=hook),
+    )
+    manager.save(100, state_of(100), extra={"step": 100}, wait=True)
+    hook.is_armed = True
+    manager.save(200, state_of(200), extra={"step": 200})
+    manager.wait()
+    if world.rank == victim:
+        signal.pause()  # its own part of the save is over; rank 0 will see to it
+    return {"events": events, "attempts": sorted(os.listdir(directory / ".tmp"))}
+
+
+def restart(world: World, directory: Path) -> dict[str, Any]:
+    """What a new start finds; then it goes on and saves step 300."""
+    events: list[Any] = []
+    manager = CheckpointManager(
+        directory,
+        membership=Membership(world),
+        settings=Checkpoint(keep=1),
+        identity=IDENTITY,
+        on_event=lambda type_, fields: events.append([type_, fields]),
+    )
+    state = {key: torch.zeros_like(value) for key, value in state_of(0).items()}
+    restored = manager.restore(state)
+    assert restored is not None
+    expected = state_of(restored.step)
+    exact = all(torch.equal(state[key], expected[key]) for key in expected)
+    manager.save(300, state_of(300), extra={"step": 300}, wait=True)
+    return {"step": restored.step, "extra": restored.extra, "exact": exact, "events": events}
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("point", faults.POINTS)
+def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit(tmp_path: Path, point: str, victim: int) -> None:
+    directory = tmp_path / "checkpoints"
+    ended = processes.run_world(save_two_steps, size=2, directory=directory, point=point, victim=victim)
+    assert ended[victim].status == -signal.SIGKILL, ended[victim].errors
+
+    results = processes.values(processes.run_world(restart, size=2, directory=directory))
+
+    # Rank 0 publishes as soon as all shards are durable; from then on losing rank 1 no longer matters.
+    is_published = point in (faults.AFTER_RENAME, faults.RETENTION) or (
+        victim == 1 and point not in (faults.MID_SHARD, faults.BEFORE_FSYNC)
+    )
+    for result in results:
+        assert result["step"] == (200 if is_published else 100)
+        assert result["extra"] == {"step": result["step"]}
+        assert result["exact"]
+        assert [event[0] for event in result["events"]] == ["restored", "save"]
+    assert sorted(path.name for path in directory.iterdir() if path.name.startswith("step-")) == ["step-300"]
+    assert list((directory / ".tmp").iterdir()) == []
+    assert list((directory / ".trash").iterdir()) == []
+
+
+@pytest.mark.parametrize("point", [faults.MID_SHARD, faults.BEFORE_FSYNC])
+def test_the_survivor_of_a_peer_killed_while_writing_reports_a_failed_save_and_removes_the_attempt(
+    tmp_path: Path, point: str
+) -> None:
+    ended = processes.run_world(save_two_steps, size=2, directory=tmp_path / "checkpoints", point=point, victim=1)
+    assert ended[0].status == 0, ended[0].errors
+    types = [event[0] for event in ended[0].value["events"]]
+    assert types == ["save", "save_failed"]
+    failure = ended[0].value["events"][1][1]
+    assert failure["failures"] == 1
+    assert failure["reason"]
+    assert ended[0].value["attempts"] == []
+
+
+@pytest.mark.parametrize("point", [faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME])
+def test_a_checkpoint_published_although_a_peer_died_meanwhile_is_reported_as_saved(tmp_path: Path, point: str) -> None:
+    ended = processes.run_world(save_two_steps, size=2, directory=tmp_path / "checkpoints", point=point, victim=1)
+    assert ended[0].status == 0, ended[0].errors
+    assert [event[0] for event in ended[0].value["events"]] == ["save", "save"]

@@ -1,0 +1,536 @@
+"""The policy in a world of one: saving by value, failures, the fence, retention, restoring and falling back."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evergrad_trainer.checkpoint import faults
+from evergrad_trainer.checkpoint.generations import claim_generation
+from evergrad_trainer.checkpoint.manager import Identity
+from evergrad_trainer.errors import CheckpointError, FencedError, SaveError
+
+MakeSolo = Callable[..., Any]
+MakeState = Callable[[int], dict[str, torch.Tensor]]
+
+
+class At:
+    """Runs an action at one point, as often as asked."""
+
+    def __init__(self, point: str, action: Callable[[], object], *, times: int = 1) -> None:
+        self._point, self._action, self._times = point, action, times
+
+    def reached(self, point: str, rank: int) -> None:
+        if point == self._point and self._times > 0:
+            self._times -= 1
+            self._action()
+
+
+def refuse(number: int) -> Callable[[], None]:
+    def action() -> None:
+        raise OSError(number, os.strerror(number))
+
+    return action
+
+
+def flip_bit(path: Path, position: int = 70) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+# Saving
+
+
+def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    solo.save(10)
+    ((type_, fields),) = solo.events
+    assert type_ == "save"
+    assert fields["checkpoint"] == "step-10" and fields["kept"] == 1 and fields["best"] is False
+    assert fields["bytes"] == sum(
+        path.stat().st_size for path in (solo.directory / "step-10").iterdir() if path.name != "manifest.json"
+    )
+    assert fields["blocking_seconds"] > 0 and fields["seconds"] > 0
+    assert solo.manager.published.step == 10
+    assert make_solo().restore() == 10
+
+
+def test_an_asynchronous_save_holds_the_values_of_the_moment_it_was_called(make_solo: MakeSolo, make_state: MakeState) -> None:
+    gate = threading.Event()
+    solo = make_solo(hook=At(faults.MID_SHARD, lambda: gate.wait(30)))
+    state, extra = make_state(10), {"step": 10, "cursor": {"docs": 1}}
+    solo.manager.save(10, state, extra=extra)
+    for value in state.values():
+        value.zero_()
+    extra["cursor"] = {"docs": 2}
+    solo.manager.poll()
+    assert solo.events == []  # still under way
+    gate.set()
+    solo.manager.wait()
+    assert solo.types() == ["save"]
+    loaded = make_state(0)
+    restored = make_solo().manager.restore(loaded)
+    assert restored is not None and restored.extra == {"step": 10, "cursor": {"docs": 1}}
+    assert all(torch.equal(value, make_state(10)[key]) for key, value in loaded.items())
+
+
+def test_poll_reports_a_finished_save_once(make_solo: MakeSolo, make_state: MakeState) -> None:
+    solo = make_solo()
+    solo.manager.save(10, make_state(10), extra={})
+    solo.manager._flight.background.join()
+    solo.manager.poll()
+    solo.manager.poll()
+    assert solo.types() == ["save"]
+
+
+def test_a_second_save_waits_for_the_first(make_solo: MakeSolo, make_state: MakeState) -> None:
+    solo = make_solo(hook=At(faults.BEFORE_FSYNC, lambda: threading.Event().wait(0.2)))
+    solo.manager.save(10, make_state(10), extra={"step": 10})
+    assert solo.manager.save(20, make_state(20), extra={"step": 20}) > 0.1
+    assert solo.types() == ["save"]
+    solo.manager.wait()
+    assert solo.names() == ["step-10", "step-20"]
+
+
+def test_a_synchronous_save_has_ended_when_it_returns(make_solo: MakeSolo, make_state: MakeState) -> None:
+    solo = make_solo(asynchronous=False)
+    seconds = solo.manager.save(10, make_state(10), extra={})
+    assert solo.types() == ["save"]
+    assert solo.events[0][1]["blocking_seconds"] == seconds >= solo.events[0][1]["seconds"]
+
+
+def test_a_state_or_an_extra_that_cannot_be_stored_is_refused_at_the_call(make_solo: MakeSolo, make_state: MakeState) -> None:
+    solo = make_solo()
+    with pytest.raises(TypeError, match=r"optimizer\.lr \(float\)"):
+        solo.manager.save(10, {**make_state(10), "optimizer.lr": 0.1}, extra={})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        solo.manager.save(10, make_state(10), extra={"set": {1}})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        solo.manager.save(10, make_state(10), extra={"loss": float("nan")})
+    solo.save(10)
+    assert solo.types() == ["save"]
+
+
+def test_saving_the_same_state_of_a_step_twice_leaves_one_checkpoint(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    solo.save(10)
+    solo.save(10, best=True)
+    assert solo.names() == ["step-10"]
+    assert solo.types() == ["save", "save"]
+    assert json.loads((solo.directory / "best.json").read_text())["checkpoint"] == "step-10"
+    assert os.listdir(solo.directory / ".tmp") == []
+
+
+def test_another_state_of_a_published_step_gets_a_name_of_its_own_and_the_newest_generation_loads(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
+    make_solo(keep=5).save(10)
+    for _ in range(2):
+        solo = make_solo(keep=5)
+        for extra in ({"attempt": 1}, {"attempt": 2}):
+            solo.manager.save(10, make_state(11), extra=extra, wait=True)
+    assert solo.names() == ["step-10", "step-10.g2", "step-10.g2.2", "step-10.g3", "step-10.g3.2"]
+    restored = make_solo().manager.restore(make_state(0))
+    assert (restored.path.name, restored.generation, restored.extra) == ("step-10.g3.2", 3, {"attempt": 2})
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(make_solo: MakeSolo) -> None:
+    make_solo().save(10)
+    flip_bit(make_solo().directory / "step-10" / "rank-00000.bin")
+    make_solo().save(10)
+    solo = make_solo()
+    assert solo.names() == ["step-10", "step-10.g3"]
+    assert solo.restore() == 10
+
+
+# Failures
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("point", [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME])
+def test_a_disk_that_refuses_fails_the_save_leaves_nothing_behind_and_the_next_save_works(
+    make_solo: MakeSolo, point: str, number: int
+) -> None:
+    make_solo().save(10)
+    solo = make_solo(hook=At(point, refuse(number)))
+    solo.save(20)
+    assert solo.types() == ["save_failed"]
+    assert f"rank 0: [Errno {number}] {os.strerror(number)}" in solo.events[0][1]["reason"]
+    assert solo.events[0][1]["failures"] == 1
+    assert solo.manager.published is None
+    assert solo.names() == ["step-10"] and os.listdir(solo.directory / ".tmp") == []
+    assert make_solo().restore() == 10
+    solo = make_solo()
+    solo.save(20)
+    assert solo.names() == ["step-10", "step-20"]
+
+
+def test_trouble_after_the_rename_does_not_unpublish(make_solo: MakeSolo) -> None:
+    make_solo().save(10)
+    solo = make_solo(keep=1, hook=At(faults.RETENTION, refuse(errno.EIO)))
+    solo.save(20)
+    assert solo.types() == ["save"]
+    assert make_solo().restore() == 20
+
+
+def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_count_again(make_solo: MakeSolo) -> None:
+    solo = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=2), maxFailures=3)
+    solo.save(10)
+    solo.save(20)
+    solo.save(30)
+    assert [fields.get("failures") for _, fields in solo.events] == [1, 2, None]
+    failing = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=9), maxFailures=2)
+    failing.save(40)
+    with pytest.raises(SaveError, match=r"2 saves in a row have failed; the last one: rank 0: .*No space left on device"):
+        failing.save(50)
+    assert failing.types() == ["save_failed", "save_failed"]
+
+
+def test_poll_raises_when_the_last_allowed_failure_comes_in(make_solo: MakeSolo, make_state: MakeState) -> None:
+    solo = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC)), maxFailures=1)
+    solo.manager.save(10, make_state(10), extra={})
+    solo.manager._flight.background.join()
+    with pytest.raises(SaveError):
+        solo.manager.poll()
+
+
+def test_a_directory_that_vanishes_fails_saves_and_does_not_stop_training(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    shutil.rmtree(solo.directory)
+    solo.save(10)
+    solo.manager.poll()
+    assert solo.types() == ["save_failed"]
+    assert "No such file or directory" in solo.events[0][1]["reason"]
+
+
+def test_a_failure_of_the_snapshot_is_a_failed_save(
+    make_solo: MakeSolo, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solo = make_solo()
+
+    def stage(*_: object, **__: object) -> None:
+        raise MemoryError("no memory for the copy")
+
+    monkeypatch.setattr(solo.manager._stager, "stage", stage)
+    solo.save(10)
+    assert solo.events[0][1]["reason"] == "rank 0: no memory for the copy"
+
+
+# The fence
+
+
+def test_the_older_of_two_runs_on_one_directory_cannot_publish(make_solo: MakeSolo) -> None:
+    older = make_solo()
+    older.save(10)
+    newer = make_solo()
+    with pytest.raises(FencedError, match="generation 2 has claimed this run directory"):
+        older.save(20)
+    assert older.types() == ["save", "save_failed"]
+    assert older.names() == ["step-10"] and os.listdir(older.directory / ".tmp") == []
+    newer.save(15)
+    assert newer.names() == ["step-10", "step-15"]
+    with pytest.raises(FencedError):
+        older.save(30)
+
+
+def test_poll_notices_a_newer_claim_without_raising(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    solo.manager.poll()
+    assert not solo.manager.is_fenced()
+    claim_generation(solo.directory)
+    solo.manager.poll()
+    assert not solo.manager.is_fenced()  # it looks every few seconds only
+    solo.manager._next_look = 0.0
+    solo.manager.poll()
+    assert solo.manager.is_fenced()
+    assert "generation 2" in str(solo.manager.fenced_error())
+
+
+@pytest.mark.parametrize("point", [faults.AFTER_SHARDS, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME])
+def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(make_solo: MakeSolo, tmp_path: Path, point: str) -> None:
+    solo = make_solo(hook=At(point, lambda: claim_generation(tmp_path / "checkpoints")))
+    with pytest.raises(FencedError):
+        solo.save(10)
+    assert solo.names() == []
+    assert not (solo.directory / "latest").exists()
+
+
+# Retention
+
+
+def test_only_the_newest_checkpoints_are_kept(make_solo: MakeSolo) -> None:
+    solo = make_solo(keep=2)
+    for step in (10, 20, 30, 40):
+        solo.save(step)
+    assert solo.names() == ["step-30", "step-40"]
+    assert [fields["kept"] for _, fields in solo.events] == [1, 2, 2, 2]
+    assert os.listdir(solo.directory / ".trash") == []
+
+
+def test_the_best_checkpoint_is_kept_until_there_is_a_better_one(make_solo: MakeSolo) -> None:
+    solo = make_solo(keep=1)
+    for step in (10, 20, 30):
+        solo.save(step, best=step == 10)
+    assert solo.names() == ["step-10", "step-30"]
+    again = make_solo(keep=1)
+    assert again.restore() == 30
+    again.save(40, best=True)
+    again.save(50)
+    assert again.names() == ["step-40", "step-50"]
+
+
+def test_the_best_stays_pinned_when_a_kill_came_before_its_pointer(make_solo: MakeSolo) -> None:
+    solo = make_solo(keep=1)
+    solo.save(10, best=True)
+    (solo.directory / "best.json").unlink()
+    solo.save(20)
+    assert solo.names() == ["step-10", "step-20"]
+
+
+def test_damaged_checkpoints_neither_count_nor_are_removed(make_solo: MakeSolo) -> None:
+    solo = make_solo(keep=2)
+    solo.save(10)
+    solo.save(20)
+    os.truncate(solo.directory / "step-20" / "rank-00000.bin", 5)
+    solo.save(30)
+    assert solo.names() == ["step-10", "step-20", "step-30"]
+    assert solo.events[-1][1]["kept"] == 2
+
+
+def test_the_checkpoint_just_published_survives_newer_looking_ones(make_solo: MakeSolo) -> None:
+    make_solo(keep=5).save(90)
+    solo = make_solo(keep=1)
+    solo.save(10)
+    assert solo.names() == ["step-10", "step-90"]
+
+
+def test_a_start_removes_attempts_of_smaller_generations_and_rubbish_only(make_solo: MakeSolo) -> None:
+    first = make_solo()
+    for name in ("step-10.g1.1", "step-10.g2.1", "step-10.g3.1", "notes"):
+        (first.directory / ".tmp" / name).mkdir(parents=True)
+    (first.directory / ".trash" / "step-5").mkdir(parents=True)
+    assert make_solo().restore() is None
+    assert sorted(os.listdir(first.directory / ".tmp")) == ["notes", "step-10.g2.1", "step-10.g3.1"]
+    assert os.listdir(first.directory / ".trash") == []
+
+
+# Restoring
+
+
+def test_a_fresh_directory_restores_nothing(make_solo: MakeSolo) -> None:
+    assert make_solo().restore() is None
+
+
+def test_a_first_save_that_was_killed_is_no_checkpoint(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    (solo.directory / ".tmp" / "step-10.g1.1").mkdir(parents=True)
+    assert make_solo().restore() is None
+
+
+def truncate(directory: Path) -> None:
+    os.truncate(directory / "rank-00000.bin", 100)
+
+
+def flip(directory: Path) -> None:
+    flip_bit(directory / "rank-00000.bin")
+
+
+def remove_shard(directory: Path) -> None:
+    (directory / "rank-00000.bin").unlink()
+
+
+def empty_manifest(directory: Path) -> None:
+    os.truncate(directory / "manifest.json", 0)
+
+
+def garbage_manifest(directory: Path) -> None:
+    (directory / "manifest.json").write_bytes(b"\x00garbage\xff" * 20)
+
+
+def remove_manifest(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+
+
+def flip_table(directory: Path) -> None:
+    flip_bit(directory / "tensors.json")
+
+
+DAMAGE = [
+    (truncate, "file rank-00000.bin: has 100 bytes, 1216 were written"),
+    (flip, "file rank-00000.bin: checksum differs"),
+    (remove_shard, "file rank-00000.bin: is missing"),
+    (empty_manifest, "file manifest.json: is empty"),
+    (garbage_manifest, "file manifest.json: is not a manifest"),
+    (remove_manifest, "file manifest.json: is missing"),
+    (flip_table, "file tensors.json: checksum differs"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE)
+def test_a_damaged_checkpoint_is_quarantined_and_the_older_one_loads(
+    make_solo: MakeSolo, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], None], reason: str
+) -> None:
+    solo = make_solo()
+    solo.save(1000)
+    solo.save(1200)
+    damage(solo.directory / "step-1200")
+    again = make_solo()
+    with caplog.at_level(logging.ERROR):
+        assert again.restore() == 1000
+    (fallback, fields), (restored, _) = again.events
+    assert (fallback, restored) == ("fallback", "restored")
+    assert fields["checkpoint"] == "step-1200" and fields["quarantined_as"] == "quarantine/step-1200"
+    assert fields["reason"].startswith(reason)
+    assert f"fell back from step 1200 ({fields['reason']}) to step 1000, losing 200 steps" in caplog.text
+    assert again.names() == ["step-1000"] and os.listdir(again.directory / "quarantine") == ["step-1200"]
+    assert make_solo().restore() == 1000
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGE)
+def test_if_none_validates_the_run_stops_and_nothing_is_moved(
+    make_solo: MakeSolo, damage: Callable[[Path], None], reason: str
+) -> None:
+    solo = make_solo()
+    for step in (1000, 1200):
+        solo.save(step)
+        damage(solo.directory / f"step-{step}")
+    with pytest.raises(CheckpointError) as caught:
+        make_solo().restore()
+    for step in (1000, 1200):
+        assert f"step-{step}: cannot be loaded; {reason}" in str(caught.value)
+    assert caught.value.exit_code == 64
+    assert solo.names() == ["step-1000", "step-1200"]
+
+
+def test_quarantined_checkpoints_alone_never_lead_to_step_0(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    solo.save(10)
+    (solo.directory / "quarantine").mkdir()
+    (solo.directory / "step-10").rename(solo.directory / "quarantine" / "step-10")
+    with pytest.raises(CheckpointError, match="quarantine/step-10: cannot be loaded; was set aside as damaged"):
+        make_solo().restore()
+
+
+def test_a_checkpoint_is_quarantined_beside_an_earlier_one_of_its_name(make_solo: MakeSolo) -> None:
+    make_solo().save(10)
+    for _ in range(2):
+        solo = make_solo()
+        solo.save(20)
+        flip(solo.directory / "step-20")
+        assert make_solo().restore() == 10
+    assert sorted(os.listdir(solo.directory / "quarantine")) == ["step-20", "step-20~2"]
+
+
+def test_without_checksums_sizes_are_still_checked(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    for step in (10, 20, 30):
+        solo.save(step)
+    truncate(solo.directory / "step-30")
+    flip_table(solo.directory / "step-20")
+    assert make_solo(verify="sizes").restore() == 10
+
+
+@pytest.mark.parametrize(
+    "hint", [b"", b"{}", b"[]", b'{"checkpoint": "step-999"}', b'{"checkpoint": "../step-1"}', b'{"checkpoint": 7}', b"\xff"]
+)
+def test_a_hint_that_points_nowhere_changes_nothing(make_solo: MakeSolo, hint: bytes) -> None:
+    solo = make_solo()
+    solo.save(10)
+    (solo.directory / "latest").write_bytes(hint)
+    assert make_solo().restore() == 10
+
+
+def test_a_stray_file_called_like_a_checkpoint_is_damage(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    solo.save(10)
+    (solo.directory / "step-20").write_text("notes")
+    assert make_solo().restore() == 10
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        (Identity("other", "recipe", "data"), "the run's name is 'run'; this run's is 'other'"),
+        (Identity("run", "changed", "data"), "the recipe's hash is 'recipe'; this run's is 'changed'"),
+        (Identity("run", "recipe", "more"), "the data's fingerprint is 'data'; this run's is 'more'"),
+    ],
+)
+def test_checkpoints_of_another_identity_are_refused_with_both_values(
+    make_solo: MakeSolo, theirs: Identity, message: str
+) -> None:
+    make_solo().save(10)
+    with pytest.raises(CheckpointError, match=message):
+        make_solo(identity=theirs).restore()
+    assert make_solo().restore() == 10
+
+
+def test_a_newer_programs_checkpoint_is_refused_and_not_set_aside(make_solo: MakeSolo) -> None:
+    solo = make_solo()
+    solo.save(10)
+    solo.save(20)
+    path = solo.directory / "step-20" / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 9}))
+    with pytest.raises(CheckpointError, match="has format 9, this program knows up to 1"):
+        make_solo().restore()
+    assert solo.names() == ["step-10", "step-20"]
+
+
+def test_tensors_that_do_not_fit_the_state_are_named(make_solo: MakeSolo, make_state: MakeState) -> None:
+    make_solo().save(10)
+    state = make_state(0)
+    state["model.new"] = torch.zeros(2)
+    state["model.weight"] = torch.zeros(33, 8)
+    state["optimizer.count"] = torch.zeros(5)
+    del state["model.half"]
+    with pytest.raises(CheckpointError) as caught:
+        make_solo().manager.restore(state)
+    text = str(caught.value)
+    assert "tensors are missing; model.new." in text
+    assert "it holds tensors this model does not have; model.half." in text
+    assert "shapes differ; model.weight (stored [33, 7], wanted [33, 8])." in text
+    assert "types differ; optimizer.count (stored torch.int64, wanted torch.float32)." in text
+
+
+def test_parameters_that_want_gradients_are_filled_in_place(make_solo: MakeSolo, make_state: MakeState) -> None:
+    make_solo().save(10)
+    state = make_state(0)
+    parameter = torch.nn.Parameter(torch.zeros(33, 7))
+    state["model.weight"] = parameter
+    make_solo().manager.restore(state)
+    assert torch.equal(parameter.detach(), make_state(10)["model.weight"])
+
+
+# Leaving
+
+
+def test_closing_waits_for_the_save_under_way(make_solo: MakeSolo, make_state: MakeState) -> None:
+    solo = make_solo()
+    solo.manager.save(10, make_state(10), extra={})
+    solo.manager.close()
+    assert solo.types() == ["save"] and solo.names() == ["step-10"]
+
+
+def test_abandoning_reports_a_save_that_ends_in_time_and_leaves_one_that_does_not(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
+    solo = make_solo()
+    solo.manager.save(10, make_state(10), extra={})
+    solo.manager.abandon()
+    assert solo.types() == ["save"]
+    gate = threading.Event()
+    stuck = make_solo(hook=At(faults.MID_SHARD, lambda: gate.wait(30)))
+    stuck.manager.save(20, make_state(20), extra={})
+    flight = stuck.manager._flight
+    stuck.manager.abandon(patience_seconds=0.05)
+    assert stuck.events == []
+    gate.set()
+    flight.background.join()

@@ -1,0 +1,51 @@
+"""Which checkpoints go and which is the best: values in, names out."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evergrad_trainer.checkpoint.layout import Version
+from evergrad_trainer.checkpoint.manifest import Identity, Manifest
+from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
+from evergrad_trainer.checkpoint.store import Candidate
+
+
+def build_candidate(step: int, *, best: bool = False, generation: int = 1) -> Candidate:
+    version = Version(step, generation, step)
+    return Candidate(f"step-{step}", version, Manifest(version, 1, Identity("", "", ""), {}, best, (), {}, 0.0))
+
+
+def test_the_oldest_go_first_and_the_newest_stay() -> None:
+    candidates = [build_candidate(step) for step in (300, 100, 400, 200)]
+    assert choose_removals(candidates, keep=2, pinned=set()) == ["step-100", "step-200"]
+
+
+def test_pinned_checkpoints_stay_and_do_not_take_the_place_of_newer_ones() -> None:
+    candidates = [build_candidate(step) for step in (100, 200, 300, 400)]
+    assert choose_removals(candidates, keep=2, pinned={"step-100"}) == ["step-200"]
+
+
+@given(st.sets(st.integers(1, 50)), st.integers(1, 10), st.sets(st.integers(1, 50)))
+def test_the_newest_and_every_pinned_checkpoint_survive_whatever_is_kept(steps: set[int], keep: int, pins: set[int]) -> None:
+    pinned = {f"step-{step}" for step in pins}
+    removals = choose_removals([build_candidate(step) for step in steps], keep=keep, pinned=pinned)
+    kept = {f"step-{step}" for step in steps} - set(removals)
+    assert {f"step-{step}" for step in sorted(steps)[-keep:]} <= kept
+    assert len(kept - pinned) <= keep
+    assert not pinned & set(removals)
+
+
+def test_the_best_is_the_one_the_pointer_names() -> None:
+    candidates = [build_candidate(step) for step in (100, 200)]
+    assert choose_best(candidates, "step-100") == "step-100"
+    assert choose_best(candidates, None) is None
+    assert choose_best(candidates, "step-50") is None
+
+
+def test_a_newer_checkpoint_saved_as_the_best_outdoes_a_pointer_that_a_kill_left_behind() -> None:
+    candidates = [build_candidate(100, best=True), build_candidate(200, best=True), build_candidate(300)]
+    assert choose_best(candidates, "step-100") == "step-200"
+
+
+def test_a_pointer_to_a_checkpoint_that_was_not_saved_as_the_best_counts() -> None:
+    candidates = [build_candidate(100, best=True), build_candidate(200)]
+    assert choose_best(candidates, "step-200") == "step-200"

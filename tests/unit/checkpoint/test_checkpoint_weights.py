@@ -1,0 +1,100 @@
+"""Checkpoints read from outside their run: weights for another run, plain tensors for export."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evergrad_trainer.checkpoint.manager import Identity
+from evergrad_trainer.checkpoint.weights import find_checkpoint, load_weights, read_plain_state
+from evergrad_trainer.errors import CheckpointError
+
+MakeSolo = Callable[..., Any]
+MakeState = Callable[[int], dict[str, torch.Tensor]]
+
+
+@pytest.fixture
+def run(make_solo: MakeSolo, tmp_path: Path) -> Path:
+    """A run directory with checkpoints of steps 10 and 20."""
+    solo = make_solo(directory=tmp_path / "run" / "checkpoints", identity=Identity("other", "recipe", "data"))
+    solo.save(10)
+    solo.save(20)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(("inner", "step"), [("", 20), ("checkpoints", 20), ("checkpoints/step-10", 10)])
+def test_weights_load_from_a_run_its_checkpoints_or_one_checkpoint(
+    run: Path, make_state: MakeState, inner: str, step: int
+) -> None:
+    state = make_state(0)
+    restored = load_weights(run / inner, state)
+    assert restored.step == step
+    for key, value in state.items():
+        assert torch.equal(value, make_state(step if key.startswith("model.") else 0)[key])
+
+
+def test_a_relative_path_and_a_renamed_copy_of_a_checkpoint_work(
+    run: Path, make_state: MakeState, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run / "checkpoints" / "step-10").rename(run / "mine")
+    monkeypatch.chdir(run / "mine")
+    state = make_state(0)
+    assert load_weights(Path("."), state).step == 10
+    assert torch.equal(read_plain_state(Path("."))["model.weight"], make_state(10)["model.weight"])
+
+
+def test_weights_of_another_precision_are_converted(run: Path, make_state: MakeState) -> None:
+    state = {key: value for key, value in make_state(0).items() if key.startswith("model.")}
+    state["model.weight"] = state["model.weight"].bfloat16()
+    load_weights(run, state)
+    assert torch.equal(state["model.weight"], make_state(20)["model.weight"].bfloat16())
+
+
+def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(run: Path, make_state: MakeState) -> None:
+    os.truncate(run / "checkpoints" / "step-20" / "rank-00000.bin", 1)
+    assert load_weights(run, make_state(0)).step == 10
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-10", "step-20"]
+    with pytest.raises(CheckpointError, match=r"step-20: cannot be loaded; file rank-00000\.bin: has 1 bytes"):
+        load_weights(run / "checkpoints" / "step-20", make_state(0))
+
+
+def test_weights_of_another_model_are_refused_by_name(run: Path, make_state: MakeState) -> None:
+    state = {**make_state(0), "model.head": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"tensors are missing; model\.head"):
+        load_weights(run, state)
+
+
+def test_a_path_without_checkpoints_is_named(tmp_path: Path, make_state: MakeState) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(CheckpointError, match=f"{path}: holds no checkpoint"):
+            load_weights(path, make_state(0))
+        with pytest.raises(CheckpointError, match=f"{path}: holds no checkpoint of step 7"):
+            find_checkpoint(path, step=7)
+
+
+def test_all_tensors_of_a_checkpoint_are_read_whole(run: Path, make_state: MakeState) -> None:
+    state = read_plain_state(run / "checkpoints" / "step-20")
+    assert all(torch.equal(value, state[key]) for key, value in make_state(20).items()) and len(state) == len(make_state(20))
+    assert set(read_plain_state(run / "checkpoints" / "step-20", prefix="model.")) == {
+        "model.weight",
+        "model.half",
+        "model.flags",
+    }
+
+
+def test_a_damaged_checkpoint_is_not_read(run: Path) -> None:
+    os.truncate(run / "checkpoints" / "step-20" / "manifest.json", 9)
+    with pytest.raises(CheckpointError, match=r"step-20: cannot be loaded; file manifest\.json"):
+        read_plain_state(run / "checkpoints" / "step-20")
+
+
+def test_the_newest_valid_checkpoint_or_that_of_a_step_is_found(run: Path) -> None:
+    assert find_checkpoint(run) == run / "checkpoints" / "step-20"
+    assert find_checkpoint(run, step=10) == run / "checkpoints" / "step-10"
+    os.truncate(run / "checkpoints" / "step-20" / "rank-00000.bin", 1)
+    assert find_checkpoint(run) == run / "checkpoints" / "step-10"
+    with pytest.raises(CheckpointError, match="step-20: cannot be loaded"):
+        find_checkpoint(run, step=20)
