@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evergrad_trainer.config.identity import changed_fields, from_wire, problems_of_changes, recipe_of, to_wire
+from evergrad_trainer.config.identity import changed_fields, config_hash, from_wire, problems_of_changes, recipe_of, to_wire
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import Problem, RunDirectoryError, raise_if
@@ -67,13 +67,14 @@ def check_extension(directory: RunDirectory, standing: Standing, *, total_steps:
         )
 
 
-def resolved_record(run: TrainingRun, prepared: Prepared, *, derived: dict[str, Any], config_hash: str, data_fingerprint: str) -> dict[str, Any]:
-    """What ``run.json`` holds."""
+def resolved_record(run: TrainingRun, prepared: Prepared, *, base_directory: str, derived: dict[str, Any], data_fingerprint: str) -> dict[str, Any]:
+    """What ``run.json`` holds. ``base_directory``: where relative paths start, seen from the run directory."""
     return {
         "format": 1,
         "manifest": to_wire(run),
+        "baseDirectory": base_directory,
         "derived": derived,
-        "configHash": config_hash,
+        "configHash": config_hash(run),
         "dataFingerprint": data_fingerprint,
         "prepared": prepared.to_json(),
     }

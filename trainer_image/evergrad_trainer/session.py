@@ -203,7 +203,8 @@ def _announce(session: _Session, machinery: Machinery) -> None:
         return
     plan, progress, world = session.plan, session.progress, session.world
     derived = {_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
-    record = resolved_record(plan.run, plan.prepared, derived=derived, config_hash=config_hash(plan.run), data_fingerprint=session.data.fingerprint)
+    base = os.path.relpath(plan.base_directory, plan.run_directory)
+    record = resolved_record(plan.run, plan.prepared, base_directory=base, derived=derived, data_fingerprint=session.data.fingerprint)
     before = session.directory.read_resolved()
     session.directory.write_resolved(record)
     if session.directory.is_complete():
