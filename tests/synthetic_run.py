@@ -18,18 +18,23 @@ BLOCKING_SECONDS = 0.25
 EVALUATION_SECONDS = 2.0
 
 
+def _noise(seed: float) -> float:
+    """Between -0.5 and 0.5, the same for the same seed."""
+    return (math.sin(seed * 12.9898) * 43758.5453) % 1.0 - 0.5
+
+
 def step_record(step: int, **changes: Any) -> StepRecord:
     """A plausible row; the loss falls and wobbles as a pure function of the step."""
     values: dict[str, Any] = {
         "step": step,
         "generation": 1,
         "world_size": 2,
-        "loss": 2.1 + 3.4 * math.exp(-step / 60) + 0.12 * math.sin(step * 12.9898),
+        "loss": 2.1 + 3.4 * math.exp(-step / 60) + 0.3 * _noise(step),
         "tokens": 8192,
         "valid_tokens": 8192 - step % 7,
         "sample_hash": f"{(step * 0x9E3779B97F4A7C15) % 2**64:016x}",
         "learning_rate": 1e-3 * min(1.0, step / 20),
-        "grad_norm": 0.6 + 0.2 * math.cos(step * 4.1),
+        "grad_norm": 0.6 + 0.4 * _noise(step + 0.5),
         "step_seconds": STEP_SECONDS,
         "data_seconds": 0.002,
         "forward_backward_seconds": 0.4,

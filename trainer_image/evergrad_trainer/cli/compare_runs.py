@@ -1,0 +1,160 @@
+"""``evergrad compare-runs``: were two runs trained on the same samples, with the same losses?"""
+
+import argparse
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.errors import InputError, Problem
+
+if TYPE_CHECKING:
+    from evergrad_trainer.observers.history import History
+    from evergrad_trainer.report.compare import Comparison, Difference, Repeats, Rules
+
+NAME = "compare-runs"
+HELP = "compare two runs step by step: samples, losses, tokens, learning rates, evaluations"
+EXAMPLES = """\
+  evergrad compare-runs runs/a runs/b                     # losses within 1e-5 of each other
+  evergrad compare-runs runs/a runs/b --exact             # bit by bit, gradient norms too
+  evergrad compare-runs runs/a runs/b --steps 100:200 --tolerance 1e-3
+  evergrad compare-runs runs/a runs/b --json
+
+The last row of a step counts. Exit codes: 0 the same steps, on equal samples, with agreeing values; 1 they differ;
+64 unusable input."""
+
+DIFFERENT = 1
+_MOST_SHOWN = 8
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two runs and how closely they must agree."""
+    parser.add_argument("a", type=Path, metavar="A", help="run directory")
+    parser.add_argument("b", type=Path, metavar="B", help="run directory")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of losses (default: 1e-5)")
+    parser.add_argument("--exact", action="store_true", help="losses, gradient norms and learning rates must be equal bit by bit")
+    parser.add_argument("--steps", metavar="FROM:TO", help="compare only these steps, both included; either may be left out")
+    parser.add_argument("--json", action="store_true", help="print the comparison as one JSON document")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Compare and print. Raises InputError (exit 64) for unusable arguments and files; never for runs that differ."""
+    from evergrad_trainer.report.compare import compare
+    from evergrad_trainer.run_directory import dumps_strict
+
+    rules = _rules(args)
+    comparison = compare(_read(args.a), _read(args.b), rules)
+    if not (comparison.num_compared or comparison.only_in_a or comparison.only_in_b):
+        where = f"--steps {args.steps}" if args.steps else "both runs"
+        raise InputError(Problem(where, "there is no step to compare", "", "Compare runs that have trained these steps"))
+    if args.json:
+        print(dumps_strict(_as_json(args, rules, comparison), indent=2))
+    else:
+        print("\n".join(_as_text(args, rules, comparison)))
+    return int(ExitCode.DONE) if comparison.is_equal else DIFFERENT
+
+
+def _rules(args: argparse.Namespace) -> "Rules":
+    from evergrad_trainer.report.compare import Rules
+
+    if not (math.isfinite(args.tolerance) and args.tolerance >= 0):
+        raise InputError(Problem("--tolerance", f"{args.tolerance} is not a finite number of at least 0", "", "Use e.g. 1e-5"))
+    if args.steps is None:
+        return Rules(args.tolerance, args.exact)
+    first, colon, last = args.steps.partition(":")
+    bounds = [int(text) if text.strip().isdecimal() else None for text in (first, last)]
+    is_wrong = any(text.strip() and bound is None for text, bound in zip((first, last), bounds, strict=True))
+    if not colon or is_wrong or bounds == [None, None] or (None not in bounds and bounds[0] > bounds[1]):  # type: ignore[operator]
+        raise InputError(
+            Problem("--steps", f"{args.steps!r} is no range of steps", "", "Use FROM:TO, e.g. 100:200, 100: or :200")
+        )
+    return Rules(args.tolerance, args.exact, first=bounds[0], last=bounds[1])
+
+
+def _read(path: Path) -> "History":
+    from evergrad_trainer.observers.history import read_history
+    from evergrad_trainer.run_directory import RunDirectory
+
+    directory = RunDirectory(path)
+    directory.require_run()
+    if not directory.metrics.exists():
+        raise InputError(
+            Problem(str(directory.metrics), "does not exist", "the run has not trained a step", "Compare runs that have")
+        )
+    return read_history(directory)
+
+
+def _as_json(args: argparse.Namespace, rules: "Rules", comparison: "Comparison") -> dict[str, Any]:
+    return {
+        "equal": comparison.is_equal,
+        "a": str(args.a),
+        "b": str(args.b),
+        "tolerance": None if rules.exact else rules.tolerance,
+        "exact": rules.exact,
+        "steps": {"compared": comparison.num_compared, "first": comparison.first_step, "last": comparison.last_step},
+        "differences": [difference.__dict__ for difference in comparison.differences],
+        "steps_only_in_a": comparison.only_in_a,
+        "steps_only_in_b": comparison.only_in_b,
+        "evaluations": {
+            "compared": comparison.evaluations_compared,
+            "only_in_a": comparison.evaluations_only_in_a,
+            "only_in_b": comparison.evaluations_only_in_b,
+        },
+        "repeated_steps": {"a": comparison.repeats_a.__dict__, "b": comparison.repeats_b.__dict__},
+    }
+
+
+def _as_text(args: argparse.Namespace, rules: "Rules", comparison: "Comparison") -> Iterable[str]:
+    yield f"A  {args.a}"
+    yield f"B  {args.b}"
+    span = f", {comparison.first_step:,} to {comparison.last_step:,}" if comparison.first_step is not None else ""
+    evaluations = _number(comparison.evaluations_compared, "evaluation")
+    yield f"   {_number(comparison.num_compared, 'step')} compared{span}, and {evaluations}"
+    for name, repeats in (("A", comparison.repeats_a), ("B", comparison.repeats_b)):
+        yield from _repeats(name, repeats)
+    for name, missing in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
+        if missing:
+            yield f"differs  steps only in {name}: {_ranges(missing)}"
+    for name, keys in (("A", comparison.evaluations_only_in_a), ("B", comparison.evaluations_only_in_b)):
+        if keys:
+            shown = _shortened([f"{where} at {step:,}" for step, where in keys])
+            yield f"differs  evaluations only in {name}: {shown}"
+    yield from (_difference(difference) for difference in sorted(comparison.differences, key=lambda one: not one.counts))
+    yield _verdict(rules, comparison)
+
+
+def _verdict(rules: "Rules", comparison: "Comparison") -> str:
+    if not comparison.is_equal:
+        return "The runs differ."
+    how = "bit by bit" if rules.exact else f"within {rules.tolerance:g} relative"
+    return f"The runs agree: equal samples in every step, losses equal {how}."
+
+
+def _difference(difference: "Difference") -> str:
+    what = f"{difference.where}: {difference.field}" if difference.where else difference.field
+    relative = difference.largest_relative
+    size = f", at most {relative:.3g} relative" if relative is not None and math.isfinite(relative) else ""
+    kind = "differs" if difference.counts else "  note "
+    many = _number(difference.num_steps, "step")
+    return f"{kind}  {what}: first at step {difference.first_step:,} (A {difference.a!r}, B {difference.b!r}); {many}{size}"
+
+
+def _repeats(name: str, repeats: "Repeats") -> Iterable[str]:
+    if repeats.num_steps:
+        others = repeats.num_with_other_samples
+        same = f"{_number(others, 'step')} of them on other samples" if others else "each time on the same samples"
+        yield f"   {name} trained {_number(repeats.num_steps, 'step')} more than once: {_ranges(repeats.ranges)}; {same}"
+
+
+def _ranges(found: Sequence[tuple[int, int]]) -> str:
+    return _shortened([f"{first:,}" if first == last else f"{first:,} to {last:,}" for first, last in found])
+
+
+def _shortened(texts: Sequence[str]) -> str:
+    rest = f" and {len(texts) - _MOST_SHOWN} more" if len(texts) > _MOST_SHOWN else ""
+    return ", ".join(texts[:_MOST_SHOWN]) + rest
+
+
+def _number(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,62 @@
+"""``evergrad report``: write report.html and report.md of a run, finished or not."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evergrad_coordinator.contract import ExitCode
+
+if TYPE_CHECKING:
+    from evergrad_trainer.report.build import ReportPaths
+
+NAME = "report"
+HELP = "write a run's report: one HTML file with plots, and the same facts as Markdown"
+EXAMPLES = """\
+  evergrad report runs/docs-lm
+  evergrad report runs/docs-lm --output /tmp/docs-lm
+  evergrad report runs/docs-lm --json | jq .goodput.ratio"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The run and where its report goes."""
+    parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: the run directory)")
+    parser.add_argument("--json", action="store_true", help="print the paths and the run's figures as one JSON document")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Write both files. Raises RunDirectoryError for what is no run directory or cannot be read or written."""
+    # Plots take a second to import; --help should not.
+    from evergrad_trainer.report.build import write_report
+    from evergrad_trainer.run_directory import dumps_strict
+
+    paths = write_report(args.run, output=args.output)
+    if args.json:
+        print(dumps_strict(_summary(paths), indent=2))
+    else:
+        print(f"report: {paths.html}")
+        print(f"        {paths.markdown}")
+    return int(ExitCode.DONE)
+
+
+def _summary(paths: "ReportPaths") -> dict[str, Any]:
+    facts, goodput = paths.facts, paths.facts.goodput
+    steps = facts.steps
+    return {
+        "html": str(paths.html),
+        "markdown": str(paths.markdown),
+        "run": facts.name,
+        "status": facts.status.label,
+        "step": int(steps.step[-1]) if len(steps) else 0,
+        "loss": float(steps.loss[-1]) if len(steps) else None,
+        "tokens": int(steps.tokens.sum()),
+        "evaluations": [dict(one.__dict__) for one in facts.history.evaluations],
+        "goodput": {
+            "ratio": goodput.ratio,
+            "elapsed_seconds": goodput.elapsed_seconds,
+            "productive_seconds": goodput.productive_seconds,
+            "lost_seconds": goodput.lost_seconds,
+        },
+        "restarts": [dict(restart.__dict__) for restart in goodput.restarts],
+        "warnings": list(facts.warnings),
+    }

@@ -1,0 +1,219 @@
+"""Compares two runs step by step: same samples, same losses, same everything that belongs to the recipe. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.observers.history import History, Reals, StepTable
+from evergrad_trainer.records import EvaluationRecord
+
+Mask = npt.NDArray[np.bool_]
+
+_RECIPE_COUNTS = ("tokens", "valid_tokens")
+_INFORMATIONAL = ("world_size", "generation")
+_COLUMNS = ("sample_hash", "loss", "learning_rate", *_RECIPE_COUNTS, "grad_norm", *_INFORMATIONAL)
+"""In the order in which differences are told."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``tolerance``: relative, of losses and learning rates. ``exact``: these and gradient norms must be equal bit by bit.
+
+    ``first`` and ``last``: compare only these steps, both included.
+    """
+
+    tolerance: float = 1e-5
+    exact: bool = False
+    first: int | None = None
+    last: int | None = None
+
+    def includes(self, step: Any) -> Any:
+        """Whether a step (or each of an array) is compared."""
+        low = -(2**62) if self.first is None else self.first
+        high = 2**62 if self.last is None else self.last
+        return (step >= low) & (step <= high)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One column that differs. ``a`` and ``b``: the values at the first step that differs.
+
+    ``counts``: whether it makes the runs differ; otherwise it is only told.
+    """
+
+    field: str
+    counts: bool
+    num_steps: int
+    first_step: int
+    a: Any
+    b: Any
+    largest_relative: float | None
+    where: str = ""
+    """Name of the evaluation set; empty for training steps."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Steps a run has trained more than once. ``ranges``: first and last step, both included."""
+
+    num_steps: int
+    ranges: tuple[tuple[int, int], ...]
+    num_with_other_samples: int
+    """How many of them were not trained on the same samples each time."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What differs between two runs."""
+
+    num_compared: int
+    first_step: int | None
+    last_step: int | None
+    differences: tuple[Difference, ...]
+    only_in_a: tuple[tuple[int, int], ...]
+    only_in_b: tuple[tuple[int, int], ...]
+    evaluations_compared: int
+    evaluations_only_in_a: tuple[tuple[int, str], ...]
+    evaluations_only_in_b: tuple[tuple[int, str], ...]
+    repeats_a: Repeats
+    repeats_b: Repeats
+
+    @property
+    def is_equal(self) -> bool:
+        """Same steps on the same samples with agreeing values, and the same evaluations."""
+        missing = (self.only_in_a, self.only_in_b, self.evaluations_only_in_a, self.evaluations_only_in_b)
+        return not any(missing) and not any(difference.counts for difference in self.differences)
+
+
+def compare(a: History, b: History, rules: Rules) -> Comparison:
+    """Align by step, the last row of each counting, and compare."""
+    left, right = (_counting(run.steps, rules) for run in (a, b))
+    common, of_left, of_right = np.intersect1d(left.step, right.step, assume_unique=True, return_indices=True)
+    left_common, right_common = left.take(of_left), right.take(of_right)
+    evaluations_a, evaluations_b = (_evaluations(run.evaluations, rules) for run in (a, b))
+    shared = [key for key in evaluations_a if key in evaluations_b]
+    return Comparison(
+        num_compared=len(common),
+        first_step=int(common[0]) if len(common) else None,
+        last_step=int(common[-1]) if len(common) else None,
+        differences=(
+            *_step_differences(left_common, right_common, rules),
+            *_evaluation_differences([(evaluations_a[key], evaluations_b[key]) for key in shared], rules),
+        ),
+        only_in_a=ranges(np.setdiff1d(left.step, common)),
+        only_in_b=ranges(np.setdiff1d(right.step, common)),
+        evaluations_compared=len(shared),
+        evaluations_only_in_a=tuple(key for key in evaluations_a if key not in evaluations_b),
+        evaluations_only_in_b=tuple(key for key in evaluations_b if key not in evaluations_a),
+        repeats_a=_repeats(a.steps, rules),
+        repeats_b=_repeats(b.steps, rules),
+    )
+
+
+def _counting(steps: StepTable, rules: Rules) -> StepTable:
+    last = steps.take(steps.last_rows())
+    return last.take(rules.includes(last.step))
+
+
+def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Difference]:
+    by_tolerance = {name: _disagree(getattr(a, name), getattr(b, name), rules) for name in ("loss", "learning_rate", "grad_norm")}
+    exactly = {name: getattr(a, name) != getattr(b, name) for name in ("sample_hash", *_RECIPE_COUNTS, *_INFORMATIONAL)}
+    only_told = set(_INFORMATIONAL) if rules.exact else {"grad_norm", *_INFORMATIONAL}
+    masks = by_tolerance | exactly
+    found = (_differing(name, a, b, masks[name], counts=name not in only_told) for name in _COLUMNS)
+    return [difference for difference in found if difference is not None]
+
+
+def _disagree(a: Reals, b: Reals, rules: Rules) -> Mask:
+    """Where two columns differ: bit by bit, or by more than the tolerance relative to the larger. Not a number equals itself."""
+    both_nan = np.isnan(a) & np.isnan(b)
+    if rules.exact:
+        return np.asarray((a.view(np.uint64) != b.view(np.uint64)) & ~both_nan)
+    with np.errstate(invalid="ignore"):
+        agrees = (a == b) | (np.abs(a - b) <= rules.tolerance * np.maximum(np.abs(a), np.abs(b)))
+    # An infinite value is within any tolerance of nothing but itself.
+    agrees &= (a == b) | (np.isfinite(a) & np.isfinite(b))
+    return np.asarray(~agrees & ~both_nan)
+
+
+def _differing(name: str, a: StepTable, b: StepTable, mask: Mask, *, counts: bool) -> Difference | None:
+    rows = np.nonzero(mask)[0]
+    if not len(rows):
+        return None
+    left, right = getattr(a, name), getattr(b, name)
+    first = [column[rows[0]].item() for column in (left, right)]
+    shown = [f"{value:016x}" if name == "sample_hash" else value for value in first]
+    return Difference(
+        field=name,
+        counts=counts,
+        num_steps=len(rows),
+        first_step=int(a.step[rows[0]]),
+        a=shown[0],
+        b=shown[1],
+        largest_relative=_largest_relative(left[rows], right[rows]) if left.dtype == np.float64 else None,
+    )
+
+
+def _largest_relative(a: Reals, b: Reals) -> float:
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
+    finite = relative[np.isfinite(relative)]
+    return float(finite.max()) if len(finite) else float("nan")
+
+
+def _evaluations(evaluations: Sequence[EvaluationRecord], rules: Rules) -> dict[tuple[int, str], EvaluationRecord]:
+    """The last row of each step and set, in order."""
+    last = {(one.step, one.name): one for one in evaluations if rules.includes(one.step)}
+    return {key: last[key] for key in sorted(last)}
+
+
+def _evaluation_differences(pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules) -> list[Difference]:
+    found = []
+    for name in dict.fromkeys(a.name for a, _ in pairs):
+        own = [(a, b) for a, b in pairs if a.name == name]
+        losses = [np.array([one.loss for one in side], np.float64) for side in zip(*own, strict=True)]
+        found.append(_differing_evaluations("loss", own, list(_disagree(losses[0], losses[1], rules)), name))
+        found.append(_differing_evaluations("tokens", own, [a.tokens != b.tokens for a, b in own], name))
+    return [difference for difference in found if difference is not None]
+
+
+def _differing_evaluations(
+    field: str, pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], differs: Sequence[bool], name: str
+) -> Difference | None:
+    bad = [pair for pair, is_bad in zip(pairs, differs, strict=True) if is_bad]
+    if not bad:
+        return None
+    values = [np.array([getattr(one, field) for one in side], np.float64) for side in zip(*bad, strict=True)]
+    return Difference(
+        field=field,
+        counts=True,
+        num_steps=len(bad),
+        first_step=bad[0][0].step,
+        a=getattr(bad[0][0], field),
+        b=getattr(bad[0][1], field),
+        largest_relative=_largest_relative(values[0], values[1]) if field == "loss" else None,
+        where=name,
+    )
+
+
+def _repeats(steps: StepTable, rules: Rules) -> Repeats:
+    inside = steps.take(rules.includes(steps.step)) if len(steps) else steps
+    numbers, counts = np.unique(inside.step, return_counts=True)
+    repeated = numbers[counts > 1]
+    rows = np.isin(inside.step, repeated)
+    hashes: dict[int, set[int]] = {}
+    for step, sample_hash in zip(inside.step[rows].tolist(), inside.sample_hash[rows].tolist(), strict=True):
+        hashes.setdefault(step, set()).add(sample_hash)
+    others = sum(len(found) > 1 for found in hashes.values())
+    return Repeats(num_steps=len(repeated), ranges=ranges(repeated), num_with_other_samples=others)
+
+
+def ranges(steps: npt.NDArray[np.int64]) -> tuple[tuple[int, int], ...]:
+    """``[1, 2, 3, 7]`` → ``((1, 3), (7, 7))``."""
+    if not len(steps):
+        return ()
+    parts = np.split(steps, np.nonzero(np.diff(steps) != 1)[0] + 1)
+    return tuple((int(part[0]), int(part[-1])) for part in parts)

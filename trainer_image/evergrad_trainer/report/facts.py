@@ -1,0 +1,267 @@
+"""Gathers what a report says from a run directory. Both renderers show these facts and compute nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import yaml
+
+from evergrad_trainer.observers.accounting import Goodput, account
+from evergrad_trainer.observers.formatting import count, duration, percent, real, short_count, size, utc
+from evergrad_trainer.observers.history import History, StepTable, read_history
+from evergrad_trainer.provenance.record import read_processes
+from evergrad_trainer.provenance.redaction import hide_home
+from evergrad_trainer.records import EventType
+from evergrad_trainer.report.tables import (
+    CAUSE_TEXTS,
+    ENDING_TEXTS,
+    Table,
+    best_evaluations,
+    checkpoint_table,
+    evaluation_table,
+    last_evaluations,
+    restart_table,
+    warnings_of,
+)
+from evergrad_trainer.run_directory import RunDirectory
+
+FINAL_LOSS_STEPS = 20
+"""The final training loss is also given as a mean of this many steps: a single step's is noise."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """``tone``: good, bad, warn or quiet."""
+
+    label: str
+    tone: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of the summary. ``note``: what it means or is made of."""
+
+    title: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Share:
+    """Time that went to one cause. ``ratio``: of the elapsed time."""
+
+    cause: str
+    text: str
+    seconds: float
+    ratio: float
+    duration: str
+    percent: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything a report shows besides its plots."""
+
+    name: str
+    subtitle: tuple[str, ...]
+    status: Status
+    figures: tuple[Figure, ...]
+    shares: tuple[Share, ...]
+    evaluations: Table
+    checkpoints: Table
+    restarts: Table
+    warnings: tuple[str, ...]
+    environment: tuple[tuple[str, str], ...]
+    configuration: str
+    goodput: Goodput
+    steps: StepTable
+    """The rows that count, in order of the steps."""
+    superseded: StepTable
+    """The others, in the order of the file."""
+    history: History
+
+
+def gather_facts(directory: RunDirectory) -> Facts:
+    """Read everything. Raises RunDirectoryError for files that are no run's; a run without steps is fine."""
+    directory.require_run()
+    history = read_history(directory)
+    goodput = account(history.steps, history.events, history.evaluations)
+    counting, superseded = _split(history.steps)
+    resolved = directory.read_resolved() or {}
+    started = _started(history, resolved)
+    evaluations = last_evaluations(history.evaluations)
+    return Facts(
+        name=str(started.get("run") or directory.path.resolve().name),
+        subtitle=_subtitle(started, goodput),
+        status=_status(goodput, is_complete=directory.is_complete(), step=_current_step(history.steps)),
+        figures=_figures(history, counting, goodput, started),
+        shares=_shares(goodput),
+        evaluations=evaluation_table(evaluations),
+        checkpoints=checkpoint_table(history.events),
+        restarts=restart_table(goodput),
+        warnings=warnings_of(history, goodput),
+        environment=_environment(read_processes(directory)),
+        configuration=_as_yaml(resolved.get("manifest", resolved)),
+        goodput=goodput,
+        steps=counting,
+        superseded=superseded,
+        history=history,
+    )
+
+
+def _current_step(steps: StepTable) -> int:
+    return int(steps.step[-1]) if len(steps) else 0
+
+
+def _split(steps: StepTable) -> tuple[StepTable, StepTable]:
+    """The rows that count and the rest. Rows beyond the newest row's step were lost in a kill and will be trained again."""
+    last = steps.last_rows()
+    last = last[steps.step[last] <= _current_step(steps)]
+    is_counting = np.zeros(len(steps), np.bool_)
+    is_counting[last] = True
+    return steps.take(last), steps.take(~is_counting)
+
+
+def _started(history: History, resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of the newest start event, with the manifest's where it has none."""
+    starts = [event.fields for event in history.events if event.type == EventType.START]
+    training = _dig(resolved, "manifest", "spec", "training")
+    from_manifest = {
+        "run": _dig(resolved, "manifest", "metadata", "name"),
+        "model": _dig(training, "model", "config", "model_type") or _dig(training, "model", "path"),
+        "precision": _dig(training, "runtime", "precision"),
+        "parallelism": _dig(training, "runtime", "parallelism"),
+        "total_steps": _dig(resolved, "derived", "totalSteps"),
+    }
+    return {key: value for key, value in from_manifest.items() if value is not None} | (starts[-1] if starts else {})
+
+
+def _dig(value: Any, *keys: str) -> Any:
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _subtitle(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:
+    parameters, processes = started.get("parameters"), started.get("world_size")
+    facts = [
+        str(started["model"]) if started.get("model") else "",
+        f"{short_count(parameters)} parameters" if isinstance(parameters, int) else "",
+        str(started.get("precision") or ""),
+        str(started.get("parallelism") or ""),
+        f"{processes} process{'es' if processes != 1 else ''}" if isinstance(processes, int) else "",
+    ]
+    if goodput.processes:
+        facts.append(f"{utc(goodput.processes[0].begin)} – {utc(max(one.end for one in goodput.processes))} UTC")
+    return tuple(fact for fact in facts if fact)
+
+
+def _status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
+    if is_complete:
+        return Status("Complete", "good", f"reached step {count(step)}")
+    if not goodput.processes:
+        return Status("Not started", "quiet", "no process has written anything yet")
+    last = goodput.processes[-1]
+    if last.ended == "failed":
+        return Status("Failed", "bad", last.detail)
+    if last.ended == "running or killed":
+        return Status("No end recorded", "quiet", f"running, or killed; last sign at {utc(last.end)} UTC, step {count(step)}")
+    return Status("Stopped", "warn", f"{ENDING_TEXTS.get(last.ended, last.ended)} after step {count(step)}")
+
+
+def _figures(history: History, steps: StepTable, goodput: Goodput, started: Mapping[str, Any]) -> tuple[Figure, ...]:
+    total = started.get("total_steps")
+    step = count(_current_step(history.steps))
+    figures = [
+        Figure("Steps", step, f"of {count(total)}" if isinstance(total, int) else "finished"),
+        _loss_figure(steps),
+        *_evaluation_figures(history),
+        Figure("Tokens", short_count(steps.tokens.sum()), f"{count(steps.valid_tokens.sum())} of them carried a loss"),
+        _speed_figure(steps),
+        Figure("Wall time", duration(goodput.elapsed_seconds), f"{duration(goodput.productive_seconds)} in steps that were kept"),
+        Figure("Goodput", percent(goodput.ratio), "of the time went into steps that were kept"),
+        _restart_figure(goodput),
+    ]
+    return tuple(figures)
+
+
+def _loss_figure(steps: StepTable) -> Figure:
+    if not len(steps):
+        return Figure("Training loss", "–", "no step yet")
+    recent = steps.loss[-FINAL_LOSS_STEPS:]
+    recent = recent[np.isfinite(recent)]
+    last = real(float(steps.loss[-1]))
+    if len(recent) < 2:
+        return Figure("Training loss", last, "of the last step")
+    return Figure("Training loss", real(float(recent.mean())), f"mean of the last {len(recent)} steps; the last is {last}")
+
+
+def _evaluation_figures(history: History) -> list[Figure]:
+    """The newest loss of each set, at most four of them."""
+    best = best_evaluations(history.evaluations)
+    newest = {one.name: one for one in last_evaluations(history.evaluations)}
+    figures = []
+    for name, one in list(newest.items())[:4]:
+        note = f"perplexity {real(one.perplexity, 2)}"
+        if name in best and best[name].step != one.step:
+            note += f"; best {real(best[name].loss)} at step {count(best[name].step)}"
+        figures.append(Figure(f"{name} loss", real(one.loss), note))
+    return figures
+
+
+def _speed_figure(steps: StepTable) -> Figure:
+    seconds = float(np.nansum(steps.step_seconds))
+    if not seconds > 0:
+        return Figure("Tokens per second", "–", "no step yet")
+    median = duration(float(np.nanmedian(steps.step_seconds)))
+    return Figure("Tokens per second", short_count(float(steps.tokens.sum()) / seconds), f"while training; a step takes {median}")
+
+
+def _restart_figure(goodput: Goodput) -> Figure:
+    causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in goodput.restarts_by_cause.items()]
+    repeated = sum(restart.repeated_steps for restart in goodput.restarts)
+    note = ", ".join(causes) + f"; {count(repeated)} step{'' if repeated == 1 else 's'} lost" if causes else "trained in one go"
+    return Figure("Restarts", count(len(goodput.restarts)), note)
+
+
+def _shares(goodput: Goodput) -> tuple[Share, ...]:
+    """Productive time first, then what was lost, the largest part first; causes that took nothing are left out."""
+    elapsed = goodput.elapsed_seconds
+    lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
+    parts = [("productive", goodput.productive_seconds), *((cause, seconds) for cause, seconds in lost if seconds > 0)]
+    return tuple(
+        Share(cause, CAUSE_TEXTS[cause], seconds, seconds / elapsed, duration(seconds), percent(seconds / elapsed))
+        for cause, seconds in parts
+        if elapsed > 0
+    )
+
+
+def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """The newest process's provenance, as rows."""
+    if not processes:
+        return ()
+    entry = processes[-1]
+    versions, hardware, git = (_mapping(entry.get(key)) for key in ("versions", "hardware", "git"))
+    memory = hardware.get("memory_bytes")
+    commit = str(git.get("commit") or "")
+    rows = [
+        ("Command", entry.get("command")),
+        ("Seed", entry.get("seed")),
+        *((key.capitalize(), versions.get(key)) for key in ("evergrad", "torch", "transformers", "python", "platform")),
+        ("Commit", commit + (" with changes" if git.get("has_changes") else "")),
+        ("CPU", hardware.get("cpu")),
+        ("Cores", hardware.get("usable_cores")),
+        ("Memory", size(memory) if isinstance(memory, int) else None),
+        ("Accelerators", ", ".join(map(str, hardware.get("gpus") or [])) or "none"),
+    ]
+    return tuple((title, hide_home(str(value))) for title, value in rows if value not in (None, ""))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _as_yaml(value: Any) -> str:
+    return hide_home(yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=110)) if value else ""

@@ -1,0 +1,65 @@
+"""Renders the report as Markdown: the same facts, for terminals, diffs and issue trackers."""
+
+import re
+from collections.abc import Sequence
+
+from evergrad_trainer import __version__
+from evergrad_trainer.report.facts import Facts
+from evergrad_trainer.report.tables import Table
+
+_SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
+_MARKUP = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
+
+
+def escape(text: str) -> str:
+    """``text`` as plain words on one line, whatever it contains."""
+    return _SPECIAL.sub(r"\\\1", " ".join(text.split()).translate(_MARKUP))
+
+
+def render_markdown(facts: Facts, *, created: str) -> str:
+    """The text, ending in a newline."""
+    parts = [
+        f"# {escape(facts.name)}",
+        f"**{escape(facts.status.label)}**: {escape(facts.status.detail)}",
+        " · ".join(map(escape, facts.subtitle)),
+        _table(("", "", ""), [(figure.title, figure.value, figure.note) for figure in facts.figures], right={1}),
+    ]
+    if facts.warnings:
+        parts += ["## Worth knowing", "\n".join(f"- {escape(warning)}" for warning in facts.warnings)]
+    if facts.shares:
+        rows = [(share.text, share.duration, share.percent) for share in facts.shares]
+        parts += ["## Where the time went", _table(("Spent on", "Time", "Share"), rows, right={1, 2})]
+    for title, table, empty in (
+        ("Evaluations", facts.evaluations, "Nothing was evaluated."),
+        ("Checkpoints", facts.checkpoints, "No checkpoint has been published yet."),
+        ("Restarts", facts.restarts, "None: the run was trained in one go."),
+    ):
+        parts += [f"## {title}", _render(table) if table.rows else empty]
+    if facts.environment:
+        parts += ["## Environment", _table(("", ""), facts.environment, right=set())]
+    if facts.configuration:
+        parts += ["## Resolved configuration", _fenced(facts.configuration)]
+    parts.append(f"Written by evergrad {__version__} on {created} UTC. Loss is in nats per token; the last row of a step counts.")
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _render(table: Table) -> str:
+    rows = list(table.rows)
+    if table.left_out:
+        note = f"… {table.left_out:,} rows are left out here"
+        rows.insert(table.gap, (note, *[""] * (len(table.titles) - 1)))
+    right = {index for index, title in enumerate(table.titles) if title in table.numeric}
+    return _table(table.titles, rows, right=right)
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: set[int]) -> str:
+    rule = ["---:" if index in right else "---" for index in range(len(titles))]
+    lines = [[escape(title) for title in titles], rule, *([escape(cell) for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _fenced(text: str) -> str:
+    """A code block whose fence is longer than any run of backticks inside."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}yaml\n{text.rstrip()}\n{fence}"

@@ -1,0 +1,73 @@
+"""Thins curves out for drawing: a million steps become a few hundred points that look the same. Pure."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Reals = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points to connect; a y that is not a number breaks the line."""
+
+    x: Reals
+    y: Reals
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+
+def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
+    """Every point, or the lowest and the highest of each of ``points`` / 2 spans: no spike disappears."""
+    if len(x) <= points:
+        return Curve(x.astype(np.float64), y)
+    picked: list[int] = []
+    for begin, end in _spans(len(x), points // 2):
+        part = y[begin:end]
+        if np.isnan(part).all():
+            picked.append(begin)
+            continue
+        picked.extend(sorted({begin + int(np.nanargmin(part)), begin + int(np.nanargmax(part))}))
+    return Curve(x[picked].astype(np.float64), y[picked])
+
+
+def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
+    """Every point, or the mean of each of ``points`` spans at its middle; values that are no numbers are left out."""
+    if len(x) <= points:
+        return Curve(x.astype(np.float64), y)
+    spans = _spans(len(x), points)
+    middles = np.array([float(x[begin:end].mean()) for begin, end in spans])
+    return Curve(middles, np.array([_mean(y[begin:end]) for begin, end in spans]))
+
+
+def _mean(values: Reals) -> float:
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else float("nan")
+
+
+def _spans(length: int, number: int) -> list[tuple[int, int]]:
+    edges = np.linspace(0, length, min(number, length) + 1).astype(np.int64)
+    return [(int(begin), int(end)) for begin, end in pairwise(edges)]
+
+
+def smooth(y: Reals, window: int) -> Reals:
+    """Mean of the ``window`` values around each, fewer at the ends, of those that are finite. Centred, so it does not lag."""
+    is_finite = np.isfinite(y)
+    # In long doubles, so that one huge value does not blur all sums after it.
+    sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, y, 0.0), dtype=np.longdouble)])
+    counts = np.concatenate([[0], np.cumsum(is_finite)])
+    places = np.arange(len(y))
+    begins, ends = np.maximum(0, places - window // 2), np.minimum(len(y), places + window // 2 + 1)
+    number = counts[ends] - counts[begins]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(number > 0, (sums[ends] - sums[begins]) / number, np.nan).astype(np.float64)
+
+
+def broken(x: Integers, y: Reals) -> Curve:
+    """The curve with a break wherever the steps do not rise by one: another attempt at the same steps begins there."""
+    cuts = np.nonzero(np.diff(x) != 1)[0] + 1
+    return Curve(np.insert(x.astype(np.float64), cuts, np.nan), np.insert(y, cuts, np.nan))

@@ -1,0 +1,138 @@
+"""From matplotlib to markup that may stand inside an HTML page: themed by CSS, no foreign names, nothing fetched."""
+
+import io
+import re
+from collections.abc import Callable
+from functools import cache
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from evergrad_trainer.observers.formatting import short_count
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_NAMES = ("axis", "grid", "muted", "s1", "s2", "s3", "s4", "s5", "s6", "p1", "p2", "p3", "p4", "p5")
+COLORS = {name: f"#fe{index:02x}ef" for index, name in enumerate(_NAMES)}
+"""Placeholders for matplotlib; in the markup each becomes the CSS variable ``--<name>``."""
+
+_PIXELS_PER_INCH = 72
+_FONT_PIXELS = 10.5
+
+Paint = Callable[["Axes"], None]
+
+
+def draw(paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str) -> str:
+    """Draw onto axes of ``size`` pixels with the step as x and return the markup.
+
+    ``key`` makes ids unique within the page and the output repeatable. ``unit`` labels the y axis. ``label`` tells screen
+    readers what the plot shows.
+    """
+    matplotlib = _matplotlib()
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": key}):
+        figure = matplotlib.figure.Figure(figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH), layout="constrained")
+        axes = figure.subplots()
+        paint(axes)
+        _dress(axes, unit, columns=size[0])
+        buffer = io.StringIO()
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
+    return clean(buffer.getvalue(), key=key, label=label)
+
+
+@cache
+def _matplotlib() -> Any:
+    """Imported when the first plot is drawn: it takes longer than everything else a report does."""
+    import matplotlib
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure
+    import matplotlib.ticker
+
+    return matplotlib
+
+
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": _FONT_PIXELS,
+    "text.parse_math": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.edgecolor": COLORS["axis"],
+    "axes.labelcolor": COLORS["muted"],
+    "axes.linewidth": 0.8,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.formatter.use_mathtext": False,
+    "grid.color": COLORS["grid"],
+    "grid.linewidth": 0.8,
+    "xtick.color": COLORS["axis"],
+    "ytick.color": COLORS["axis"],
+    "xtick.labelcolor": COLORS["muted"],
+    "ytick.labelcolor": COLORS["muted"],
+    "xtick.major.size": 3,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+    "xtick.major.width": 0.8,
+    "lines.solid_capstyle": "round",
+    "lines.solid_joinstyle": "round",
+}
+
+
+def _dress(axes: "Axes", unit: str, *, columns: int) -> None:
+    """Ticks, labels and their formats, alike on all plots."""
+    ticker = _matplotlib().ticker
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=max(4, columns // 110), integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    if axes.get_yscale() == "linear":
+        axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
+    axes.set_xlabel("step", loc="right")
+    axes.set_title(unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8)
+
+
+def _tick(value: float) -> str:
+    if value == 0:
+        return "0"
+    if abs(value) >= 1000:
+        return short_count(value)
+    return f"{value:.4g}"
+
+
+_COLOR_OF = {color: f"var(--{name})" for name, color in COLORS.items()}
+_COLOR = re.compile("|".join(_COLOR_OF))
+_FONT = re.compile(r"font: (\d+(?:\.\d+)?)px [^;\"]*")
+_FAMILY = re.compile(r"font-family: [^;\"]*;? ?")
+_NO_ROTATION = re.compile(r' transform="rotate\(-0 [^"]*"')
+_LONG_NUMBER = re.compile(r"\d+\.\d{3,}")
+_TAG = re.compile(r"<[^>]+>")
+_ID = re.compile(r' id="([^"]+)"')
+_REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
+
+
+def clean(svg: str, *, key: str, label: str) -> str:
+    """Strip what only a file of its own needs, make ids unique, and let the page's style rule colours and fonts."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = svg.replace("xlink:href", "href")
+    view_box = re.search(r'viewBox="[^"]+"', svg)
+    opening = f'<svg class="plot" role="img" aria-label="{escape(label)}" {view_box[0] if view_box else ""}>'
+    svg = opening + svg[svg.index(">") + 1 :]
+    used = {match[2] for match in _REFERENCE.finditer(svg)}
+    svg = _ID.sub(lambda match: f' id="{key}-{match[1]}"' if match[1] in used else "", svg)
+    svg = _REFERENCE.sub(lambda match: f"{match[1]}{key}-{match[2]}", svg)
+    svg = _FONT.sub(lambda match: f"font-size: {match[1]}px", svg)
+    svg = _NO_ROTATION.sub("", _FAMILY.sub("", svg))
+    svg = _TAG.sub(lambda match: _LONG_NUMBER.sub(_short, match[0]), svg)
+    svg = _COLOR.sub(lambda match: _COLOR_OF[match[0]], svg)
+    return re.sub(r"\n\s*", "\n", svg).strip()
+
+
+def _short(match: re.Match[str]) -> str:
+    """A coordinate to a hundredth of a pixel: more than any screen shows."""
+    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")

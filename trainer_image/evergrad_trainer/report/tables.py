@@ -1,0 +1,157 @@
+"""The report's tables, as text cells both renderers show. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evergrad_trainer.observers.accounting import Goodput
+from evergrad_trainer.observers.events import saved_step, seconds_of
+from evergrad_trainer.observers.formatting import count, duration, real, size, utc
+from evergrad_trainer.observers.history import History
+from evergrad_trainer.records import EvaluationRecord, Event, EventType
+
+_FIRST_ROWS, _LAST_ROWS = 10, 40
+_MOST_WARNINGS = 100
+
+CAUSE_TEXTS = {
+    "productive": "Training steps that were kept",
+    "startup": "Start-up: process start to first step",
+    "restore": "Reading checkpoints",
+    "recompute": "Steps lost in a kill and trained again",
+    "checkpoint": "Standing still for saves",
+    "evaluation": "Evaluation",
+    "downtime": "No process was there",
+    "other": "Between steps, and after the last",
+}
+
+ENDING_TEXTS = {
+    "signal": "stopped by a signal",
+    "stop_file": "stopped by the stop file",
+    "stop_after_steps": "stopped after its number of steps",
+    "after_step": "stopped after the requested step",
+    "complete": "complete, then extended",
+    "killed": "killed",
+    "failed": "failed",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text cells. ``numeric``: titles of right-aligned columns. ``gap``: after which row ``left_out`` rows are missing."""
+
+    titles: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numeric: frozenset[str]
+    gap: int = 0
+    left_out: int = 0
+
+
+def build_table(titles: Sequence[str], rows: Sequence[tuple[str, ...]], *, numeric: Sequence[str]) -> Table:
+    """A table that names its first and last rows when there are too many to read."""
+    left_out = len(rows) - _FIRST_ROWS - _LAST_ROWS
+    if left_out < 2:
+        return Table(tuple(titles), tuple(rows), frozenset(numeric))
+    shown = (*rows[:_FIRST_ROWS], *rows[-_LAST_ROWS:])
+    return Table(tuple(titles), shown, frozenset(numeric), gap=_FIRST_ROWS, left_out=left_out)
+
+
+def checkpoint_table(events: Sequence[Event]) -> Table:
+    """Published checkpoints and failed saves, in order."""
+    saves = [event for event in events if event.type in (EventType.SAVE, EventType.SAVE_FAILED)]
+    titles = ("Step", "Published (UTC)", "Size", "Took", "Training waited", "")
+    return build_table(titles, [_checkpoint_row(event) for event in saves], numeric=titles[:1] + titles[2:5])
+
+
+def _checkpoint_row(event: Event) -> tuple[str, ...]:
+    waited = duration(seconds_of(event, "blocking_seconds"))
+    if event.type == EventType.SAVE_FAILED:
+        return (count(event.step), utc(event.time), "–", "–", waited, f"failed: {event.fields.get('reason', 'unknown')}")
+    took, num_bytes = seconds_of(event, "seconds"), seconds_of(event, "bytes")
+    note = "best" if event.fields.get("best") is True else ""
+    return (count(saved_step(event)), utc(event.time), size(num_bytes), duration(took), waited, note)
+
+
+def restart_table(goodput: Goodput) -> Table:
+    """Why processes ended and where the next one went on."""
+    titles = ("Restarted (UTC)", "The process before was", "Went on after step", "Steps lost", "Downtime", "")
+    rows = [
+        (
+            utc(restart.time),
+            ENDING_TEXTS.get(restart.cause, restart.cause),
+            "–" if restart.resumed_from is None else count(restart.resumed_from),
+            count(restart.repeated_steps),
+            duration(restart.downtime_seconds),
+            restart.detail,
+        )
+        for restart in goodput.restarts
+    ]
+    return build_table(titles, rows, numeric=titles[2:5])
+
+
+def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:
+    """All evaluations in order; the best of each set is marked."""
+    best = best_evaluations(evaluations)
+    titles = ("Step", "Set", "Loss", "Perplexity", "Tokens", "Took", "")
+    rows = [
+        (
+            count(one.step),
+            one.name,
+            real(one.loss),
+            real(one.perplexity, 2),
+            count(one.tokens),
+            duration(one.seconds),
+            "best" if one is best.get(one.name) else "",
+        )
+        for one in evaluations
+    ]
+    return build_table(titles, rows, numeric=(titles[0], *titles[2:6]))
+
+
+def best_evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, EvaluationRecord]:
+    """The evaluation with the lowest finite loss of each set."""
+    best: dict[str, EvaluationRecord] = {}
+    for one in evaluations:
+        if math.isfinite(one.loss) and (one.name not in best or one.loss < best[one.name].loss):
+            best[one.name] = one
+    return best
+
+
+def last_evaluations(evaluations: Sequence[EvaluationRecord]) -> list[EvaluationRecord]:
+    """One a set and step, the last row of each, in order of the steps."""
+    last = {(one.step, one.name): one for one in evaluations}
+    return [last[key] for key in sorted(last, key=lambda key: key[0])]
+
+
+def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
+    """Everything a reader should not overlook, as sentences."""
+    found = [text for event in history.events if (text := _warning(event)) is not None]
+    non_finite = int(np.count_nonzero(~np.isfinite(history.steps.loss)))
+    if non_finite:
+        found.append(f"{count(non_finite)} step{'s' if non_finite > 1 else ''} had a loss that is not a number")
+    return (*_folded(found), *history.notes, *goodput.notes)
+
+
+def _warning(event: Event) -> str | None:
+    fields = event.fields
+    if event.type == EventType.WARNING:
+        return str(fields.get("message"))
+    if event.type == EventType.FALLBACK:
+        return f"checkpoint {fields.get('checkpoint')} did not validate and was set aside: {fields.get('reason')}"
+    if event.type == EventType.SAVE_FAILED:
+        return f"a checkpoint could not be saved at step {count(event.step)}: {fields.get('reason')}"
+    if event.type == EventType.FAILED:
+        return f"a process failed at step {count(event.step)} with {fields.get('error')}: {fields.get('message')}"
+    return None
+
+
+def _folded(sentences: Sequence[str]) -> list[str]:
+    """Each sentence once, with how often it was said; the newest hundred."""
+    times: dict[str, int] = {}
+    for sentence in sentences:
+        times[sentence] = times.get(sentence, 0) + 1
+    folded = [sentence if number == 1 else f"{sentence} ({number} times)" for sentence, number in times.items()]
+    if len(folded) <= _MOST_WARNINGS:
+        return folded
+    return [f"{len(folded) - _MOST_WARNINGS:,} older warnings are in events.jsonl", *folded[-_MOST_WARNINGS:]]
