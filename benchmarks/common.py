@@ -47,17 +47,23 @@ def model_config(parameters: str = "10M") -> dict[str, Any]:
     return {"model_type": "llama", **dict(zip(names, shape, strict=True))}
 
 
-def build_training(*, compile_mode: str = "off", parameters: str = "10M", **sections: Any) -> Training:
-    """``spec.training`` of the benchmarks: 8 samples of 256 tokens a step in 2 slots, bf16 autocast."""
+SMALL = (2, 64)
+"""Samples a step and tokens a sample where a step must be short: a CPU without bf16 units takes a second for each sample."""
+
+
+def build_training(
+    *, precision: str = "fp32", compile_mode: str = "off", parameters: str = "10M", shape: tuple[int, int] = (8, 256)
+) -> Training:
+    """``spec.training`` of the benchmarks: ``shape`` (samples, tokens each) a step in two slots, two threads."""
+    samples, length = shape
     return Training.model_validate(
         {
             "model": {"config": model_config(parameters)},
-            "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 256},
-            "batching": {"globalBatchSize": 8, "microBatchSize": 4},
+            "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": length},
+            "batching": {"globalBatchSize": samples, "microBatchSize": samples // 2},
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 100_000},
-            "runtime": {"precision": "bf16-autocast", "compile": compile_mode, "threads": 2},
-            **sections,
+            "runtime": {"precision": precision, "compile": compile_mode, "threads": 2},
         }
     )
 
@@ -84,3 +90,24 @@ def make_prepared_data(training: Training, folder: Path) -> Any:
     tokenizer = load_tokenizer(training.tokenizer, folder)
     prepared = prepare(training, base_directory=folder, prepared_directory=folder / "prepared", workers=1, on_progress=None)
     return build_data(training, prepared, tokenizer)
+
+
+def manifest(name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)) -> dict[str, Any]:
+    """A TrainingRun over ``documents.jsonl``: fp32, two slots a step, two threads, nothing saved until it stops."""
+    samples, length = shape
+    return {
+        "apiVersion": "evergrad.dev/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": name},
+        "spec": {
+            "training": {
+                "model": {"config": model_config(parameters)},
+                "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": length},
+                "batching": {"globalBatchSize": samples, "microBatchSize": samples // 2},
+                "optimizer": {"learningRate": 1e-3},
+                "horizon": {"steps": 100_000},
+                "checkpoint": {"every": {"steps": 100_000}},
+                "runtime": {"precision": "fp32", "compile": "off", "threads": 2},
+            }
+        },
+    }

@@ -14,19 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Row, build_training, make_prepared_data, print_rows
+from common import SMALL, Row, build_training, make_prepared_data, print_rows
 from torch.nn import functional
 
 from evergrad_trainer.build import build_machinery, build_stepper
+from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.stream import Data, TrainingStream
 from evergrad_trainer.distributed import World, set_threads
 from evergrad_trainer.models.build import build_model, plan_model
 
-STEPS_A_TURN = 2
+STEPS_A_TURN = 1
 SLOTS = 2
 
 
-def evergrad_turn(data: Data, training: Any) -> Callable[[], None]:
+def evergrad_turn(data: Data, training: Training) -> Callable[[], None]:
     """Evergrad's own step, as ``evergrad run`` builds it."""
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
@@ -41,10 +42,11 @@ def evergrad_turn(data: Data, training: Any) -> Callable[[], None]:
     return turn
 
 
-def hand_turn(stream: TrainingStream, training: Any, *, compiled: bool) -> Callable[[], None]:
+def hand_turn(stream: TrainingStream, training: Training, *, compiled: bool) -> Callable[[], None]:
     """What a careful person writes: autocast, fused AdamW, gradients set to none, clipping, one loss read a step."""
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
-    model = build_model(plan, seed=0, precision="bf16-autocast")
+    model = build_model(plan, seed=0, precision="fp32")
+    is_bf16 = training.runtime.precision == "bf16-autocast"
 
     def mean_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=input_ids, use_cache=False).logits
@@ -60,7 +62,7 @@ def hand_turn(stream: TrainingStream, training: Any, *, compiled: bool) -> Calla
             total = 0.0
             for slot in range(SLOTS):
                 batch = stream.slot(step, slot)
-                with torch.autocast("cpu", dtype=torch.bfloat16):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
                     loss = loss_of(batch.input_ids, batch.labels) / SLOTS
                 loss.backward()
                 total += loss.item()
@@ -75,24 +77,26 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """The same samples for the Trainer, which shifts labels itself."""
 
     def __init__(self, stream: TrainingStream) -> None:
-        self._batches = [stream.slot(step, slot) for step in range(1, 9) for slot in range(SLOTS)]
+        batches = [stream.slot(step, slot) for step in range(1, 9) for slot in range(SLOTS)]
+        self._rows = torch.cat([batch.input_ids for batch in batches])
 
     def __len__(self) -> int:
         return 1_000_000
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        batch = self._batches[index // 4 % len(self._batches)]
-        row = batch.input_ids[index % 4]
+        row = self._rows[index % len(self._rows)]
         return {"input_ids": row, "labels": row}
 
 
-def measure(*, rounds: int = 10, compiled: bool = False) -> list[Row]:
+def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False) -> list[Row]:
     """Median tokens/s of each, and Evergrad's ratio to the others (median over turns)."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     set_threads(2)
     warnings.simplefilter("ignore")
-    training = build_training(compile_mode="on" if compiled else "off")
+    training = build_training(
+        precision=precision, compile_mode="on" if compiled else "off", shape=(8, 256) if precision == "fp32" else SMALL
+    )
     with tempfile.TemporaryDirectory() as folder:
         data = make_prepared_data(training, Path(folder))
         turns = {"evergrad": evergrad_turn(data, training), "hand loop": hand_turn(data.train, training, compiled=compiled)}
@@ -117,13 +121,13 @@ def measure(*, rounds: int = 10, compiled: bool = False) -> list[Row]:
         plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
         arguments = TrainingArguments(
             output_dir=str(Path(folder) / "trainer"),
-            per_device_train_batch_size=4,
+            per_device_train_batch_size=training.batching.micro_batch_size,
             gradient_accumulation_steps=SLOTS,
             max_steps=STEPS_A_TURN * (rounds + 2),
             learning_rate=1e-3,
             weight_decay=0.1,
             optim="adamw_torch_fused",
-            bf16=True,
+            bf16=precision != "fp32",
             use_cpu=True,
             torch_compile=compiled,
             save_strategy="no",
@@ -132,12 +136,12 @@ def measure(*, rounds: int = 10, compiled: bool = False) -> list[Row]:
             disable_tqdm=True,
             dataloader_num_workers=0,
         )
-        model = build_model(plan, seed=0, precision="bf16-autocast")
+        model = build_model(plan, seed=0, precision="fp32")
         Trainer(model=model, args=arguments, train_dataset=Windows(data.train), callbacks=[Turns()]).train()
     # The first two turns warm up (and compile).
     kept = {name: values[2:] for name, values in seconds.items()}
     tokens = STEPS_A_TURN * training.batching.global_batch_size * training.data.sequence_length
-    what = f"tokens/s, 10M Llama, bf16 autocast, compile {'on' if compiled else 'off'}"
+    what = f"tokens/s, 10M Llama, {precision}, compile {'on' if compiled else 'off'}"
     rows = [Row(what, name, tokens / statistics.median(values), "tokens/s") for name, values in kept.items()]
     goals = {"hand loop": 0.98, "Trainer": 1.15 if compiled else 1.0}
     for name, goal in goals.items():
@@ -149,6 +153,7 @@ def measure(*, rounds: int = 10, compiled: bool = False) -> list[Row]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--precision", choices=("fp32", "bf16-autocast"), default="bf16-autocast")
     parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
-    print_rows(measure(rounds=options.rounds, compiled=options.compile))
+    print_rows(measure(rounds=options.rounds, precision=options.precision, compiled=options.compile))
