@@ -3,26 +3,23 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.training import Training
-from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.distributed import Membership, World
+from evergrad_trainer.distributed import World
 from evergrad_trainer.evaluation.evaluate import Evaluator
 from evergrad_trainer.loop import Best, Limits
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.parallel import build_gradient_sum, shard, transformer_blocks
-from evergrad_trainer.objectives.causal_lm import LossSum, causal_lm_loss
+from evergrad_trainer.objectives.causal_lm import LossSum
 from evergrad_trainer.optim.adamw import build_adamw, state_tensors
 from evergrad_trainer.optim.schedule import build_schedule
-from evergrad_trainer.step import Stepper, StepParts, StepSettings
+from evergrad_trainer.recipes import RECIPES
+from evergrad_trainer.step import StepParts, Stepper, StepSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +55,7 @@ def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_w
             for block in transformer_blocks(model):
                 block.compile(dynamic=False)
         shard(model, world, precision=runtime.precision)
-    loss_sum = causal_lm_loss(model)
+    loss_sum = RECIPES[training.recipe].build_loss(model)
     if should_compile and not is_sharded:
         loss_sum = torch.compile(loss_sum, dynamic=False)
     return Machinery(
@@ -126,7 +123,7 @@ def build_best(training: Training) -> Best | None:
 
 
 def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> int:
-    """CPU threads of each worker. Exact mode needs the same number in every world, since it changes the order of sums in kernels."""
+    """CPU threads of each worker. Exact mode needs the same number in every world: it changes the order of sums in kernels."""
     if training.runtime.threads is not None:
         return training.runtime.threads
     return 1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)

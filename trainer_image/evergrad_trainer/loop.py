@@ -163,7 +163,10 @@ def _evaluate(run: Run) -> StopReason | None:
     values: dict[str, float] = {}
     for one in run.evaluation_sets:
         result = run.evaluator.run(
-            one, world, is_stopping=run.is_signalled, on_progress=lambda done, total, name=one.name: run.observers.evaluation_progress(name, done, total)  # type: ignore[misc]
+            one,
+            world,
+            is_stopping=run.is_signalled,
+            on_progress=lambda done, total, name=one.name: run.observers.evaluation_progress(name, done, total),  # type: ignore[misc]
         )
         if result is None:
             return "signal"

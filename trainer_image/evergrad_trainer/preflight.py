@@ -18,7 +18,7 @@ from evergrad_trainer.models.build import DTYPES, ModelPlan, count_parameters, p
 
 Level = Literal["ok", "warning", "error"]
 _ACTIVATIONS_PER_LAYER = 17
-"""Values of hidden size a token kept per transformer block for the backward pass (attention and MLP together, without recompute)."""
+"""Values of hidden size a token kept per transformer block for the backward pass (attention and MLP, without recompute)."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,11 @@ class Examination:
 def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, machine: Machine, num_workers: int) -> Examination:
     """Every check that does not need the data's content. Reads files and builds no model; writes only a probe file."""
     training = run.spec.training
-    findings = [*check_files(training, base_directory), *check_device(training, machine), *check_workers(training, num_workers=num_workers)]
+    findings = [
+        *check_files(training, base_directory),
+        *check_device(training, machine),
+        *check_workers(training, num_workers=num_workers),
+    ]
     plan: ModelPlan | None = None
     facts: ModelFacts | None = None
     try:
@@ -107,7 +111,9 @@ def _check_file(field: str, path: Path) -> Finding:
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
         reason = error.strerror or str(error)
-        return Finding("error", Problem(field, f"{path} cannot be read", reason, "Check the path; it is relative to the manifest"))
+        return Finding(
+            "error", Problem(field, f"{path} cannot be read", reason, "Check the path; it is relative to the manifest")
+        )
     if size == 0:
         return Finding("error", Problem(field, f"{path} is empty", "there is nothing to train on", "Give a file with documents"))
     return Finding("ok", Problem(field, f"{path}, {size:,} bytes"))
@@ -123,7 +129,15 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
             os.fsync(probe.fileno())
     except OSError as error:
         reason = error.strerror or str(error)
-        yield Finding("error", Problem(str(run_directory), "the run directory cannot be written", reason, "Choose another with --run-directory, or free it"))
+        yield Finding(
+            "error",
+            Problem(
+                str(run_directory),
+                "the run directory cannot be written",
+                reason,
+                "Choose another with --run-directory, or free it",
+            ),
+        )
         return
     if facts is None:
         return
@@ -141,7 +155,15 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
             ),
         )
     elif free < needed:
-        yield Finding("warning", Problem(str(run_directory), f"{_gib(free)} are free and {keep + 1} checkpoints take {_gib(needed)}", "", "Lower checkpoint.keep"))
+        yield Finding(
+            "warning",
+            Problem(
+                str(run_directory),
+                f"{_gib(free)} are free and {keep + 1} checkpoints take {_gib(needed)}",
+                "",
+                "Lower checkpoint.keep",
+            ),
+        )
     else:
         yield Finding("ok", Problem(str(run_directory), f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}"))
 
@@ -160,7 +182,12 @@ def check_memory(training: Training, facts: ModelFacts, machine: Machine, *, num
     elif needed > available:
         yield Finding(
             "error",
-            Problem("memory", f"{text} and {_gib(available)} are there", "the process would be killed", "Lower batching.microBatchSize, use runtime.activationCheckpointing, parallelism: fsdp2, or a smaller model"),
+            Problem(
+                "memory",
+                f"{text} and {_gib(available)} are there",
+                "the process would be killed",
+                "Lower batching.microBatchSize, use runtime.activationCheckpointing, parallelism: fsdp2, or a smaller model",
+            ),
         )
     else:
         yield Finding("ok", Problem("memory", f"{text} of {_gib(available)}"))
@@ -169,10 +196,26 @@ def check_memory(training: Training, facts: ModelFacts, machine: Machine, *, num
 def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
     """The device and the compiler that were asked for are there."""
     if training.runtime.device == "cuda" and machine.num_accelerators == 0:
-        yield Finding("error", Problem("spec.training.runtime.device", "no cuda device is visible", "device: cuda was asked for", "Use device: auto, or check the driver"))
+        yield Finding(
+            "error",
+            Problem(
+                "spec.training.runtime.device",
+                "no cuda device is visible",
+                "device: cuda was asked for",
+                "Use device: auto, or check the driver",
+            ),
+        )
     on_cpu = machine.num_accelerators == 0 or training.runtime.device == "cpu"
     if training.runtime.compile == "on" and on_cpu and not machine.has_cpp_compiler:
-        yield Finding("error", Problem("spec.training.runtime.compile", "no C++ compiler was found", "torch.compile needs one on the CPU", "Install g++, or use compile: off"))
+        yield Finding(
+            "error",
+            Problem(
+                "spec.training.runtime.compile",
+                "no C++ compiler was found",
+                "torch.compile needs one on the CPU",
+                "Install g++, or use compile: off",
+            ),
+        )
 
 
 def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
@@ -191,7 +234,15 @@ def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
         return
     idle = 1 - slots / (num_workers * math.ceil(slots / num_workers))
     if idle > 0:
-        yield Finding("warning", Problem("spec.workersPerNode", f"{num_workers} workers share {slots} slots: {idle:.0%} of their time is idle", "", f"Choose a divisor of {slots}"))
+        yield Finding(
+            "warning",
+            Problem(
+                "spec.workersPerNode",
+                f"{num_workers} workers share {slots} slots: {idle:.0%} of their time is idle",
+                "",
+                f"Choose a divisor of {slots}",
+            ),
+        )
     else:
         yield Finding("ok", Problem("spec.workersPerNode", f"{num_workers} of up to {slots}"))
 
@@ -219,7 +270,10 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
         rhythms.append(("evaluation", training.evaluation.every.steps, "Evaluation happens at the end only"))
     for section, every, consequence in rhythms:
         if every > total:
-            yield Finding("warning", Problem(f"spec.training.{section}.every.steps", f"{every} is beyond the last step {total}", "", consequence))
+            yield Finding(
+                "warning",
+                Problem(f"spec.training.{section}.every.steps", f"{every} is beyond the last step {total}", "", consequence),
+            )
     text = f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up {numbers.warmup_steps}"
     yield Finding("ok", Problem("spec.training.horizon", text))
 

@@ -46,7 +46,12 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     problems = problems_of_changes([change for change in changes if change not in horizon], directory=where)
     if horizon and not extend:
         problems += [
-            Problem(path, f"{new} here, but the run in {where} began with {old}", "the horizon shapes the schedule", "Set it back, or use --extend to make the run longer")
+            Problem(
+                path,
+                f"{new} here, but the run in {where} began with {old}",
+                "the horizon shapes the schedule",
+                "Set it back, or use --extend to make the run longer",
+            )
             for path, old, new in horizon
         ]
     raise_if(problems, RunDirectoryError)
@@ -67,7 +72,9 @@ def check_extension(directory: RunDirectory, standing: Standing, *, total_steps:
         )
 
 
-def resolved_record(run: TrainingRun, prepared: Prepared, *, base_directory: str, derived: dict[str, Any], data_fingerprint: str) -> dict[str, Any]:
+def resolved_record(
+    run: TrainingRun, prepared: Prepared, *, base_directory: str, derived: dict[str, Any], data_fingerprint: str
+) -> dict[str, Any]:
     """What ``run.json`` holds. ``base_directory``: where relative paths start, seen from the run directory."""
     return {
         "format": 1,

@@ -19,11 +19,19 @@ from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.config.derive import HorizonNumbers
 from evergrad_trainer.config.identity import config_hash
 from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.data.build import build_data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.stream import Data
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.distributed import Membership, World, choose_device, join_world, leave_world, read_launch, set_threads, with_generation
+from evergrad_trainer.distributed import (
+    Membership,
+    World,
+    choose_device,
+    join_world,
+    leave_world,
+    read_launch,
+    set_threads,
+    with_generation,
+)
 from evergrad_trainer.elastic.signals import StopSignals
 from evergrad_trainer.errors import CheckpointError, EvergradError, FencedError, InputError, NonFiniteError, Problem, SaveError
 from evergrad_trainer.loop import Progress, Run, train
@@ -34,6 +42,7 @@ from evergrad_trainer.observers.build import build_observers
 from evergrad_trainer.observers.logs import setup_logging
 from evergrad_trainer.optim.adamw import set_finished_steps
 from evergrad_trainer.provenance.record import record_process
+from evergrad_trainer.recipes import RECIPES
 from evergrad_trainer.records import Event, EventType, RunInfo, StopReason
 from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.run_directory import RunDirectory
@@ -126,10 +135,12 @@ def _open(plan: SessionPlan, directory: RunDirectory, signals: StopSignals) -> _
     observers: Observer = BaseObserver()
     address = None
     if world.is_main:
-        built = build_observers(directory, run=plan.run.metadata.name, training=training, stream=sys.stdout, should_stop=lambda: signals.is_requested)
+        built = build_observers(
+            directory, run=plan.run.metadata.name, training=training, stream=sys.stdout, should_stop=lambda: signals.is_requested
+        )
         observers, address = built.observers, built.metrics_address
     tokenizer = load_tokenizer(training.tokenizer, plan.base_directory)
-    data = build_data(training, plan.prepared, tokenizer)
+    data = RECIPES[training.recipe].open_data(training, plan.prepared, tokenizer)
     return _Session(plan, directory, signals, Membership(world), observers, data, marks=marks, metrics_address=address)
 
 
@@ -174,7 +185,9 @@ def _restore(session: _Session, machinery: Machinery, checkpoints: CheckpointMan
         set_finished_steps(machinery.optimizer, int(extra["step"]))
         _check_cursor(session, extra)
     elif has_checkpoints:
-        raise CheckpointError(Problem(str(session.directory.checkpoints), "checkpoints were there at the start and are gone", "", "Start again"))
+        raise CheckpointError(
+            Problem(str(session.directory.checkpoints), "checkpoints were there at the start and are gone", "", "Start again")
+        )
     elif init_from is not None:
         path = session.plan.base_directory / init_from.path
         if (path / "config.json").is_file():
@@ -204,7 +217,9 @@ def _announce(session: _Session, machinery: Machinery) -> None:
     plan, progress, world = session.plan, session.progress, session.world
     derived = {_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
     base = os.path.relpath(plan.base_directory, plan.run_directory)
-    record = resolved_record(plan.run, plan.prepared, base_directory=base, derived=derived, data_fingerprint=session.data.fingerprint)
+    record = resolved_record(
+        plan.run, plan.prepared, base_directory=base, derived=derived, data_fingerprint=session.data.fingerprint
+    )
     before = session.directory.read_resolved()
     session.directory.write_resolved(record)
     if session.directory.is_complete():
@@ -286,7 +301,9 @@ def _finish(session: _Session, reason: StopReason, *, is_saved: bool) -> ExitCod
     if code == ExitCode.DONE:
         step = session.progress.finished_steps
         session.emit(EventType.COMPLETE, {"total_steps": step})
-        session.directory.mark_complete({"run": session.plan.run.metadata.name, "step": step, "time": time.time(), "best": session.progress.best})
+        session.directory.mark_complete(
+            {"run": session.plan.run.metadata.name, "step": step, "time": time.time(), "best": session.progress.best}
+        )
     session.emit(EventType.END, {"exit_code": int(code)})
     session.observers.close()
     _write_report(session)
@@ -303,14 +320,17 @@ def _write_report(session: _Session) -> None:
         print(f"report: {paths.html}", flush=True)
     except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
         _log.exception("the report could not be written")
-        print(f"warning: the report could not be written: {error}. Try: evergrad report {session.directory.path}", file=sys.stderr)
+        print(
+            f"warning: the report could not be written: {error}. Try: evergrad report {session.directory.path}", file=sys.stderr
+        )
 
 
 def _fail(session: _Session | None, error: Exception) -> ExitCode:
     """Report an error once: in the events, the log and on stderr. Wrong input has no traceback."""
     code = error.exit_code if isinstance(error, EvergradError) else ExitCode.INTERNAL
     rank = read_launch().rank
-    _log.error("%s: %s", type(error).__name__, error, exc_info=None if isinstance(error, InputError) else error)
+    # For the file alone: the terminal gets its own, shorter words below.
+    _log.info("failed with %s: %s", type(error).__name__, error, exc_info=None if isinstance(error, InputError) else error)
     if session is not None:
         _close_quietly(session, error, code)
     if isinstance(error, _AGREED) and rank != 0:
@@ -319,8 +339,10 @@ def _fail(session: _Session | None, error: Exception) -> ExitCode:
     if isinstance(error, InputError):
         for problem in error.problems:
             print(f"error: {where}{problem}", file=sys.stderr)
-    elif isinstance(error, EvergradError) or _is_lost_peer(error):
+    elif isinstance(error, EvergradError):
         print(f"error: {where}{error}", file=sys.stderr)
+    elif _is_lost_peer(error):
+        print(f"error: rank {rank}: the connection to another process was lost", file=sys.stderr)
     else:
         print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exception(error)
@@ -329,13 +351,17 @@ def _fail(session: _Session | None, error: Exception) -> ExitCode:
 
 def _is_lost_peer(error: Exception) -> bool:
     """gloo's words for a connection that the other side has closed: a consequence, whose cause another rank tells."""
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in ("Connection closed by peer", "Connection reset by peer"))
+    return isinstance(error, RuntimeError) and any(
+        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")
+    )
 
 
 def _close_quietly(session: _Session, error: Exception, code: ExitCode) -> None:
     """The last events of a failing process; a second failure here must not hide the first."""
     calls: list[Callable[[], None]] = [
-        lambda: session.emit(EventType.FAILED, {"error": type(error).__name__, "message": str(error)[:4000], "exit_code": int(code)}),
+        lambda: session.emit(
+            EventType.FAILED, {"error": type(error).__name__, "message": str(error)[:4000], "exit_code": int(code)}
+        ),
         lambda: session.emit(EventType.END, {"exit_code": int(code)}),
         session.observers.close,
     ]

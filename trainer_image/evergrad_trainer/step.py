@@ -54,7 +54,9 @@ class StepOutcome:
 class _Clock:
     """Wall seconds by phase; every moment between creation and ``total`` belongs to one."""
 
-    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("data", "forward_backward", "communication", "optimizer"), 0.0))
+    phases: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("data", "forward_backward", "communication", "optimizer"), 0.0)
+    )
     begun: float = field(default_factory=time.perf_counter)
     last: float = field(default_factory=time.perf_counter)
 
@@ -170,7 +172,10 @@ class Stepper:
         )
 
     def _slots_of(self, world: World) -> Iterator[tuple[int, bool, bool]]:
-        """(slot, is_real, is_last) of this rank. Sharded ranks must all run as often: one without a slot repeats its first, at weight 0."""
+        """(slot, is_real, is_last) of this rank.
+
+        Sharded ranks must all run as often: one that has no slot left repeats its first, at weight 0.
+        """
         num_slots = self._settings.slots_per_step
         own = list(range(world.rank, num_slots, world.size))
         rounds = math.ceil(num_slots / world.size) if self._settings.is_sharded else len(own)
@@ -191,7 +196,7 @@ class Stepper:
         with self._parts.autocast():
             loss = self._parts.loss_sum(input_ids, labels)
         # Divided here, not after the sum, so that gradients of big batches stay in the range of their type.
-        (loss * (weight / self._settings.nominal_tokens)).backward()  # type: ignore[no-untyped-call]
+        (loss * (weight / self._settings.nominal_tokens)).backward()
         self._parts.gradients.after_backward()
         return loss
 

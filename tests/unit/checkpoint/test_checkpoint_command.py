@@ -107,9 +107,9 @@ def test_export_hands_its_arguments_on_and_prints_the_result(
         calls.append((run_directory, step, output, dtype))
         return Result(output, 20)
 
-    module = types.ModuleType("evergrad_trainer.models.export")
+    module = types.ModuleType("evergrad_trainer.export")
     module.export_checkpoint = export_checkpoint  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "evergrad_trainer.models.export", module)
+    monkeypatch.setitem(sys.modules, "evergrad_trainer.export", module)
     assert execute("export", str(run), "--output", "out", "--step", "20", "--dtype", "bfloat16", "--json") == 0
     assert calls == [(run, 20, Path("out"), "bfloat16")]
     assert json.loads(capsys.readouterr().out) == {"output": "out", "step": 20}

@@ -25,7 +25,7 @@ from torch.futures import Future
 
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import FileEntry, InvalidCheckpointError
-from evergrad_trainer.checkpoint.staging import Snapshot, StagedTensor
+from evergrad_trainer.checkpoint.staging import Snapshot, StagedTensor, view_bytes
 from evergrad_trainer.checkpoint.store import Attempts, Library, ShardReader, ShardWriter
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, Table, build_metadata, build_table
 
@@ -181,14 +181,6 @@ class StoreReader(StorageReader):
         if index.offset is None:
             raise InvalidCheckpointError(f"{index.fqn} is not a tensor")
         return self._places[index.fqn, tuple(index.offset)]
-
-
-def view_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous host tensor of any dtype, without a copy."""
-    if tensor.numel() == 0:
-        return memoryview(b"")
-    # Strides of dimensions of length one may be anything, and a view as bytes wants them proper.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _plan_write(key: str, tensor: StagedTensor) -> WriteItem:

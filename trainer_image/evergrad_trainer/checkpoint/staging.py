@@ -52,6 +52,14 @@ def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     return owners
 
 
+def view_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous host tensor of any dtype, without a copy."""
+    if tensor.numel() == 0:
+        return memoryview(b"")
+    # Strides of dimensions of length one may be anything, and a view as bytes wants them proper.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
+
+
 class HostStager:
     """Copies what one rank will write into one host buffer, kept between saves (pinned where the source is an accelerator)."""
 
@@ -87,7 +95,7 @@ class HostStager:
         copies = {}
         for key, source in sources.items():
             place = self._buffer[starts[key] : starts[key] + source.nbytes].view(source.dtype).view(source.shape)
-            copies[key] = place.copy_(source, non_blocking=source.is_cuda)
+            copies[key] = _copy_into(place, source)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -98,6 +106,14 @@ class HostStager:
         if not fits or self._buffer.is_pinned() != (pinned and size > 0):
             self.release()
             self._buffer = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _copy_into(place: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    if source.device.type != "cpu" or not source.is_contiguous() or source.numel() == 0:
+        return place.copy_(source, non_blocking=source.is_cuda)
+    # One thread fills the memory bus; torch would gather its threads for every tensor and wait for them on a busy machine.
+    view_bytes(place)[:] = view_bytes(source)
+    return place
 
 
 def _takes_part(value: torch.Tensor) -> bool:

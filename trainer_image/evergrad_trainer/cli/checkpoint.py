@@ -98,7 +98,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from evergrad_trainer.models.export import export_checkpoint
+    from evergrad_trainer.export import export_checkpoint
 
     result = export_checkpoint(args.run_directory, step=args.step, output=args.output, dtype=args.dtype)
     facts = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(result).items()}

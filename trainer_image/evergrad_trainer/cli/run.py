@@ -59,15 +59,20 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _plan(
-    args: argparse.Namespace, loaded: LoadedManifest, directory: RunDirectory, standing: Standing, machine: Machine, num_workers: int
+    args: argparse.Namespace,
+    loaded: LoadedManifest,
+    directory: RunDirectory,
+    standing: Standing,
+    machine: Machine,
+    num_workers: int,
 ) -> "SessionPlan":
     """Preflight and preparation, and what follows from them."""
     from evergrad_trainer.build import threads_per_worker
     from evergrad_trainer.cli.prepare import prepare_with_progress
     from evergrad_trainer.config.derive import derive_steps
-    from evergrad_trainer.data.build import build_data
     from evergrad_trainer.data.prepare import check_unchanged
     from evergrad_trainer.data.tokenizers import load_tokenizer
+    from evergrad_trainer.recipes import RECIPES
     from evergrad_trainer.session import SessionPlan
 
     training, base = loaded.run.spec.training, loaded.base_directory
@@ -77,7 +82,7 @@ def _plan(
     if standing.recorded is not None:
         check_unchanged(standing.recorded, training, base_directory=base, prepared_directory=prepared_directory)
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
-    data = build_data(training, prepared, load_tokenizer(training.tokenizer, base))
+    data = RECIPES[training.recipe].open_data(training, prepared, load_tokenizer(training.tokenizer, base))
     numbers = derive_steps(training, num_samples=data.train.num_samples)
     check_extension(directory, standing, total_steps=numbers.total_steps)
     marks["data"] = time.time()
@@ -134,4 +139,6 @@ def _is_launched() -> bool:
 def _say_complete(directory: RunDirectory, loaded: LoadedManifest) -> None:
     facts = directory.read_complete() or {}
     name, step = loaded.run.metadata.name, facts.get("step")
-    print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do. To train longer, raise the horizon and use --extend.")
+    print(
+        f"{name} is complete: {step} steps, in {directory.path}. Nothing to do. To train longer, raise the horizon and use --extend."
+    )

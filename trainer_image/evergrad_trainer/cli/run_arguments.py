@@ -13,7 +13,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The manifest's arguments, ``--run-directory`` and ``--workers``."""
     add_manifest_arguments(parser)
     parser.add_argument("--run-directory", type=Path, metavar="DIR", help="where everything is written (default: runs/<name>)")
-    parser.add_argument("--workers", type=int, metavar="N", help="training processes on this machine, instead of spec.workersPerNode")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="training processes on this machine, instead of spec.workersPerNode"
+    )
 
 
 def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:

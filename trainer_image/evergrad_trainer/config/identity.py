@@ -76,7 +76,7 @@ def config_hash(run: TrainingRun) -> str:
 def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
     """Every field of two recipes that differs, with both values; lists of different length differ as a whole.
 
-    Null and absent are equal: a field that a newer version adds, unset, is no change.
+    Empty exactly when the recipes are equal, so that a refused resume always names a field.
     """
     return _changes(old, new, "spec.training")
 
@@ -84,13 +84,13 @@ def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Chang
 def _changes(old: Any, new: Any, path: str) -> list[Change]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         keys = [*old, *(key for key in new if key not in old)]
-        return [change for key in keys for change in _changes(old.get(key), new.get(key), f"{path}.{key}")]
+        return [change for key in keys for change in _changes(old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}")]
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         pairs = enumerate(zip(old, new, strict=True))
         return [change for index, (before, after) in pairs for change in _changes(before, after, f"{path}[{index}]")]
     if _canonical(old) == _canonical(new):
         return []
-    return [(path, ABSENT if old is None else old, ABSENT if new is None else new)]
+    return [(path, old, new)]
 
 
 def _canonical(value: Any) -> str:

@@ -3,7 +3,6 @@
 All arithmetic is exact: ``1.1k`` is 1100 and not 1100.0000000000002. What cannot be represented is refused, never rounded.
 """
 
-import difflib
 import math
 import re
 from collections.abc import Callable
@@ -27,6 +26,7 @@ _NUMBER_PATTERN = rf"[+-]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][
 _NUMBER = re.compile(rf"({_NUMBER_PATTERN})\s*([A-Za-z%]*)")
 _LONGEST_TEXT = 64
 _LARGEST_EXPONENT = 400
+_LONGEST_QUOTE = 60
 
 
 class NumberError(ValueError):
@@ -47,8 +47,9 @@ def show(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, int) and value.bit_length() > 200:
         return f"a number of more than {value.bit_length() // 4} digits"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:50]}… ({len(text)} characters)"
+    if isinstance(value, str) and len(value) > _LONGEST_QUOTE:
+        return f"{value[: _LONGEST_QUOTE - 10]!r}… ({len(value)} characters)"
+    return repr(value)
 
 
 def _exact(value: Any, units: dict[str, Any]) -> Ratio:
@@ -110,9 +111,10 @@ def _unknown_unit(text: str, digits: str, unit: str, units: dict[str, Any]) -> N
         return NumberError(what, "this is not a share of something", "Write a plain number")
     if unit == "B" and "Ki" in units:
         return NumberError(what, "it could mean bytes or billions", f"Write {digits} for bytes, or {digits}G")
-    near = difflib.get_close_matches(unit[0].upper() + unit[1:2].lower(), list(units), n=1, cutoff=0.6)
-    near = [unit.upper()] if unit.upper() in units else near
-    remedy = f"Did you mean {digits}{near[0]}? Known units: {', '.join(units)}" if near else f"Known units: {', '.join(units)}"
+    stem = unit.rstrip("bB") or unit
+    near = next((guess for guess in (stem, stem.upper(), stem.capitalize()) if guess in units), None)
+    known = f"Known units: {', '.join(units)}"
+    remedy = f"Did you mean {digits}{near}? {known}" if near else known
     return NumberError(f"{show(text)} has the unknown unit {unit}", "", remedy)
 
 

@@ -46,7 +46,12 @@ _LONGEST_KEY_COMPARED = 64
 
 def problems_of(error: ValidationError, raw: Any) -> list[Problem]:
     """Every problem in ``error``. ``raw`` is what was validated; values are shown as they stand there."""
-    return [_problem_of(details, raw) for details in error.errors(include_url=False)]
+    return [_problem_of(details, raw) for details in error.errors(include_url=False) if not _is_echo(details)]
+
+
+def _is_echo(details: ErrorDetails) -> bool:
+    """pydantic counts only the items that are right, and so calls a list too short whose items are wrong."""
+    return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
 
 
 def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -86,7 +91,9 @@ class _Finding:
         self.context: Mapping[str, Any] = details.get("ctx", {})
         self.message = details["msg"]
         self.value = details["input"]
-        self.shown = show(self.value) if written is None or written == self.value else f"{show(written)} ({show(self.value)})"
+        self.shown = show(self.value if written is None else written)
+        if written is not None and written != self.value:
+            self.shown += f" ({show(self.value)})"
 
     @property
     def key(self) -> str:
@@ -205,7 +212,7 @@ def _say_bound(name: str) -> Callable[[_Finding], Sentence]:
     word, why, remedy = _BOUNDS[name]
 
     def say(finding: _Finding) -> Sentence:
-        bound = finding.context[name]
+        bound = f"{finding.context[name]:.15g}"
         return f"{finding.shown} is too {word}", why.format(bound), remedy.format(bound)
 
     return say
@@ -213,9 +220,9 @@ def _say_bound(name: str) -> Callable[[_Finding], Sentence]:
 
 _BOUNDS: Final = {
     "ge": ("small", "the smallest value allowed is {}", "Use {} or more"),
-    "gt": ("small", "it must be above {}", "Use a number above {}"),
+    "gt": ("small", "it must be above {}", "Raise it"),
     "le": ("large", "the largest value allowed is {}", "Use {} or less"),
-    "lt": ("large", "it must be below {}", "Use a number below {}"),
+    "lt": ("large", "it must be below {}", "Lower it"),
 }
 
 

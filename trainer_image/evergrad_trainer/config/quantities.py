@@ -27,6 +27,8 @@ _SUFFIXES: Final[dict[str, Fraction]] = {
 }
 _PATTERN = r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i)?)"
 _QUANTITY = re.compile(_PATTERN)
+_LIKELY = re.compile(r"([0-9.]+)\s*([A-Za-z]{1,3})")
+_PROPER_UNITS: Final = {unit.lower(): unit for unit in ("k", "M", "G", "T", "P", "Ki", "Mi", "Gi", "Ti", "Pi")}
 _LONGEST = 64
 LARGEST_QUANTITY: Final = 2**63 - 1
 LONGEST_LABEL: Final = 63
@@ -62,12 +64,9 @@ def _not_a_quantity(value: Any, text: str) -> NumberError:
     what = f"{show(value)} is not a Kubernetes quantity"
     if text.startswith("-"):
         return NumberError(f"{show(value)} is negative", "a quantity is zero or more", "Write a positive quantity")
-    guess = re.sub(r"\s+", "", text)[:_LONGEST]
-    guess = re.sub(r"(?<=[0-9.kKMGTPEi])[bB]$", "", guess)
-    guess = guess.replace("K", "k") if guess.endswith("K") else guess
-    guess = guess[:-1] + guess[-1:].upper() if guess[-1:] in ("g", "t", "p") else guess
-    guess = guess[:-2] + guess[-2:].capitalize() if guess[-2:].lower() in ("ki", "mi", "gi", "ti", "pi") else guess
-    if guess != text and _QUANTITY.fullmatch(guess):
+    match = _LIKELY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    guess = match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?") if match is not None else ""
+    if _QUANTITY.fullmatch(guess):
         return NumberError(what, "", f"Did you mean {guess}? Units are k, M, G, T (powers of 1000) and Ki, Mi, Gi, Ti (of 1024)")
     return NumberError(what, "", "Write a number with a unit, such as 4Gi, 500m or 2")
 
@@ -80,24 +79,24 @@ class _QuantitySchema:
 Quantity = Annotated[str, BeforeValidator(parse_quantity), _QuantitySchema()]
 
 
-def fault_of_key(key: str) -> str | None:
-    """What is wrong with a label's or an annotation's key, or None. ``[prefix/]name``."""
+def fault_of_key(key: str) -> tuple[str, str] | None:
+    """What is wrong with a label's or an annotation's key ``[prefix/]name``, and why, or None."""
     prefix, slash, name = key.rpartition("/")
     if slash and (len(prefix) > 253 or not _DNS_SUBDOMAIN.fullmatch(prefix)):
-        return f"the part before the / of {show(key)} is not a DNS name"
+        return f"{show(key)} is not a valid key", "the part before the / is not a DNS name"
     if len(name) > LONGEST_LABEL:
-        return f"{show(key)} is longer than {LONGEST_LABEL} characters"
+        return f"{show(key)} is too long", f"at most {LONGEST_LABEL} characters are allowed"
     if not _LABEL_NAME.fullmatch(name):
-        return f"{show(key)} is not a valid key; {_LABEL_RULE}"
+        return f"{show(key)} is not a valid key", _LABEL_RULE
     return None
 
 
-def fault_of_label_value(value: str) -> str | None:
-    """What is wrong with a label's value, or None."""
+def fault_of_label_value(value: str) -> tuple[str, str] | None:
+    """What is wrong with a label's value, and why, or None."""
     if len(value) > LONGEST_LABEL:
-        return f"{show(value)} is longer than {LONGEST_LABEL} characters"
+        return f"{show(value)} is too long", f"at most {LONGEST_LABEL} characters are allowed"
     if value and not _LABEL_NAME.fullmatch(value):
-        return f"{show(value)} is not a valid label value; {_LABEL_RULE}"
+        return f"{show(value)} is not a valid label value", _LABEL_RULE
     return None
 
 

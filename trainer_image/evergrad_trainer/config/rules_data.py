@@ -76,8 +76,9 @@ def check_source_names(view: View) -> Iterator[Problem]:
                 yield Problem(here, f"{name!r} is reserved", why, "Rename the source")
             elif name.casefold() in first:
                 place, other = first[name.casefold()]
-                same = "also the name" if name == other else f"but for upper and lower case the name ({other!r})"
-                yield Problem(here, f"{name!r} is {same} of {place}", "names of sources are unique", "Rename one of them")
+                same = "is also" if name == other else f"differs only in case from {other!r},"
+                why = "names of sources are unique, whatever the case of their letters"
+                yield Problem(here, f"{name!r} {same} the name of {place}", why, "Rename one of them")
             else:
                 first[name.casefold()] = (format_path(path), name)
 

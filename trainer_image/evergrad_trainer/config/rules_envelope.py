@@ -91,7 +91,7 @@ def _check_resource(path: str, name: str, quantity: str) -> Iterator[Problem]:
     elif _is_extended(name) and amount.denominator != 1:
         yield Problem(path, f"{show(quantity)} is not a whole number", "devices are not shared", "Write a whole number")
     elif "/" in name and (fault := fault_of_key(name)) is not None:
-        yield Problem(path, "not a resource's name", fault, "Rename it")
+        yield Problem(path, *fault, "Rename it")
     elif "/" not in name and name not in _STANDARD_RESOURCES and not name.startswith("hugepages-"):
         near = nearest(name, _STANDARD_RESOURCES)
         if near is None and name.casefold() in ("gpu", "gpus"):
@@ -155,9 +155,9 @@ def check_labels(view: View) -> Iterator[Problem]:
             for key, value in values.items() if isinstance(values, Mapping) else ():
                 path = format_path((*where.split("."), kind, key))
                 if (fault := fault_of_key(key)) is not None:
-                    yield Problem(path, "not a valid key", fault, "Rename it")
+                    yield Problem(path, *fault, "Rename it")
                 if kind != "annotations" and isinstance(value, str) and (fault := fault_of_label_value(value)) is not None:
-                    yield Problem(path, "not a valid value", fault, "Correct it")
+                    yield Problem(path, *fault, "Correct it")
 
 
 RULES: Final = (check_nodes, check_resources, check_storage, check_labels)

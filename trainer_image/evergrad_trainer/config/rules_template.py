@@ -128,7 +128,7 @@ def check_volumes(view: View) -> Iterator[Problem]:
             yield Problem(format_path((*path, "name")), what, "", remedy)
         place = mount.get("mountPath")
         if isinstance(place, str) and place and (not place.startswith("/") or ":" in place):
-            why = "it is an absolute path without ':'"
+            why = "a mount path is absolute and has no ':'"
             yield Problem(format_path((*path, "mountPath")), f"{show(place)} cannot be mounted on", why, "Correct it")
 
 

@@ -1,8 +1,8 @@
 """From prepared data to what the loop reads."""
 
-from evergrad_trainer.config.training import Training
+from evergrad_trainer.config.training import HELD_OUT, Training
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.data.prepared import HELD_OUT, Prepared, TokenSequence
+from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.data.stream import Batching, Data, TrainingStream
 from evergrad_trainer.data.tokenizers import TextTokenizer
 from evergrad_trainer.errors import DataError, Problem

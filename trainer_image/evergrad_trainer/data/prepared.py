@@ -7,12 +7,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from evergrad_trainer.config.training import HELD_OUT
+from evergrad_trainer.data.preparation.documents import HARMLESS
 from evergrad_trainer.errors import DataError, Problem, raise_if
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1
 TRAIN: Final = "train"
-HELD_OUT: Final = "heldOut"
 
 Dtype = Literal["uint16", "uint32"]
 _MOST_PROBLEMS: Final = 5
@@ -64,6 +65,11 @@ class PreparedSource:
     skipped: Mapping[str, int] = field(default_factory=dict)
     repaired: int = 0
     reused: bool = False
+
+    @property
+    def malformed(self) -> int:
+        """Lines that were skipped by the policy ``malformed: skip``."""
+        return sum(count for reason, count in self.skipped.items() if reason not in HARMLESS)
 
 
 @dataclass(frozen=True)

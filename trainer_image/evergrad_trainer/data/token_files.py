@@ -112,9 +112,10 @@ class _Files:
     def _read_more(self, path: Path, target: memoryview, offset: int) -> int:
         """After a short read: at the end of the file, or where the file system gives less at a time."""
         with self._lock:
-            count = os.preadv(self._descriptor(path), [target], offset)
+            descriptor = self._descriptor(path)
+            count, size = os.preadv(descriptor, [target], offset), os.fstat(descriptor).st_size
         if count == 0:
-            raise DataError(_unreadable(path, f"ends at byte {offset}, within a sample"))
+            raise DataError(_unreadable(path, f"ends at byte {size}; a sample needs those up to {offset + len(target)}"))
         return count
 
     def _descriptor(self, path: Path) -> int:

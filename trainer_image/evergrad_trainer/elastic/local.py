@@ -44,14 +44,14 @@ def launch_workers(target: Callable[[], int], *, num_workers: int, use_fork: boo
     SIGTERM and SIGINT are passed on. When one worker fails the others are given a moment and then killed. Workers die with
     this process. ``use_fork`` starts them warm; it must be off once this process has touched an accelerator.
     """
-    context = multiprocessing.get_context("fork" if use_fork else "spawn")
+    context = multiprocessing.get_context("fork") if use_fork else multiprocessing.get_context("spawn")
     port = _free_port()
     group = _Group()
     previous = {number: signal.signal(number, lambda number, _: group.send(number)) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for rank in range(num_workers):
             variables = _variables(rank, num_workers, port)
-            worker = context.Process(target=_worker_main, args=(target, variables, os.getpid()), name=f"evergrad-rank-{rank}")
+            worker: BaseProcess = context.Process(target=_worker_main, args=(target, variables, os.getpid()), name=f"evergrad-rank-{rank}")
             worker.start()
             group.workers.append(worker)
         _wait(group)
@@ -107,7 +107,7 @@ def _worker_main(target: Callable[[], int], variables: dict[str, str], parent: i
     code = int(ExitCode.INTERNAL)
     try:
         code = target()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the end of a process: whatever it was is printed and becomes an exit code
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -13,8 +13,8 @@ _log = logging.getLogger(__name__)
 class StopSignals:
     """Catches SIGTERM and SIGINT for as long as it is installed. Only for the main thread.
 
-    Python runs signal handlers only when the main thread is back in the interpreter, which a rank inside a collective is not; so a
-    thread reads the numbers from the wake-up pipe as they arrive.
+    Python runs signal handlers only when the main thread is back in the interpreter, which a rank inside a collective is
+    not; so a thread reads the numbers from the wake-up pipe as they arrive.
     """
 
     def __init__(self) -> None:

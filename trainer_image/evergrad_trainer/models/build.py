@@ -1,6 +1,7 @@
 """A transformers causal model from a configuration or a local directory: safetensors only, never remote code."""
 
 import difflib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,8 @@ def build_model(plan: ModelPlan, *, seed: int, precision: str, with_weights: boo
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
         with _without_initialisation(not with_weights):
             model = AutoModelForCausalLM.from_config(plan.config, dtype=dtype, attn_implementation="sdpa")
+            # Skipping the initialisation skips this too; a tied weight is one tensor, and is saved as one.
+            model.tie_weights()
     model.config.use_cache = False
     model.train()
     return model
@@ -92,7 +95,9 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     values = dict(values)
     model_type = str(values.pop("model_type", ""))
     if model_type not in CONFIG_MAPPING:
-        raise ModelError(_unknown(f"{_FIELD}.config.model_type", model_type, list(CONFIG_MAPPING), "transformers has no such model"))
+        raise ModelError(
+            _unknown(f"{_FIELD}.config.model_type", model_type, list(CONFIG_MAPPING), "transformers has no such model")
+        )
     values.setdefault("vocab_size", vocab_size)
     known = set(CONFIG_MAPPING[model_type]().to_dict())
     problems = [
@@ -103,10 +108,13 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     if problems:
         raise ModelError(*problems)
     try:
-        return AutoConfig.for_model(model_type, **values)
+        config: PreTrainedConfig = AutoConfig.for_model(model_type, **values)
     except Exception as error:
         # transformers raises whatever its model's own checks raise: all of it is about the user's values.
-        raise ModelError(Problem(f"{_FIELD}.config", _one_line(error), f"transformers refuses this {model_type} configuration")) from error
+        raise ModelError(
+            Problem(f"{_FIELD}.config", _one_line(error), f"transformers refuses this {model_type} configuration")
+        ) from error
+    return config
 
 
 def _read_directory(directory: Path) -> "PreTrainedConfig":
@@ -114,14 +122,24 @@ def _read_directory(directory: Path) -> "PreTrainedConfig":
 
     if not (directory / "config.json").is_file():
         raise ModelError(
-            Problem(f"{_FIELD}.path", f"{directory} holds no config.json", remedy="Give a local transformers directory (save_pretrained writes one)")
+            Problem(
+                f"{_FIELD}.path",
+                f"{directory} holds no config.json",
+                remedy="Give a local transformers directory (save_pretrained writes one)",
+            )
         )
     try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(
-            Problem(f"{_FIELD}.path", f"{directory}/config.json cannot be used: {_one_line(error)}", "remote code is never run", "Use a model that transformers itself has")
+            Problem(
+                f"{_FIELD}.path",
+                f"{directory}/config.json cannot be used: {_one_line(error)}",
+                "remote code is never run",
+                "Use a model that transformers itself has",
+            )
         ) from error
+    return config
 
 
 def find_weights(directory: Path) -> Path | None:
@@ -142,11 +160,17 @@ def find_weights(directory: Path) -> Path | None:
 
 
 def load_directory(directory: Path, dtype: torch.dtype, *, config: "PreTrainedConfig | None" = None) -> "PreTrainedModel":
-    """Model and weights of a transformers directory; ``config`` instead of its own. Raises ModelError unless every weight fits."""
-    from transformers import AutoModelForCausalLM
+    """Model and weights of a transformers directory, with ``config`` instead of its own.
 
+    Raises ModelError unless every weight is there and fits.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    load: Any = AutoModelForCausalLM.from_pretrained
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = load(
             directory,
             config=config,
             dtype=dtype,
@@ -168,32 +192,33 @@ def load_directory(directory: Path, dtype: torch.dtype, *, config: "PreTrainedCo
     missing = sorted({*info["missing_keys"], *(str(key[0]) for key in info["mismatched_keys"])})
     if missing:
         raise ModelError(
-            Problem(str(directory), f"{len(missing)} weights are missing or of another shape, first {missing[0]}", "the model would be partly random", "Use weights of the same architecture and size")
+            Problem(
+                str(directory),
+                f"{len(missing)} weights are missing or of another shape, first {missing[0]}",
+                "the model would be partly random",
+                "Use weights of the same architecture and size",
+            )
         )
-    return model
+    loaded: PreTrainedModel = model
+    return loaded
 
 
 def _unknown(path: str, name: str, known: list[str], why: str) -> Problem:
     near = difflib.get_close_matches(name, known, n=1)
-    return Problem(path, f"unknown name {name!r}", why, f"Did you mean {near[0]!r}?" if near else "Check transformers' documentation of this model")
+    return Problem(
+        path,
+        f"unknown name {name!r}",
+        why,
+        f"Did you mean {near[0]!r}?" if near else "Check transformers' documentation of this model",
+    )
 
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-class _without_initialisation:  # noqa: N801 - reads as a statement: with _without_initialisation(...)
+def _without_initialisation(active: bool) -> AbstractContextManager[object]:
     """Leave new weights as they are in memory: a checkpoint overwrites every one of them."""
+    from transformers.initialization import no_init_weights
 
-    def __init__(self, active: bool) -> None:
-        from transformers.initialization import no_init_weights
-
-        self._context = no_init_weights() if active else None
-
-    def __enter__(self) -> None:
-        if self._context is not None:
-            self._context.__enter__()
-
-    def __exit__(self, *exception: object) -> None:
-        if self._context is not None:
-            self._context.__exit__(*exception)
+    return no_init_weights() if active else nullcontext()

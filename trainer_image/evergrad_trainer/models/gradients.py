@@ -141,8 +141,7 @@ class ExactSum:
         self._group = world.group
         if not self._sums:
             self._sums = [
-                torch.zeros(sum(p.numel() for p in part), dtype=torch.int64, device=part[0].device)
-                for part in self._partition
+                torch.zeros(sum(p.numel() for p in part), dtype=torch.int64, device=part[0].device) for part in self._partition
             ]
         for total in self._sums:
             total.zero_()

@@ -11,7 +11,7 @@ from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of a transformers model: the longest ModuleList in it."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    return max((list(modules) for modules in lists), key=len, default=[])
 
 
 def shard(model: nn.Module, world: World, *, precision: str) -> None:
@@ -20,7 +20,7 @@ def shard(model: nn.Module, world: World, *, precision: str) -> None:
     In a world of one there is nothing to share, and the model stays as it is.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
     if world.group is None:
         return
@@ -31,7 +31,7 @@ def shard(model: nn.Module, world: World, *, precision: str) -> None:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
-        if hasattr(module, "set_gradient_divide_factor"):
+        if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

@@ -15,9 +15,11 @@ _FIELD = "spec.training.initFrom.path"
 
 
 def load_model_directory(directory: Path, state: dict[str, torch.Tensor], *, config: "PreTrainedConfig") -> None:
-    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``. Raises ModelError unless all of them are there."""
+    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``. Raises ModelError unless all are there."""
     if find_weights(directory) is None:
-        raise ModelError(Problem(_FIELD, f"{directory} holds no weights", remedy="Give a directory with *.safetensors, or leave initFrom out"))
+        raise ModelError(
+            Problem(_FIELD, f"{directory} holds no weights", remedy="Give a directory with *.safetensors, or leave initFrom out")
+        )
     source = load_directory(directory, torch.float32, config=config)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in source.named_parameters()}
     with torch.no_grad():

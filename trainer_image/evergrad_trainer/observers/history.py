@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -56,7 +57,9 @@ class StepTable:
     def from_records(cls, records: Iterable[StepRecord]) -> "StepTable":
         """The same steps as columns. Raises ValueError for a sample_hash that is not hexadecimal."""
         columns = _Columns()
-        columns.extend([record.__dict__ for record in records])
+        rows = [record.__dict__ for record in records]
+        if rows:
+            columns.extend(rows)
         return columns.table()
 
     def last_rows(self) -> Integers:
@@ -77,6 +80,7 @@ class StepTable:
 
 
 _NAMES = tuple(column.name for column in fields(StepTable))
+_VALUES = itemgetter(*_NAMES)
 
 
 class _Columns:
@@ -86,14 +90,14 @@ class _Columns:
         self._columns: dict[str, array[Any]] = {name: array(_typecode(name)) for name in _NAMES}
 
     def extend(self, rows: list[dict[str, Any]]) -> None:
-        """Append all rows, or raise; after an exception the object is of no more use."""
-        for name, column in self._columns.items():
+        """Append all rows (at least one), or raise; after an exception the object is of no more use."""
+        for (name, column), values in zip(self._columns.items(), zip(*map(_VALUES, rows), strict=True), strict=True):
             if name == "sample_hash":
-                column.extend([int(row[name], 16) for row in rows])
-            elif name in _INTEGERS:
-                column.extend([row[name] for row in rows])
+                column.extend([int(value, 16) for value in values])
+            elif name in _INTEGERS or None not in values:
+                column.extend(values)
             else:
-                column.extend([math.nan if row[name] is None else row[name] for row in rows])
+                column.extend([math.nan if value is None else value for value in values])
 
     def table(self) -> StepTable:
         return StepTable(**{name: np.asarray(memoryview(column)) for name, column in self._columns.items()})

@@ -11,10 +11,11 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_trainer.config.training import HELD_OUT
 from evergrad_trainer.data.preparation.documents import DocumentReader, Reason, Tally, read_blocks
 from evergrad_trainer.data.preparation.durable import unique_suffix, write_json
 from evergrad_trainer.data.preparation.sources import Chunk
-from evergrad_trainer.data.prepared import HELD_OUT, TRAIN, documents_path, tokens_path
+from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
 from evergrad_trainer.errors import DataError, Problem
 

@@ -27,6 +27,15 @@ class Reason(StrEnum):
     EMPTY_TEXT = "emptyText"
 
 
+IN_WORDS: Final = {
+    Reason.NOT_UTF8: "not UTF-8",
+    Reason.NOT_JSON: "not JSON",
+    Reason.NOT_AN_OBJECT: "not an object",
+    Reason.NO_TEXT: "without a text",
+    Reason.BLANK_LINE: "blank",
+    Reason.EMPTY_TEXT: "with an empty text",
+}
+
 HARMLESS: Final = frozenset({Reason.BLANK_LINE, Reason.EMPTY_TEXT})
 """Counted and passed over under every policy."""
 
@@ -89,21 +98,19 @@ def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[
     """
     file.seek(start)
     pieces: list[bytes] = []
-    left = end - start
+    mark, left = _BYTE_ORDER_MARK if start == 0 else b"", end - start
     while left:
         data = file.read(min(size, left))
         if not data:
             raise EOFError
         left -= len(data)
-        if left + len(data) == end:
-            data = data.removeprefix(_BYTE_ORDER_MARK)
         cut = data.rfind(b"\n") + 1
         if cut:
-            yield Block(b"".join([*pieces, data[:cut]]), is_torn=False)
-            pieces = []
+            yield Block(b"".join([*pieces, data[:cut]]).removeprefix(mark), is_torn=False)
+            pieces, mark = [], b""
         pieces.append(data[cut:])
-    if any(pieces):
-        yield Block(b"".join(pieces), is_torn=True)
+    if rest := b"".join(pieces).removeprefix(mark):
+        yield Block(rest, is_torn=True)
 
 
 class DocumentReader:
@@ -198,7 +205,7 @@ def _decode(line: bytes) -> str | None:
 
 def _why(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at column {error.colno}"
+        return f"{error.msg.removesuffix(' at')} at column {error.colno}"
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 

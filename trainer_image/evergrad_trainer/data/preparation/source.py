@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import xxhash
 
-from evergrad_trainer.config.training import HeldOut
+from evergrad_trainer.config.training import HELD_OUT, HeldOut
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, TokenizeJob, finished
 from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally
 from evergrad_trainer.data.preparation.durable import fsync_directory, write_json
@@ -21,7 +21,6 @@ from evergrad_trainer.data.preparation.progress import Reporter
 from evergrad_trainer.data.preparation.sources import Scan, SourceFile, raise_if_changed
 from evergrad_trainer.data.prepared import (
     FORMAT,
-    HELD_OUT,
     INDEX,
     TRAIN,
     Published,

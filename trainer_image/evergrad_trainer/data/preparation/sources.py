@@ -17,7 +17,7 @@ from evergrad_trainer.errors import DataError, Problem, raise_if
 OnBytes = Callable[[int], None]
 
 SMALLEST_CHUNK: Final = 8 * 2**20
-_MOST_CHUNKS: Final = 1024
+_MOST_CHUNKS: Final = 4096
 _BLOCK: Final = 4 * 2**20
 _SETTLED_NS: Final = 2 * 10**9
 """A file changed so shortly before it was scanned could change again within the same tick of its clock."""
@@ -172,19 +172,21 @@ def is_settled(found: Stat) -> bool:
     return time.time_ns() - max(found.mtime_ns, found.ctime_ns) > _SETTLED_NS
 
 
-def _blocks(path: Path, on_bytes: OnBytes) -> Iterator[tuple[bytearray, int]]:
-    """(buffer, valid bytes), the buffer being the same one every time."""
+def _blocks(path: Path, size: int, on_bytes: OnBytes) -> Iterator[tuple[bytearray, int]]:
+    """The first ``size`` bytes as (buffer, valid bytes), the buffer being the same one every time."""
     buffer = bytearray(_BLOCK)
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
+        # Bounded, since a file that is still being written might never end.
+        while count := file.readinto(memoryview(buffer)[:size]):
             yield buffer, count
             on_bytes(count)
+            size -= count
 
 
 def _scan_lines(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
     digest = xxhash.xxh3_128()
     boundaries = _Boundaries(max(SMALLEST_CHUNK, -(-found.size // _MOST_CHUNKS)))
-    for buffer, count in _blocks(source.path, on_bytes):
+    for buffer, count in _blocks(source.path, found.size, on_bytes):
         if boundaries.position == 0:
             raise_if(_signature_problems(source, bytes(buffer[:8])), DataError)
         digest.update(memoryview(buffer)[:count])
@@ -237,7 +239,7 @@ class _Boundaries:
 
 def _scan_tokens(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
     digest, largest = xxhash.xxh3_128(), -1
-    for buffer, count in _blocks(source.path, on_bytes):
+    for buffer, count in _blocks(source.path, found.size, on_bytes):
         digest.update(memoryview(buffer)[:count])
         ids = np.frombuffer(
             buffer, dtype=np.dtype(source.dtype).newbyteorder("<"), count=count // np.dtype(source.dtype).itemsize
@@ -251,7 +253,7 @@ def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) 
     if scan.largest_id < vocab_size:
         return
     place = 0
-    for buffer, count in _blocks(source.path, lambda _: None):
+    for buffer, count in _blocks(source.path, scan.stat.size, lambda _: None):
         ids = np.frombuffer(
             buffer, dtype=np.dtype(source.dtype).newbyteorder("<"), count=count // np.dtype(source.dtype).itemsize
         )

@@ -39,9 +39,17 @@ def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dt
     resolved = directory.read_resolved()
     if resolved is None:
         directory.require_run()
-        raise RunDirectoryError(Problem(str(directory.resolved), "does not exist", "the model's configuration stands in it", "Restore it from a backup"))
+        raise RunDirectoryError(
+            Problem(
+                str(directory.resolved), "does not exist", "the model's configuration stands in it", "Restore it from a backup"
+            )
+        )
     if output.exists():
-        raise RunDirectoryError(Problem(str(output), "exists already", "an export never overwrites", "Choose another --output, or move it away"))
+        raise RunDirectoryError(
+            Problem(str(output), "exists already", "an export never overwrites", "Choose another --output, or move it away")
+        )
+    from transformers.utils.logging import disable_progress_bar
+
     run = from_wire(resolved["manifest"])
     training, base = run.spec.training, run_directory / resolved["baseDirectory"]
     tokenizer = load_tokenizer(training.tokenizer, base)
@@ -50,8 +58,9 @@ def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dt
     model = build_model(plan, seed=0, precision=training.runtime.precision, with_weights=False)
     _fill(model, read_plain_state(checkpoint, prefix="model."), checkpoint)
     if dtype is not None:
-        model.to(_DTYPES[dtype])
+        model.to(_DTYPES[dtype])  # type: ignore[arg-type]
     model.config.use_cache = True
+    disable_progress_bar()
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         model.save_pretrained(temporary)
@@ -71,7 +80,9 @@ def _fill(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoint: Pa
     own = {f"model.{name}" for name, _ in model.named_parameters()}
     missing = sorted(own - set(state))
     if missing:
-        raise ModelError(Problem(str(checkpoint), f"{len(missing)} weights are missing, first {missing[0]}", "it was written by another model"))
+        raise ModelError(
+            Problem(str(checkpoint), f"{len(missing)} weights are missing, first {missing[0]}", "it was written by another model")
+        )
     with torch.no_grad():
         for key, value in state.items():
             targets[key.removeprefix("model.")].copy_(value)
