@@ -1,0 +1,47 @@
+"""Fixtures that processes of real runs share."""
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
+if "run_helpers" not in sys.modules:
+    _spec = importlib.util.spec_from_file_location("run_helpers", Path(__file__).with_name("run_helpers.py"))
+    assert _spec is not None and _spec.loader is not None
+    sys.modules["run_helpers"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["run_helpers"])
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Iterator[Any]:
+    """A fresh directory with documents and the manifest of the tiny run."""
+    import run_helpers
+
+    one = run_helpers.Experiment(tmp_path)
+    run_helpers.write_documents(tmp_path / "documents.jsonl")
+    one.write()
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def make_experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Any]]:
+    """Directories that the tests of one module share."""
+    import run_helpers
+
+    made: list[Any] = []
+
+    def make() -> Any:
+        one = run_helpers.Experiment(tmp_path_factory.mktemp("experiment"))
+        run_helpers.write_documents(one.path / "documents.jsonl")
+        one.write()
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
