@@ -1,0 +1,144 @@
+"""Lines → texts: what is a document, what is passed over and why."""
+
+import io
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from evergrad_trainer.data.preparation.documents import DocumentReader, Reason, Tally, read_blocks
+
+
+def read(data: bytes, *, size: int = 2**20, field: str = "text") -> tuple[list[str], list[int], Tally]:
+    """The texts of a whole file, their lines, and what was passed over."""
+    reader = DocumentReader(text_field=field, first_line=1)
+    texts: list[str] = []
+    lines: list[int] = []
+    for block in read_blocks(io.BytesIO(data), start=0, end=len(data), size=size):
+        more, numbers = reader.read(block)
+        texts += more
+        lines += numbers
+    return texts, lines, reader.tally
+
+
+def jsonl(texts: Sequence[Any], *, newline: bytes = b"\n") -> bytes:
+    return b"".join(json.dumps({"text": text}).encode() + newline for text in texts)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.text(min_size=1), max_size=12),
+    st.integers(1, 60),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([b"\n", b"\r\n"]),
+)
+def test_every_text_comes_back_whatever_the_block_size(
+    texts: list[str], size: int, mark: bool, escape: bool, newline: bytes
+) -> None:
+    lines = (json.dumps({"n": 1, "text": text, "z": None}, ensure_ascii=escape).encode() for text in texts)
+    data = (b"\xef\xbb\xbf" if mark else b"") + b"".join(line + newline for line in lines)
+    assert read(data, size=size) == (texts, list(range(1, len(texts) + 1)), Tally())
+
+
+def test_the_last_line_needs_no_newline() -> None:
+    assert read(jsonl(["a", "b"]).rstrip())[0] == ["a", "b"]
+
+
+def test_only_a_newline_ends_a_line() -> None:
+    texts = ["a\u2028b", "c\x85d", "e\x0bf"]
+    data = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in texts).encode()
+    assert read(data)[0] == ["a\u2028b", "c\x85d", "e\x0bf"]
+
+
+def test_white_space_around_an_object_is_no_error() -> None:
+    assert read(b'  {"text": "a"}\t \n\t{"text":"b"}\r\n')[0] == ["a", "b"]
+
+
+def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
+    texts, lines, tally = read(b'\n  \n{"text": ""}\n\r\n{"text": "x"}\n\t\n')
+    assert (texts, lines) == (["x"], [5])
+    assert tally.skipped == {Reason.BLANK_LINE: 4, Reason.EMPTY_TEXT: 1}
+    assert (tally.malformed, tally.problems) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "what", "why"),
+    [
+        (b"{", Reason.NOT_JSON, "the line is not JSON", "Expecting property name enclosed in double quotes at column 2"),
+        (b'{"text": "a"} x', Reason.NOT_JSON, "the line is not JSON", "Extra data at column 15"),
+        (b'{"text": "a"}{"text": "b"}', Reason.NOT_JSON, "the line is not JSON", "Extra data at column 14"),
+        (b"plain text", Reason.NOT_JSON, "the line is not JSON", "Expecting value at column 1"),
+        (b"[" * 100_000, Reason.NOT_JSON, "the line is not JSON", "it is nested too deeply"),
+        (b'{"text": ' + b"1" * 5000 + b"}", Reason.NOT_JSON, "the line is not JSON", "Exceeds the limit"),
+        (b'{"text": "\xff"}', Reason.NOT_UTF8, "the line is not UTF-8", "a byte in it starts no character"),
+        (b'{"text": "\xed\xa0\x80"}', Reason.NOT_UTF8, "the line is not UTF-8", "a byte in it starts no character"),
+        (b"[1]", Reason.NOT_AN_OBJECT, "the line holds a list", "each line is one JSON object"),
+        (b'"a"', Reason.NOT_AN_OBJECT, "the line holds a string", "each line is one JSON object"),
+        (b"null", Reason.NOT_AN_OBJECT, "the line holds null", "each line is one JSON object"),
+        (b'{"body": "a"}', Reason.NO_TEXT, "the object has no field 'text'", "it has 'body'"),
+        (b"{}", Reason.NO_TEXT, "the object has no field 'text'", "it has none"),
+        (b'{"text": 3}', Reason.NO_TEXT, "the field 'text' holds a number", "a text is a JSON string"),
+        (b'{"text": null}', Reason.NO_TEXT, "the field 'text' holds null", "a text is a JSON string"),
+        (b'{"text": ["a"]}', Reason.NO_TEXT, "the field 'text' holds a list", "a text is a JSON string"),
+    ],
+)
+def test_a_malformed_line_is_counted_and_described(line: bytes, reason: Reason, what: str, why: str) -> None:
+    texts, lines, tally = read(jsonl(["before"]) + line + b"\n" + jsonl(["after"]))
+    assert (texts, lines) == (["before", "after"], [1, 3])
+    assert (dict(tally.skipped), tally.malformed) == ({reason: 1}, 1)
+    assert (tally.problems[0].line, tally.problems[0].what, tally.problems[0].is_torn) == (2, what, False)
+    assert tally.problems[0].why.startswith(why)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 12])
+def test_a_last_line_that_is_cut_off_is_known_as_torn(cut: int) -> None:
+    _, _, tally = read(jsonl(["a", "bcdefghi"])[:-cut])
+    assert [problem.is_torn for problem in tally.problems] == ([True] if cut > 1 else [])
+
+
+def test_a_last_line_cut_within_a_character_is_known_as_torn() -> None:
+    whole = json.dumps({"text": "aé"}, ensure_ascii=False).encode()
+    _, _, tally = read(whole[:-3])
+    assert (tally.problems[0].is_torn, dict(tally.skipped)) == (True, {Reason.NOT_UTF8: 1})
+
+
+def test_only_the_first_problems_are_kept_and_all_are_counted() -> None:
+    _, _, tally = read(b"bad\n" * 40)
+    assert (tally.malformed, [problem.line for problem in tally.problems]) == (40, [1, 2, 3, 4, 5])
+
+
+def test_tallies_of_chunks_add_up_in_the_order_of_lines() -> None:
+    later, earlier = read(b"\n" * 10 + b"bad\n" * 3)[2], read(b"bad\n" * 4)[2]
+    later.add(earlier)
+    assert later.skipped == {Reason.NOT_JSON: 7, Reason.BLANK_LINE: 10}
+    assert [problem.line for problem in later.problems] == [1, 2, 3, 4, 11]
+    assert Tally.from_json(json.loads(json.dumps(later.to_json()))) == later
+
+
+def test_half_surrogate_pairs_are_replaced_and_counted_and_whole_ones_kept() -> None:
+    texts, _, tally = read(b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uDC00"}\n{"text": "\\\\ud800"}\n')
+    assert texts == ["a\ufffdb", "😀", "\ufffd", "\\ud800"]
+    assert tally.repaired == 2
+
+
+def test_another_field_may_hold_the_text() -> None:
+    assert read(b'{"body": "a", "text": 3}\n', field="body")[0] == ["a"]
+
+
+def test_a_file_that_became_shorter_is_noticed() -> None:
+    with pytest.raises(EOFError):
+        list(read_blocks(io.BytesIO(b"abc\n"), start=0, end=10, size=2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.binary(max_size=30), max_size=10), st.integers(1, 20))
+def test_no_bytes_whatever_make_the_reader_fail(lines: list[bytes], size: int) -> None:
+    texts, numbers, tally = read(b"\n".join(lines), size=size)
+    count = b"\n".join(lines).count(b"\n") + (not b"\n".join(lines).endswith(b"\n") and bool(b"\n".join(lines)))
+    if b"\xef\xbb\xbf" not in b"\n".join(lines)[:3]:
+        assert len(texts) + sum(tally.skipped.values()) == count
+    assert len(numbers) == len(texts)

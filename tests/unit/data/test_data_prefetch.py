@@ -1,0 +1,114 @@
+"""The prefetcher: right batches under every plan, errors where they belong, no thread left behind."""
+
+import random
+import threading
+import time
+from collections import Counter
+
+import pytest
+import torch
+
+from evergrad_trainer.data.prefetch import Prefetcher
+from evergrad_trainer.data.stream import SlotBatch
+
+
+class Stream:
+    """Hands out numbered batches, and waits or fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.reads: Counter[tuple[int, int]] = Counter()
+        self.threads: set[str] = set()
+        self.failing: set[tuple[int, int]] = set()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.begun = threading.Event()
+
+    def slot(self, step: int, slot: int) -> SlotBatch:
+        self.begun.set()
+        self.gate.wait(timeout=30)
+        self.reads[(step, slot)] += 1
+        self.threads.add(threading.current_thread().name)
+        if (step, slot) in self.failing:
+            raise RuntimeError(f"step {step}, slot {slot}")
+        tensor = torch.tensor([[step, slot]])
+        return SlotBatch(step, slot, tensor, tensor, (), 0, 2)
+
+
+def prefetch_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "evergrad-prefetch"]
+
+
+def test_whatever_is_foreseen_the_batch_asked_for_comes_back() -> None:
+    stream, rng = Stream(), random.Random(0)
+    prefetcher = Prefetcher(stream)
+    for _ in range(300):
+        step, slot = rng.randint(1, 5), rng.randint(0, 3)
+        upcoming = [(rng.randint(1, 5), rng.randint(0, 3)) for _ in range(rng.randint(0, 3))]
+        batch = prefetcher.take(step, slot, upcoming=upcoming)
+        assert (batch.step, batch.slot) == (step, slot)
+    prefetcher.close()
+    assert prefetch_threads() == []
+
+
+def test_what_was_foreseen_is_read_once_and_in_the_background() -> None:
+    stream = Stream()
+    prefetcher = Prefetcher(stream)
+    plan = [(step, slot) for step in range(1, 20) for slot in range(2)]
+    for key, following in zip(plan, [*plan[1:], None], strict=True):
+        prefetcher.take(*key, upcoming=[following] if following else [])
+        deadline = time.monotonic() + 30
+        while following and not stream.reads[following] and time.monotonic() < deadline:
+            time.sleep(0.001)
+    prefetcher.close()
+    assert set(stream.reads.values()) == {1}
+    assert stream.reads.keys() == set(plan)
+    assert stream.threads == {"MainThread", "evergrad-prefetch"}
+
+
+def test_reading_goes_on_while_the_caller_works() -> None:
+    stream = Stream()
+    prefetcher = Prefetcher(stream)
+    prefetcher.take(1, 0)
+    stream.gate.clear()
+    stream.begun.clear()
+    taker = threading.Thread(target=lambda: prefetcher.take(1, 1, upcoming=[(1, 2)]))
+    taker.start()
+    assert stream.begun.wait(timeout=30)
+    stream.gate.set()
+    taker.join(timeout=30)
+    assert prefetcher.take(1, 2).slot == 2
+    prefetcher.close()
+    assert stream.reads[(1, 2)] == 1
+
+
+def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_there() -> None:
+    stream = Stream()
+    stream.failing = {(2, 0)}
+    prefetcher = Prefetcher(stream)
+    prefetcher.take(1, 0, upcoming=[(2, 0), (2, 1)])
+    with pytest.raises(RuntimeError, match="step 2, slot 0"):
+        prefetcher.take(2, 0, upcoming=[(2, 1)])
+    assert prefetcher.take(2, 1).slot == 1
+    stream.failing.clear()
+    assert prefetcher.take(2, 0).step == 2
+    prefetcher.close()
+
+
+def test_an_error_of_a_batch_nobody_takes_is_dropped() -> None:
+    stream = Stream()
+    stream.failing = {(9, 9)}
+    prefetcher = Prefetcher(stream)
+    prefetcher.take(1, 0, upcoming=[(9, 9)])
+    prefetcher.take(1, 1, upcoming=[(1, 2)])
+    assert prefetcher.take(1, 2).slot == 2
+    prefetcher.close()
+
+
+def test_a_closed_prefetcher_still_reads_in_the_callers_thread() -> None:
+    stream = Stream()
+    prefetcher = Prefetcher(stream)
+    prefetcher.take(1, 0, upcoming=[(1, 1)])
+    prefetcher.close()
+    prefetcher.close()
+    assert prefetcher.take(3, 0, upcoming=[(3, 1)]).step == 3
+    assert prefetch_threads() == []

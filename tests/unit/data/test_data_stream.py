@@ -1,0 +1,230 @@
+"""The training stream: batches as a pure function of step and slot, elastic plans, fingerprint, messages."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from evergrad_trainer.config.training import Training
+from evergrad_trainer.data.build import build_data
+from evergrad_trainer.data.order import SampleId, sample_hash
+from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.data.stream import IGNORE_INDEX, Data, SlotBatch, TrainingStream
+from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.errors import ConfigurationError, DataError
+
+Recipe = Callable[..., Training]
+Write = Callable[[Path, Sequence[str]], Path]
+
+SOURCES = [
+    {"name": "docs", "path": "docs.jsonl", "weight": 3},
+    {"name": "flat", "type": "tokens", "path": "ids.bin", "weight": 1},
+]
+
+
+@pytest.fixture
+def build(
+    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Callable[..., Prepared]
+) -> Callable[..., Data]:
+    """Data of two sources, ``docs`` and ``flat``."""
+    documents(tmp_path / "docs.jsonl", topics)
+    (np.arange(401) % 257).astype("<u2").tofile(tmp_path / "ids.bin")
+
+    def run(**sections: Any) -> Data:
+        recipe = training(**{**sections, "data": {"sources": SOURCES, **sections.get("data", {})}})
+        return build_data(recipe, prepared_in(recipe), load_tokenizer(recipe.tokenizer, tmp_path))
+
+    return run
+
+
+def equal(first: SlotBatch, second: SlotBatch) -> bool:
+    same_tensors = torch.equal(first.input_ids, second.input_ids) and torch.equal(first.labels, second.labels)
+    return same_tensors and (first.samples, first.sample_hash, first.valid_tokens) == (
+        second.samples,
+        second.sample_hash,
+        second.valid_tokens,
+    )
+
+
+def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data]) -> None:
+    stream = build().train
+    assert (stream.slots_per_step, stream.source_names) == (4, ("docs", "flat"))
+    for step, slot in ((1, 0), (1, 3), (7, 2), (10**7, 1)):
+        batch = stream.slot(step, slot)
+        assert (batch.step, batch.slot) == (step, slot)
+        assert batch.input_ids.shape == batch.labels.shape == (2, 16)
+        assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+        first = (step - 1) * 8 + slot * 2
+        assert batch.sample_hash == sum(sample_hash(first + at, sample) for at, sample in enumerate(batch.samples)) % 2**64
+        learned = batch.labels != IGNORE_INDEX
+        assert batch.valid_tokens == int(learned.sum())
+        shifted = learned[:, :-1]
+        assert torch.equal(batch.labels[:, :-1][shifted], batch.input_ids[:, 1:][shifted])
+
+
+def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(build: Callable[..., Data]) -> None:
+    first, second = build().train, build().train
+    keys = [(step, slot) for step in range(1, 30) for slot in range(4)]
+    batches = {key: first.slot(*key) for key in keys}
+    random.Random(0).shuffle(keys)
+    assert all(equal(batches[key], second.slot(*key)) for key in keys)
+
+
+def test_batches_do_not_share_memory(build: Callable[..., Data]) -> None:
+    stream = build().train
+    batch = stream.slot(1, 0)
+    batch.input_ids.fill_(7)
+    batch.labels.fill_(7)
+    assert not torch.equal(stream.slot(1, 0).input_ids, batch.input_ids)
+
+
+def test_every_token_of_a_source_is_a_label_once_an_epoch(build: Callable[..., Data]) -> None:
+    stream = build(data={"sources": SOURCES[1:]}).train
+    steps = -(-stream.num_samples // 8)
+    labels: list[int] = []
+    for step in range(1, steps + 1):
+        for slot in range(4):
+            batch = stream.slot(step, slot)
+            for row, sample in enumerate(batch.samples):
+                if sample.epoch == 0:
+                    labels += batch.labels[row][batch.labels[row] != IGNORE_INDEX].tolist()
+    assert sorted(labels) == sorted((np.arange(1, 401) % 257).tolist())
+
+
+def test_the_step_that_ends_an_epoch_is_full_and_goes_on_with_the_next(build: Callable[..., Data]) -> None:
+    stream = build(data={"sources": SOURCES[1:]}).train
+    assert stream.num_samples == 25
+    samples = [sample for slot in range(4) for sample in stream.slot(4, slot).samples]
+    assert [sample.epoch for sample in samples] == [0, 1, 1, 1, 1, 1, 1, 1]
+
+
+class ElasticRun:
+    """A run whose world changes, is killed and rolls back, as the loop would drive the stream. The last row of a step counts."""
+
+    def __init__(self, stream: TrainingStream, rng: random.Random) -> None:
+        self.stream = stream
+        self.rng = rng
+        self.rows: dict[int, tuple[list[SampleId], int]] = {}
+
+    def train(self, total: int) -> None:
+        step, saved = 1, 0
+        while step <= total:
+            world = self.rng.randint(1, 12)
+            for _ in range(self.rng.randint(1, 4)):
+                if step > total:
+                    return
+                self.rows[step] = self.run_step(step, world)
+                saved = step if self.rng.random() < 0.3 else saved
+                step += 1
+            if self.rng.random() < 0.4:
+                step = saved + 1  # killed: back to the last checkpoint
+
+    def run_step(self, step: int, world: int) -> tuple[list[SampleId], int]:
+        by_slot: dict[int, SlotBatch] = {}
+        for rank in self.rng.sample(range(world), world):
+            for slot in range(rank, self.stream.slots_per_step, world):
+                by_slot[slot] = self.stream.slot(step, slot)
+        samples = [sample for slot in sorted(by_slot) for sample in by_slot[slot].samples]
+        return samples, sum(batch.sample_hash for batch in by_slot.values()) % 2**64
+
+
+def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(build: Callable[..., Data]) -> None:
+    stream = build(batching={"globalBatchSize": 12, "microBatchSize": 1}).train
+    total = 8
+    expected = [sample for step in range(1, total + 1) for slot in range(12) for sample in stream.slot(step, slot).samples]
+    hashes = set()
+    for seed in range(300):
+        run = ElasticRun(stream, random.Random(seed))
+        run.train(total)
+        assert [sample for step in range(1, total + 1) for sample in run.rows[step][0]] == expected
+        hashes.add(tuple(run.rows[step][1] for step in range(1, total + 1)))
+    assert len(hashes) == 1
+    assert max(Counter(expected).values()) == 1
+
+
+def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[..., Data]) -> None:
+    stream = build(data={"sources": SOURCES[:1]}, batching={"globalBatchSize": 12, "microBatchSize": 1}).train
+    total = 2 * -(-stream.num_samples // 12)
+    for seed in range(5):
+        run = ElasticRun(stream, random.Random(seed))
+        run.train(total)
+        seen = Counter((sample.epoch, sample.window) for step in range(1, total + 1) for sample in run.rows[step][0])
+        assert max(seen.values()) == 1
+        assert all((epoch, window) in seen for epoch in (0, 1) for window in range(stream.num_samples))
+
+
+def test_the_cursor_is_each_sources_next_index_after_a_finished_step(build: Callable[..., Data]) -> None:
+    stream = build().train
+    assert stream.cursor(0) == {"docs": 0, "flat": 0}
+    for step in (1, 5, 40):
+        counted = Counter(
+            sample.source for one in range(1, step + 1) for slot in range(4) for sample in stream.slot(one, slot).samples
+        )
+        assert stream.cursor(step) == {"docs": counted[0], "flat": counted[1]}
+
+
+def test_the_fingerprint_follows_everything_that_changes_a_step(build: Callable[..., Data]) -> None:
+    base = build().fingerprint
+    assert build().fingerprint == base
+    renamed = [{**SOURCES[0], "weight": 6, "name": "renamed"}, {**SOURCES[1], "weight": 2}]
+    assert build(data={"sources": renamed}, horizon={"steps": 99}).fingerprint == base
+    others = [
+        build(data={"sequenceLength": 32}),
+        build(batching={"globalBatchSize": 16, "microBatchSize": 2}),
+        build(batching={"globalBatchSize": 8, "microBatchSize": 4}),
+        build(reproducibility={"seed": 1}),
+        build(data={"sources": SOURCES[::-1]}),
+        build(data={"sources": [{**SOURCES[0], "weight": 4}, SOURCES[1]]}),
+        build(data={"heldOut": {"fraction": 0.1}}),
+    ]
+    assert len({base, *(other.fingerprint for other in others)}) == len(others) + 1
+
+
+def test_a_sample_is_described_by_its_place_in_the_source_file(build: Callable[..., Data], topics: list[str]) -> None:
+    stream = build().train
+    starts = np.cumsum([0, *(len(topic.encode()) + 1 for topic in topics)])
+    for window in (0, 3, 40):
+        first, last = (int(np.searchsorted(starts, token, side="right")) for token in (window * 16, window * 16 + 16))
+        lines = f"line {first}" if first == last else f"lines {first} to {last}"
+        assert stream.describe(SampleId(0, 2, window)) == f"docs/epoch 2/window {window} (docs.jsonl, {lines})"
+    assert stream.describe(SampleId(1, 0, 2)) == "flat/epoch 0/window 2 (ids.bin, tokens 32 to 48)"
+
+
+def test_positions_before_the_first_and_slots_beyond_the_last_are_refused(build: Callable[..., Data]) -> None:
+    stream = build().train
+    for step, slot in ((0, 0), (1, 4), (1, -1)):
+        with pytest.raises(IndexError, match="steps count from 1, slots from 0 to 3"):
+            stream.slot(step, slot)
+
+
+def test_held_out_documents_and_evaluation_sources_become_sets(
+    tmp_path: Path, build: Callable[..., Data], documents: Write
+) -> None:
+    documents(tmp_path / "eval.jsonl", ["x" * 100])
+    evaluation = {"sources": [{"name": "other", "path": "eval.jsonl"}]}
+    data = build(data={"heldOut": {"fraction": 0.2}}, evaluation=evaluation)
+    assert [one.name for one in data.evaluation] == ["heldOut", "other"]
+    assert data.vocab_size == 257
+    held_out = data.evaluation[0]
+    assert {sample.source for index in range(held_out.num_batches) for sample in held_out.batch(index).samples} == {0, 1}
+    assert [one.name for one in build().evaluation] == []
+
+
+def test_data_of_another_tokenizer_is_refused(
+    tmp_path: Path, training: Recipe, documents: Write, prepared_in: Callable[..., Prepared]
+) -> None:
+    documents(tmp_path / "docs.jsonl", ["a"])
+    tokenizer = load_tokenizer(training().tokenizer, tmp_path)
+    tokenizer.identity = "other"  # type: ignore[misc]
+    with pytest.raises(DataError, match="was prepared with the tokenizer byte-1; this one is other"):
+        build_data(training(), prepared_in(training()), tokenizer)
+
+
+def test_a_weight_that_would_never_be_drawn_is_refused(build: Callable[..., Data]) -> None:
+    with pytest.raises(ConfigurationError, match=r"spec\.training\.data\.sources\[1\]\.weight"):
+        build(data={"sources": [SOURCES[0], {**SOURCES[1], "weight": 1e-6}]})

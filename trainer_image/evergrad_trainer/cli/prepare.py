@@ -1,0 +1,219 @@
+"""``evergrad prepare``: make the token files of a run before it trains; also the progress people see while ``run`` does it."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Protocol, TextIO
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments, load_from
+from evergrad_trainer.config.training import Training
+from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
+from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
+from evergrad_trainer.data.prepared import Prepared, PreparedSource
+from evergrad_trainer.observers.formatting import count, duration, short_count, size
+
+NAME = "prepare"
+HELP = "tokenise a run's data, in parallel; what is prepared already is only looked at"
+EXAMPLES = """\
+  evergrad prepare trainingrun.yaml
+  evergrad prepare trainingrun.yaml --workers 4 --prepared-directory runs/.prepared
+  evergrad prepare trainingrun.yaml --set spec.training.data.malformed=skip
+  evergrad prepare trainingrun.yaml --json | jq '.sources[].tokens'"""
+
+DEFAULT_DIRECTORY: Final = Path("runs") / ".prepared"
+_SECONDS_BETWEEN_LINES: Final = 5.0
+_VERBS: Final = {"scan": "reading", "tokenize": "tokenising", "split": "holding out", "wait": "another process prepares"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_manifest_arguments(parser)
+    parser.add_argument(
+        "--prepared-directory",
+        type=Path,
+        default=DEFAULT_DIRECTORY,
+        metavar="DIRECTORY",
+        help="where token files are kept, unless data.preparedDirectory names a place (default: %(default)s)",
+    )
+    parser.add_argument("--workers", type=_positive, metavar="N", help="helper processes (default: one a core)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document: what was prepared, and where")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0 when everything is prepared, 75 after Ctrl-C: what is finished is kept. Raises DataError, ConfigurationError."""
+    loaded = load_from(args)
+    training, base_directory = loaded.run.spec.training, loaded.base_directory
+    begun = time.monotonic()
+    try:
+        prepared = prepare_with_progress(
+            training, base_directory=base_directory, prepared_directory=args.prepared_directory, workers=args.workers
+        )
+    except KeyboardInterrupt:
+        print("interrupted; finished chunks are kept, and the next prepare goes on from there", file=sys.stderr)
+        return int(ExitCode.STOPPED_SAVED)
+    directory = resolve_prepared_directory(training, base_directory=base_directory, default=args.prepared_directory)
+    if args.json:
+        print(json.dumps(_summary(prepared, directory), indent=2))
+        return int(ExitCode.DONE)
+    for line in describe_prepared(prepared):
+        print(line)
+    print(f"prepared in {duration(time.monotonic() - begun)}, in {directory}")
+    return int(ExitCode.DONE)
+
+
+def prepare_with_progress(
+    training: Training,
+    *,
+    base_directory: Path,
+    prepared_directory: Path,
+    workers: int | None = None,
+    stream: TextIO | None = None,
+) -> Prepared:
+    """``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few seconds.
+
+    Says nothing when there is nothing to do, but for lines that were skipped as malformed: those are named at every start.
+    """
+    shown = sys.stderr if stream is None else stream
+    with _display(shown) as display:
+        prepared = prepare(
+            training,
+            base_directory=base_directory,
+            prepared_directory=prepared_directory,
+            workers=workers,
+            on_progress=display.show,
+        )
+    for source in (*prepared.sources, *prepared.evaluation):
+        if source.malformed:
+            lines = "malformed line was skipped" if source.malformed == 1 else "malformed lines were skipped"
+            reasons = _reasons({reason: number for reason, number in source.skipped.items() if reason not in HARMLESS})
+            print(f"warning: {source.path}: {count(source.malformed)} {lines} ({reasons})", file=shown)
+    return prepared
+
+
+def describe_prepared(prepared: Prepared) -> list[str]:
+    """One line a source."""
+    width = max(len(source.name) for source in (*prepared.sources, *prepared.evaluation))
+    return [f"{source.name:<{width}}  {_describe(source)}" for source in (*prepared.sources, *prepared.evaluation)]
+
+
+def _describe(source: PreparedSource) -> str:
+    parts = [] if source.documents is None else [_plural(source.documents, "document")]
+    parts.append(f"{short_count(source.train.tokens)} tokens")
+    if source.held_out is not None:
+        within = "" if source.held_out_documents is None else f" in {_plural(source.held_out_documents, 'document')}"
+        parts.append(f"{short_count(source.held_out.tokens)} tokens held out{within}")
+    if source.skipped:
+        parts.append(f"lines passed over: {_reasons(source.skipped)}")
+    if source.repaired:
+        parts.append(f"half surrogate pairs replaced in {_plural(source.repaired, 'document')}")
+    return ", ".join(parts) + (" (prepared before)" if source.reused and source.documents is not None else "")
+
+
+def _reasons(skipped: Mapping[str, int]) -> str:
+    return ", ".join(f"{count(number)} {IN_WORDS[Reason(reason)]}" for reason, number in sorted(skipped.items()))
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{count(number)} {noun}" if number == 1 else f"{count(number)} {noun}s"
+
+
+def _summary(prepared: Prepared, directory: Path) -> dict[str, Any]:
+    return {
+        "preparedDirectory": str(directory),
+        "tokenizer": prepared.tokenizer_identity,
+        "vocabSize": prepared.vocab_size,
+        "sources": [_source_summary(source) for source in prepared.sources],
+        "evaluation": [_source_summary(source) for source in prepared.evaluation],
+    }
+
+
+def _source_summary(source: PreparedSource) -> dict[str, Any]:
+    return {
+        "name": source.name,
+        "path": str(source.path),
+        "fingerprint": source.fingerprint,
+        "tokens": source.train.tokens,
+        "heldOutTokens": source.held_out.tokens if source.held_out else 0,
+        "documents": source.documents,
+        "heldOutDocuments": source.held_out_documents,
+        "skipped": dict(source.skipped),
+        "repaired": source.repaired,
+        "reused": source.reused,
+    }
+
+
+class _Display(Protocol):
+    def show(self, progress: PrepareProgress) -> None: ...
+
+
+@contextmanager
+def _display(stream: TextIO) -> Iterator[_Display]:
+    if not stream.isatty():
+        yield _Lines(stream)
+        return
+    bar = _Bar(stream)
+    try:
+        yield bar
+    finally:
+        bar.close()
+
+
+class _Lines:
+    """A line every few seconds."""
+
+    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream
+        self._clock = clock
+        self._printed = clock()
+
+    def show(self, progress: PrepareProgress) -> None:
+        now = self._clock()
+        if now - self._printed >= _SECONDS_BETWEEN_LINES:
+            self._printed = now
+            print(_line(progress), file=self._stream, flush=True)
+
+
+def _line(progress: PrepareProgress) -> str:
+    share = progress.bytes_done / progress.bytes_total if progress.bytes_total else 1.0
+    text = f"{_VERBS[progress.phase]} {progress.source}: {share:.0%} of {size(progress.bytes_total)}"
+    return text + (f", {short_count(progress.tokens)} tokens" if progress.tokens else "")
+
+
+class _Bar:
+    """A bar that appears when there is something to do and is gone afterwards."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+        console = Console(file=stream, highlight=False)
+        self._progress = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True)
+        self._task = self._progress.add_task("", total=None)
+        self._phase = ""
+
+    def show(self, progress: PrepareProgress) -> None:
+        if progress.phase == "scan" and not progress.bytes_done:
+            return
+        if progress.phase in ("scan", "tokenize") and progress.phase != self._phase:
+            # The speed of reading says nothing about that of tokenising.
+            self._phase = progress.phase
+            self._progress.reset(self._task, total=progress.bytes_total)
+        description = f"{_VERBS[progress.phase]} {progress.source}"
+        self._progress.update(self._task, description=description, completed=progress.bytes_done)
+        self._progress.start()
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
