@@ -315,8 +315,6 @@ def _serve() -> None:
     import evergrad_trainer.report.build as report
     import evergrad_trainer.session  # noqa: F401
 
-    import importlib.util  # INTERIM
-    command_line.COMMANDS = tuple(c for c in command_line.COMMANDS if importlib.util.find_spec(f"evergrad_trainer.cli.{c}"))  # INTERIM
     for name in command_line.COMMANDS:
         importlib.import_module(f"evergrad_trainer.cli.{name}")
 

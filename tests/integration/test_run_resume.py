@@ -78,9 +78,7 @@ class Undisturbed:
         """``compare-runs --exact`` says equal, and so do the final tensors."""
         assert_same_curve(self.path, self.experiment.at(directory))
         assert_same_state(self.path, self.experiment.at(directory))
-        import importlib.util
-        if importlib.util.find_spec("evergrad_trainer.cli.compare_runs"):  # INTERIM
-            self.experiment.command("compare-runs", str(self.path), str(self.experiment.at(directory)), "--exact").expect(0)
+        self.experiment.command("compare-runs", str(self.path), str(self.experiment.at(directory)), "--exact").expect(0)
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)

@@ -1,0 +1,135 @@
+"""One run in worlds of 1, 2 and 3 processes that share 4 slots a step: the same samples, the same losses, in exact mode the same bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from run_helpers import (
+    STOPPED_SAVED,
+    Experiment,
+    assert_same_curve,
+    assert_same_state,
+    curve,
+    final_state,
+    read_lines,
+    recipe,
+    steps_of,
+)
+
+DATA_PARALLEL = "spec.training.runtime.parallelism=dataParallel"
+SHARDED = "spec.training.runtime.parallelism=fsdp2"
+EVALUATED = {
+    "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 16, "heldOut": {"count": 6}},
+    "evaluation": {"every": {"steps": 4}, "samples": 6},
+}
+
+
+def evaluations(experiment: Experiment, directory: str) -> list[tuple[int, str, float, int]]:
+    rows = read_lines(experiment.at(directory) / "evaluation.jsonl")
+    return [(row["step"], row["name"], row["loss"], row["tokens"]) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def fast(make_experiment: Callable[[], Experiment]) -> Experiment:
+    """Runs ``1``, ``2`` and ``3`` by their number of processes, in the ordinary mode."""
+    experiment = make_experiment()
+    experiment.write(recipe(**EVALUATED))
+    for workers in (1, 2, 3):
+        experiment.run("--workers", str(workers), directory=str(workers))
+    return experiment
+
+
+@pytest.fixture(scope="module")
+def exact(make_experiment: Callable[[], Experiment]) -> Experiment:
+    """The same in exact mode."""
+    experiment = make_experiment()
+    experiment.write(recipe(**EVALUATED, reproducibility={"elastic": "exact"}))
+    for workers in (1, 2, 3):
+        experiment.run("--workers", str(workers), directory=str(workers))
+    return experiment
+
+
+@pytest.mark.parametrize("workers", ["2", "3"])
+def test_a_larger_world_trains_the_same_samples_with_the_same_losses(fast: Experiment, workers: str) -> None:
+    assert_same_curve(fast.at("1"), fast.at(workers), exact=False, tolerance=1e-5)
+    fast.command("compare-runs", str(fast.at("1")), str(fast.at(workers))).expect(0)
+    assert {row["world_size"] for row in curve(fast.at(workers)).values()} == {int(workers)}
+    assert [row[0::3] for row in evaluations(fast, "1")] == [row[0::3] for row in evaluations(fast, workers)]
+
+
+@pytest.mark.parametrize("workers", ["2", "3"])
+def test_in_exact_mode_a_larger_world_has_the_same_bits(exact: Experiment, workers: str) -> None:
+    assert_same_curve(exact.at("1"), exact.at(workers))
+    assert_same_state(exact.at("1"), exact.at(workers))
+    assert evaluations(exact, "1") == evaluations(exact, workers)
+    exact.command("compare-runs", str(exact.at("1")), str(exact.at(workers)), "--exact").expect(0)
+
+
+def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bits(exact: Experiment) -> None:
+    for workers, steps in (("1", "2"), ("3", "3")):
+        exact.run("--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED)
+    exact.run("--workers", "2", directory="changing")
+    assert [row["world_size"] for row in curve(exact.at("changing")).values()] == [1, 1, 3, 3, 3, 2, 2, 2]
+    assert_same_curve(exact.at("1"), exact.at("changing"))
+    assert_same_state(exact.at("1"), exact.at("changing"))
+    assert evaluations(exact, "1") == evaluations(exact, "changing")
+
+
+def test_the_exact_mode_differs_from_the_fast_one_by_rounding_only(fast: Experiment, exact: Experiment) -> None:
+    assert_same_curve(fast.at("1"), exact.at("1"), exact=False, tolerance=1e-5)
+
+
+def test_a_run_whose_world_changes_at_each_restart_trains_the_same_samples(fast: Experiment) -> None:
+    for workers, steps in (("1", "2"), ("3", "3")):
+        fast.run("--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED)
+    fast.run("--workers", "2", directory="changing")
+    assert steps_of(fast.at("changing")) == list(range(1, 9))
+    assert_same_curve(fast.at("1"), fast.at("changing"), exact=False)
+
+
+@pytest.mark.parametrize("workers", ["1", "2", "3"])
+def test_sharding_trains_the_same_samples_with_the_same_losses(fast: Experiment, workers: str) -> None:
+    fast.run("--workers", workers, "--set", SHARDED, directory=f"sharded-{workers}")
+    assert_same_curve(fast.at("1"), fast.at(f"sharded-{workers}"), exact=False)
+    whole, sharded = final_state(fast.at("1")), final_state(fast.at(f"sharded-{workers}"))
+    assert {key: value.shape for key, value in whole.items()} == {key: value.shape for key, value in sharded.items()}
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [[("2", DATA_PARALLEL), ("3", SHARDED), ("1", DATA_PARALLEL)], [("3", SHARDED), ("2", SHARDED), ("2", DATA_PARALLEL)]],
+    ids=["replicated, sharded, alone", "sharded by 3, by 2, replicated"],
+)
+def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(fast: Experiment, starts: list[tuple[str, str]]) -> None:
+    directory = f"resharded-{starts[0][0]}"
+    for workers, parallelism in starts[:-1]:
+        fast.run("--workers", workers, "--set", parallelism, "--stop-after-steps", "3", directory=directory, expect=STOPPED_SAVED)
+    workers, parallelism = starts[-1]
+    fast.run("--workers", workers, "--set", parallelism, directory=directory)
+    assert steps_of(fast.at(directory)) == list(range(1, 9))
+    assert_same_curve(fast.at("1"), fast.at(directory), exact=False)
+
+
+def test_dropout_does_not_depend_on_the_world(experiment: Experiment) -> None:
+    model = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    experiment.write({**recipe(reproducibility={"elastic": "exact"}), "model": {"config": model}})
+    for workers in ("1", "3"):
+        experiment.run("--workers", workers, directory=workers)
+    assert_same_curve(experiment.at("1"), experiment.at("3"))
+    assert_same_state(experiment.at("1"), experiment.at("3"))
+
+
+def test_a_part_of_a_sample_that_is_padded_counts_no_token_in_any_world(experiment: Experiment) -> None:
+    """The loss is divided by the step's valid tokens, not by a rank's: padding that falls on one rank must not shift it."""
+    import json
+
+    # 60 tokens: three whole windows and one with 12 of 16 labels.
+    (experiment.path / "documents.jsonl").write_text(json.dumps({"text": "x" * 59}) + "\n")
+    experiment.write(recipe())
+    rows: dict[str, Any] = {}
+    for workers in ("1", "2", "3"):
+        experiment.run("--workers", workers, directory=workers)
+        rows[workers] = curve(experiment.at(workers))
+    assert {row["valid_tokens"] < row["tokens"] for row in rows["1"].values()} == {True}
+    assert_same_curve(experiment.at("1"), experiment.at("2"), exact=False)
+    assert_same_curve(experiment.at("1"), experiment.at("3"), exact=False)
