@@ -240,7 +240,7 @@ def test_durations_are_written_as_people_say_them(seconds: float, text: str) -> 
 
 def test_numbers_are_written_as_people_read_them() -> None:
     assert [short_count(n) for n in (0, 12, 999, 999.7, 1000, 41234, 999_499, 999_501, 10_200_000, 1.5e12, 1e18)] == [
-        "0", "12", "999", "1k", "1k", "41.2k", "999k", "1M", "10.2M", "1.5T", "1000000T",
+        "0", "12", "999", "1k", "1k", "41.2k", "999k", "1M", "10.2M", "1.5T", "1e+18",
     ]  # fmt: skip
     assert [size(n) for n in (0, 1000, 1536, 123_456_789, 5 * 2**40)] == ["0 B", "0.98 KiB", "1.5 KiB", "118 MiB", "5 TiB"]
     assert [real(x) for x in (2.41318, 0.0, 1e-7, 3e9, -2.5, float("nan"))] == [

@@ -152,7 +152,7 @@ class _Part:
 
 
 def _split(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> list[_Part]:
-    """Give every line to its process, by generation: each start raises it, what a process writes carries its own or a later one."""
+    """Give every line to its process, by generation: each start raises it, and no line carries an older one."""
     parts = [_Part(event.generation, event, steps) for event in events if event.type == EventType.START]
     parts += [_Part(generation, None, steps) for generation in _without_start(steps, events, evaluations)]
     parts.sort(key=lambda part: part.generation)

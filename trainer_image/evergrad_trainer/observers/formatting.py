@@ -40,7 +40,7 @@ def short_count(number: float) -> str:
 
 def size(number_of_bytes: float) -> str:
     """``1536`` → ``1.5 KiB``; powers of 1024."""
-    return _scaled(number_of_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB"))
+    return _scaled(number_of_bytes, 1024.0, (" B", " KiB", " MiB", " GiB", " TiB", " PiB"))
 
 
 def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
@@ -50,6 +50,8 @@ def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
     # 999.5 and more would round to four digits.
     while rest >= (999.5 if base == 1000 else 1000) and unit < len(units) - 1:
         rest, unit = rest / base, unit + 1
+    if rest >= 10_000:
+        return f"{number:.3g}"
     digits = 0 if unit == 0 and rest == round(rest) else 2 if rest < 9.995 else 1 if rest < 99.95 else 0
     text = f"{rest:.{digits}f}"
     if "." in text and unit:
