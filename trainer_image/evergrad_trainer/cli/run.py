@@ -2,8 +2,11 @@
 
 import argparse
 import functools
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode
@@ -51,11 +54,26 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.session import run_session
 
     machine, num_workers = machine_and_workers(args, loaded.run)
-    plan = _plan(args, loaded, directory, standing, machine, num_workers)
+    try:
+        with _sigterm_interrupts():
+            plan = _plan(args, loaded, directory, standing, machine, num_workers)
+    except KeyboardInterrupt:
+        print("stopped before the first step: there is nothing to save, and prepared data is kept", file=sys.stderr)
+        return int(ExitCode.STOPPED_SAVED)
     if num_workers == 1 or _is_launched():
         return run_session(plan)
     # A process that has touched an accelerator must not fork.
     return launch_workers(functools.partial(run_session, plan), num_workers=num_workers, use_fork=machine.num_accelerators == 0)
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """Before training SIGTERM ends the process as Ctrl-C does: by an exception, so that helpers and files are cleaned up."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _plan(
