@@ -157,6 +157,5 @@ def _is_launched() -> bool:
 def _say_complete(directory: RunDirectory, loaded: LoadedManifest) -> None:
     facts = directory.read_complete() or {}
     name, step = loaded.run.metadata.name, facts.get("step")
-    print(
-        f"{name} is complete: {step} steps, in {directory.path}. Nothing to do. To train longer, raise the horizon and use --extend."
-    )
+    print(f"{name} is complete: {step} steps, in {directory.path}. Nothing to do.")
+    print("To train longer, raise the horizon and use --extend.")
