@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad_trainer.checkpoint import dcp_storage
-from evergrad_trainer.checkpoint.dcp_storage import _read_box, view_bytes
+from evergrad_trainer.checkpoint.dcp_storage import _read_box
 from evergrad_trainer.checkpoint.filesystem import ShardSource
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
+from evergrad_trainer.checkpoint.staging import view_bytes
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, build_metadata, decode_table, encode_table
 
 
