@@ -1,0 +1,89 @@
+"""``evergrad validate``: one line or all problems, for people and for scripts."""
+
+import argparse
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evergrad_trainer.cli import validate
+from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments, load_from
+from evergrad_trainer.config.loader import load_manifest
+
+BASE = Path(__file__).parent / "base_manifest.yaml"
+
+
+def execute(*arguments: str | Path) -> int:
+    parser = argparse.ArgumentParser()
+    validate.add_arguments(parser)
+    return validate.execute(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_a_valid_manifest_is_one_line_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(BASE) == 0
+    out, err = capsys.readouterr()
+    assert out == f"valid: docs-lm ({BASE}); 20000000 tokens, 32 samples a step in 8 slots, trained on docs\n"
+    assert err == ""
+
+
+def test_an_invalid_manifest_is_every_problem_and_exit_64(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(BASE, "--set", "spec.nodes.max=1", "--set", "spec.training.zzz=1") == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert len(lines) == 2 and all(line.startswith("error: spec.") for line in lines)
+
+
+def test_overlays_and_overrides_are_applied_in_their_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "one.yaml").write_text("metadata: {name: one}")
+    (tmp_path / "two.yaml").write_text("metadata: {name: two}")
+    arguments = (BASE, "--overlay", tmp_path / "one.yaml", "--overlay", tmp_path / "two.yaml")
+    assert execute(*arguments) == 0
+    assert "valid: two" in capsys.readouterr().out
+    assert execute(*arguments, "--set", "metadata.name=three", "--set", "spec.training.horizon={steps: 5}") == 0
+    assert "valid: three" in capsys.readouterr().out
+
+
+def test_json_is_one_document_either_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(BASE, "--json") == 0
+    good = json.loads(capsys.readouterr().out)
+    assert good["valid"] is True and good["problems"] == []
+    assert good["resolved"]["spec"]["training"]["checkpoint"]["keep"] == 3
+    assert len(good["configHash"]) == 64
+    assert execute(BASE, "--json", "--set", "spec.training.horizon.steps=1") == 64
+    out, err = capsys.readouterr()
+    bad = json.loads(out)
+    assert err == "" and bad["valid"] is False
+    (problem,) = bad["problems"]
+    assert problem["path"] == "spec.training.horizon"
+    assert problem["message"].startswith("spec.training.horizon: steps and tokens are both set")
+    assert problem["remedy"] == "Keep one, remove the rest"
+
+
+def test_the_resolved_manifest_is_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert execute(BASE, "--print-resolved") == 0
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(capsys.readouterr().out)
+    assert load_manifest(resolved).run == load_manifest(BASE).run
+    assert yaml.safe_load(resolved.read_text())["spec"]["training"]["runtime"]["collectiveTimeoutSeconds"] == 600
+
+
+def test_a_terminal_without_unicode_gets_escapes_and_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "läuft.yaml"
+    path.write_text(BASE.read_text())
+    plain = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", plain)
+    assert execute(path) == 0
+    plain.flush()
+    assert b"l\\xe4uft.yaml" in plain.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+def test_other_commands_share_the_arguments() -> None:
+    parser = argparse.ArgumentParser()
+    add_manifest_arguments(parser)
+    loaded = load_from(parser.parse_args([str(BASE), "--set", "metadata.name=x"]))
+    assert loaded.run.metadata.name == "x"
+    assert loaded.base_directory == BASE.parent

@@ -1,0 +1,224 @@
+"""The operator's dataclasses, and the contract that holds them together with the trainer's model."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evergrad_operator.errors import OperatorError, SpecError
+from evergrad_operator.spec import (
+    FailurePolicy,
+    Nodes,
+    Resources,
+    RunSpec,
+    Storage,
+    Template,
+    TrainingRun,
+    parse_run,
+)
+from evergrad_trainer.config import manifest as model
+from evergrad_trainer.config.fields import fields_of, walk_fields
+from evergrad_trainer.config.identity import to_wire
+from evergrad_trainer.config.loader import load_manifest
+from evergrad_trainer.config.validation import parse_run as parse_trainer_run
+
+BASE = Path(__file__).parent.parent / "config" / "base_manifest.yaml"
+
+MINIMAL: dict[str, Any] = {
+    "apiVersion": "evergrad.dev/v1alpha1",
+    "kind": "TrainingRun",
+    "metadata": {"name": "docs-lm"},
+    "spec": {"training": yaml.safe_load(BASE.read_text())["spec"]["training"]},
+}
+
+FULL_TEMPLATE: dict[str, Any] = {
+    "labels": {"team": "research"},
+    "annotations": {"note": "x"},
+    "nodeSelector": {"zone": "a"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+    "volumes": [{"name": "cache", "emptyDir": {}}],
+    "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+    "env": [{"name": "A", "value": "1"}],
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "volcano",
+    "imagePullSecrets": [{"name": "registry"}],
+}
+
+
+def test_the_example_is_read_into_values() -> None:
+    run = parse_run(yaml.safe_load(BASE.read_text()))
+    assert (run.name, run.namespace, run.uid, run.generation) == ("docs-lm", "default", "", 0)
+    assert run.spec.nodes == Nodes(min=2, max=4)
+    assert run.spec.workers_per_node == 1
+    assert run.spec.resources == Resources(requests={"cpu": "2"}, limits={"memory": "4Gi"})
+    assert run.spec.storage == Storage(size="20Gi", storage_class_name="shared", claim_name=None)
+    assert run.spec.suspend is False
+    assert run.spec.failure_policy == FailurePolicy(max_failures_without_progress=3)
+    assert run.spec.training["recipe"] == "pretrain"
+
+
+def test_what_the_api_server_adds_is_read_too() -> None:
+    raw = {
+        **MINIMAL,
+        "metadata": {"name": "a", "namespace": "team", "uid": "u", "generation": 4, "managedFields": [{}]},
+        "status": {},
+    }
+    run = parse_run(raw)
+    assert (run.namespace, run.uid, run.generation) == ("team", "u", 4)
+
+
+def test_a_template_keeps_kubernetes_spelling_inside() -> None:
+    template = parse_run({**MINIMAL, "spec": {**MINIMAL["spec"], "template": FULL_TEMPLATE}}).spec.template
+    assert template.node_selector == {"zone": "a"}
+    assert template.topology_spread_constraints[0]["whenUnsatisfiable"] == "DoNotSchedule"
+    assert template.priority_class_name == "high"
+
+
+def test_values_are_frozen() -> None:
+    run = parse_run(MINIMAL)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.spec.nodes.min = 7  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("metadata", {}, "metadata.name: is missing. Install the CRD that belongs to this operator"),
+        ("metadata", {"name": 3}, "metadata.name: is not a text"),
+        ("metadata", {"name": "a", "labels": {"x": 1}}, "metadata.labels.x: is not a text"),
+        ("spec", {}, "spec.training: is missing or not a mapping"),
+        ("spec", [], "spec: is not a mapping"),
+        ("spec.training", [], "spec.training: is missing or not a mapping"),
+        ("spec.nodes", [1], "spec.nodes: is not a mapping"),
+        ("spec.nodes", {"min": "many"}, "spec.nodes.min: is not a whole number"),
+        ("spec.nodes", {"min": 1.5}, "spec.nodes.min: is not a whole number"),
+        ("spec.nodes", {"min": True}, "spec.nodes.min: is not a whole number"),
+        ("spec.nodes", {"min": "9" * 10**6}, "spec.nodes.min: is not a whole number"),
+        ("spec.nodes", {"min": "1e999999999"}, "spec.nodes.min: is not a whole number"),
+        ("spec.nodes", {"min": "nan"}, "spec.nodes.min: is not a whole number"),
+        ("spec.suspend", "yes", "spec.suspend: is neither true nor false"),
+        ("spec.resources", {"limits": {"cpu": True}}, "spec.resources.limits.cpu: is not a quantity"),
+        ("spec.storage", {"claimName": 3}, "spec.storage.claimName: is not a text"),
+        ("spec.template", {"volumes": {}}, "spec.template.volumes: is not a list of mappings"),
+        ("spec.template", {"env": ["A"]}, "spec.template.env: is not a list of mappings"),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_an_object_without_its_shape_is_refused_with_its_path(path: str, value: Any, said: str) -> None:
+    raw = json.loads(json.dumps(MINIMAL))
+    node = raw
+    *parents, last = path.split(".")
+    for part in parents:
+        node = node[part]
+    node[last] = value
+    with pytest.raises(SpecError, match=r".") as refused:
+        parse_run(raw)
+    assert isinstance(refused.value, OperatorError)
+    assert said in str(refused.value)
+    assert refused.value.path == said.partition(":")[0]
+
+
+# The contract with the trainer's model.
+
+
+class Recording(Mapping[str, Any]):
+    """A mapping that notes which of its keys were asked for."""
+
+    def __init__(self, value: Mapping[str, Any], path: str, asked: set[str]) -> None:
+        self._value, self._path, self._asked = value, path, asked
+
+    def __getitem__(self, key: str) -> Any:
+        self._asked.add(f"{self._path}{key}")
+        value = self._value[key]
+        return Recording(value, f"{self._path}{key}.", self._asked) if isinstance(value, dict) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._value)
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+
+def test_every_field_of_the_envelope_is_read() -> None:
+    wire = to_wire(load_manifest(BASE).run)
+    asked: set[str] = set()
+    parse_run(Recording(wire, "", asked))
+    envelope = {field.path for field in walk_fields(model.TrainingRun) if not field.path.startswith("spec.training.")}
+    assert envelope - asked == {"apiVersion", "kind"}
+
+
+def test_nothing_is_read_that_the_model_does_not_have() -> None:
+    asked: set[str] = set()
+    parse_run(Recording(to_wire(load_manifest(BASE).run), "", asked))
+    known = {field.path for field in walk_fields(model.TrainingRun)}
+    entries = ("metadata.labels.", "metadata.annotations.", "spec.resources.requests.", "spec.resources.limits.")
+    assert {path for path in asked if not path.startswith(entries)} - known == {"metadata.uid", "metadata.generation"}
+
+
+def test_defaults_are_the_same_on_both_sides() -> None:
+    resolved = to_wire(parse_trainer_run(MINIMAL))
+    assert _without_training(parse_run(MINIMAL)) == _without_training(parse_run(resolved))
+
+
+def _without_training(run: TrainingRun) -> TrainingRun:
+    return dataclasses.replace(run, spec=dataclasses.replace(run.spec, training={}))
+
+
+@pytest.mark.parametrize(
+    ("section", "counterpart"),
+    [
+        (model.Nodes, Nodes),
+        (model.Resources, Resources),
+        (model.Storage, Storage),
+        (model.Template, Template),
+        (model.FailurePolicy, FailurePolicy),
+        (model.Spec, RunSpec),
+    ],
+)
+def test_each_section_has_the_same_fields_in_the_same_order(section: type[model.Section], counterpart: type[Any]) -> None:
+    assert list(section.model_fields) == [field.name for field in dataclasses.fields(counterpart)]
+
+
+def test_every_section_of_the_envelope_has_a_counterpart() -> None:
+    assert set(fields_of(model.Spec)) == {
+        *("nodes", "workersPerNode", "resources", "storage", "template", "suspend", "failurePolicy", "training"),
+    }
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"nodes": {"min": "2", "max": "1k"}},
+        {"nodes": {"min": 3}},
+        {"nodes": {"min": 2.0, "max": "1_0"}},
+        {"nodes": {"min": "1e1", "max": "1.2e1"}},
+        {"nodes": None, "template": None, "storage": None, "resources": None, "suspend": None, "workersPerNode": None},
+        {"workersPerNode": " 2 "},
+        {"failurePolicy": {"maxFailuresWithoutProgress": "0.1k"}},
+        {"resources": {"requests": {"cpu": 0.5}, "limits": {"cpu": 2, "memory": "1e9", "nvidia.com/gpu": 1}}},
+        {"storage": {"size": 10**9}},
+        {"storage": {"claimName": "mine"}},
+        {"suspend": True},
+        {"template": FULL_TEMPLATE},
+    ],
+    ids=lambda spec: json.dumps(spec)[:40],
+)
+def test_both_sides_read_the_same_values_however_they_are_written(spec: dict[str, Any]) -> None:
+    training = json.loads(json.dumps(MINIMAL["spec"]["training"]))
+    training["batching"] = {"globalBatchSize": 2**20, "microBatchSize": 1}  # room for any number of nodes
+    raw = {**MINIMAL, "spec": {**spec, "training": training}}
+    resolved = to_wire(parse_trainer_run(raw))
+    assert _without_training(parse_run(raw)) == _without_training(parse_run(resolved))
+
+
+def test_the_operator_does_not_import_the_trainer() -> None:
+    import evergrad_operator.spec as module
+
+    assert "evergrad_trainer" not in Path(module.__file__).read_text()
