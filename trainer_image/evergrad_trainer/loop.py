@@ -32,11 +32,15 @@ class Limits:
 
 @dataclass
 class Progress:
-    """What a checkpoint remembers besides tensors."""
+    """What a checkpoint remembers besides tensors.
+
+    ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands.
+    """
 
     finished_steps: int = 0
     evaluated_step: int = -1
     saved_step: int = -1
+    resumed_step: int = -1
     best: dict[str, Any] | None = None
 
     def extra(self, cursor: dict[str, int]) -> dict[str, Any]:
@@ -79,13 +83,15 @@ class Run:
 
 
 def train(run: Run) -> StopReason:
-    """Train until the horizon or until all ranks agree to stop; the state is saved when this returns.
+    """Train until the horizon or until all ranks agree to stop; ``progress.saved_step`` then says whether the state is saved.
 
     Raises NonFiniteError, SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
     """
     limits, progress = run.limits, run.progress
     first = progress.finished_steps + 1
     reason = _evaluate(run) if _is_evaluation_missing(run) else None
+    if limits.after_step is not None and progress.finished_steps >= limits.after_step:
+        reason = reason or "after_step"
     for step in range(first, limits.total_steps + 1):
         if reason is not None:
             break
@@ -133,14 +139,23 @@ def _stop_reason(run: Run, outcome: StepOutcome, *, steps_here: int) -> StopReas
 
 
 def _leave(run: Run, reason: StopReason) -> StopReason:
-    """Save what is not saved yet, wait for it, and say why."""
+    """Save what is not saved yet, or whose save has failed; wait for it, and say why the run leaves."""
+    progress = run.progress
     run.checkpoints.wait()
-    if run.progress.saved_step != run.progress.finished_steps:
+    progress.saved_step = _standing_step(run)
+    if progress.saved_step != progress.finished_steps:
         _save(run, wait=True)
+        progress.saved_step = _standing_step(run)
     if reason == "stop_file" and run.membership.world.is_main:
         run.directory.consume_stop_file()
-    emit(run, EventType.STOP, reason=reason, saved=True)
+    emit(run, EventType.STOP, reason=reason, saved=progress.saved_step == progress.finished_steps)
     return reason
+
+
+def _standing_step(run: Run) -> int:
+    """Step of the newest checkpoint this process knows to be published; -1 without one."""
+    published = run.checkpoints.published
+    return run.progress.resumed_step if published is None else published.step
 
 
 def _is_due(step: int, every: int | None) -> bool:

@@ -179,7 +179,8 @@ def _restore(session: _Session, machinery: Machinery, checkpoints: CheckpointMan
     restored = checkpoints.restore(machinery.state())
     if restored is not None:
         extra = restored.extra
-        session.progress.finished_steps = session.progress.saved_step = int(extra["step"])
+        progress = session.progress
+        progress.finished_steps = progress.saved_step = progress.resumed_step = int(extra["step"])
         session.progress.evaluated_step = int(extra["evaluated_step"])
         session.progress.best = extra["best"]
         set_finished_steps(machinery.optimizer, int(extra["step"]))
