@@ -44,7 +44,7 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
         (10, f"{count(state.step)}/{count(state.total_steps)}", ""),
         (3, f"{math.floor(share * 100)}%", "dim"),
         (8, f"loss {real(state.loss)}", "bold cyan"),
-        (6, f"{short_count(state.tokens_per_second)} tokens/s", ""),
+        (6, f"{short_count(state.tokens_per_second or math.nan)} tokens/s", ""),
         (7, remaining, "green"),
     ]
     if state.saved_step is not None:

@@ -32,12 +32,17 @@ class Rate:
         self._clock = clock
         self._total = 0.0
         self._points: deque[tuple[float, float]] = deque()
+        self._is_first = True
 
     def add(self, amount: float, *, first_seconds: float) -> None:
-        """``amount`` was finished now; ``first_seconds``: how long it took, used for the very first one only."""
+        """``amount`` was finished now; ``first_seconds``: how long it took, used until there is a second one."""
         now = self._clock()
         if not self._points:
             self._points.append((now - first_seconds, 0.0))
+        elif self._is_first:
+            # The first step warms everything up; it would make the rate too low for as long as the window is.
+            self._points.popleft()
+            self._is_first = False
         self._total += amount
         # At most a few hundred points, however short the steps are.
         if len(self._points) > 1 and now - self._points[-2][0] < self._window / 200:

@@ -67,10 +67,11 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
     steps = facts.steps
     if not len(steps):
         return ()
-    first, last = float(steps.step[0]), float(steps.step[-1])
+    last = float(steps.step[-1])
+    evaluations = [one for one in last_evaluations(facts.history.evaluations) if one.step <= last]
+    first = min([float(steps.step[0]), *(one.step for one in evaluations)])
     margin = max(0.012 * (last - first), 0.5)
     span = (first - margin, last + margin)
-    evaluations = [one for one in last_evaluations(facts.history.evaluations) if one.step <= last]
     no_evaluation = Plot("Evaluation loss", note="Nothing has been evaluated.")
     return (
         _draw(_loss_plot(facts), span),
@@ -113,7 +114,7 @@ def _loss_plot(facts: Facts) -> _Draft:
 
     def paint(axes: "Axes") -> None:
         _mark_restarts(axes, restarts)
-        _line(axes, raw, "s1", width=0.9, opacity=0.38 if window > 1 else 1.0)
+        _line(axes, raw, "s1", width=0.9 if window > 1 else 1.4, opacity=0.38 if window > 1 else 1.0)
         if len(lost):
             _line(axes, lost, "s2", width=1.0, opacity=0.75)
         if window > 1:
@@ -191,18 +192,19 @@ def _speed_plot(facts: Facts) -> _Draft:
 
 def _norm_plot(facts: Facts) -> _Draft:
     norms = _finite(facts.steps.grad_norm)
-    raw, smoothed = (
-        envelope(facts.steps.step, norms),
-        means(facts.steps.step, smooth(norms, max(1, len(norms) // 50)), points=400),
-    )
-    median = float(np.nanmedian(norms)) if np.isfinite(norms).any() else math.nan
+    window = max(1, len(norms) // 50)
+    raw, smoothed = envelope(facts.steps.step, norms), means(facts.steps.step, smooth(norms, window), points=400)
+    median = real(float(np.nanmedian(norms)), 3) if np.isfinite(norms).any() else "–"
 
     def paint(axes: "Axes") -> None:
-        _line(axes, raw, "s1", width=0.8, opacity=0.38)
+        if window > 1:
+            _line(axes, raw, "s1", width=0.8, opacity=0.38)
         _line(axes, smoothed, "s1", width=1.6)
         _limit_outliers(axes, norms, from_zero=True)
 
-    legend = [Legend("each step", "s1", "faint"), Legend("mean", "s1", "line", f"median {real(median, 3)}")]
+    label = f"mean of {window} steps" if window > 1 else "each step"
+    legend = [Legend("each step", "s1", "faint")] if window > 1 else []
+    legend.append(Legend(label, "s1", "line", f"median {median}"))
     return _Draft("Gradient norm, before clipping", "Global gradient norm against the step.", legend, paint, unit="norm")
 
 

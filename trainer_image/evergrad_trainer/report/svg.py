@@ -85,7 +85,9 @@ _STYLE: dict[str, Any] = {
 def _dress(axes: "Axes", unit: str, *, columns: int) -> None:
     """Ticks, labels and their formats, alike on all plots."""
     ticker = _matplotlib().ticker
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(nbins=max(4, columns // 110), integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(
+        ticker.MaxNLocator(nbins=max(4, columns // 110), integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10])
+    )
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))

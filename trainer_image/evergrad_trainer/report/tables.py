@@ -69,7 +69,7 @@ def _checkpoint_row(event: Event) -> tuple[str, ...]:
     if event.type == EventType.SAVE_FAILED:
         return (count(event.step), utc(event.time), "–", "–", waited, f"failed: {event.fields.get('reason', 'unknown')}")
     took, num_bytes = seconds_of(event, "seconds"), seconds_of(event, "bytes")
-    note = "best" if event.fields.get("best") is True else ""
+    note = "best so far" if event.fields.get("best") is True else ""
     return (count(saved_step(event)), utc(event.time), size(num_bytes), duration(took), waited, note)
 
 
