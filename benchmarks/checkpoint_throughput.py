@@ -1,57 +1,40 @@
-"""Checkpoints of a 50M-parameter training state (600 MB): what training loses to one, and how fast it becomes durable.
+"""How long a checkpoint of a 50M-parameter training state (600 MB) stops training, and how fast it becomes durable.
 
-Against torch.save + fsync and DCP's own FileSystemWriter, both of which stop training for the whole save. All take turns in one
-process. ``measure`` returns one object a figure: what, name, value, unit, goal (empty for figures that are for scale), note.
+Against torch.save + fsync and DCP's own FileSystemWriter, both of which stop training for the whole save. All three take turns in
+one process. What the background work costs the steps beside it: ``checkpoint_cost.py``.
 """
 
 import argparse
-import functools
 import os
 import shutil
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.nn import functional
+from common import Row, print_rows
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
 from evergrad_trainer.config.training import Checkpoint
 from evergrad_trainer.distributed import Membership, World
 
-WHAT = "checkpoint of 50M parameters with AdamW state"
-INTERVAL_SECONDS = 60.0
-"""Training loses what one save costs once in this time."""
+State = dict[str, torch.Tensor]
 
 
-def build_state(*, hidden: int = 640, layers: int = 10) -> dict[str, torch.Tensor]:
+def build_state(*, hidden: int = 640, layers: int = 10) -> State:
     """Weights and both moments of a Llama-like model, fp32: about 50M parameters, 600 MB."""
     shapes: dict[str, tuple[int, ...]] = {"embedding": (1024, hidden), "head": (1024, hidden)}
     for layer in range(layers):
         shapes |= {f"{layer}.{name}": (hidden, hidden) for name in "qkvo"}
         shapes |= {f"{layer}.gate": (1728, hidden), f"{layer}.up": (1728, hidden), f"{layer}.down": (hidden, 1728)}
         shapes |= {f"{layer}.norm1": (hidden,), f"{layer}.norm2": (hidden,)}
-    prefixes = {"model.": "", "optimizer.": ".exp_avg", "optimizer": ".exp_avg_sq"}
-    return {f"{start}{name}{end}": torch.randn(shape) for start, end in prefixes.items() for name, shape in shapes.items()}
-
-
-def build_step() -> Callable[[], None]:
-    """A training step to be disturbed: forward, backward and update of a small network on all threads."""
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(6)))
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batch, target = torch.randn(512, 512), torch.randn(512, 512)  # a target it cannot fit: no step gets cheaper or denormal
-
-    def step() -> None:
-        functional.mse_loss(model(batch), target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    state = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        state |= {f"optimizer.{name}.{moment}": torch.randn(shape) for name, shape in shapes.items()}
+    return state
 
 
 def open_manager(directory: Path) -> CheckpointManager:
@@ -66,8 +49,8 @@ def open_manager(directory: Path) -> CheckpointManager:
     )
 
 
-def time_evergrad(manager: CheckpointManager, state: dict[str, torch.Tensor], step: int) -> tuple[float, float]:
-    """Seconds that training stands still for one save, and until it is published."""
+def time_evergrad(manager: CheckpointManager, state: State, step: int) -> tuple[float, float]:
+    """Seconds that training stands still for one save, and seconds until it is published."""
     blocking = manager.save(step, state, extra={})
     manager.wait()
     published = manager.published
@@ -76,91 +59,62 @@ def time_evergrad(manager: CheckpointManager, state: dict[str, torch.Tensor], st
     return blocking, blocking + published.seconds
 
 
-def time_torch_save(state: dict[str, torch.Tensor], folder: Path) -> float:
-    """Seconds of torch.save into one file, with fsync; all of them stop training."""
+def time_torch_save(state: State, folder: Path) -> float:
+    """Seconds of torch.save into a new file, with fsync."""
     begun = time.perf_counter()
     with (folder / "state.pt").open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    return time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
+    (folder / "state.pt").unlink()
+    return seconds
 
 
-def time_plain_dcp(state: dict[str, torch.Tensor], folder: Path) -> float:
-    """Seconds of dcp.save with its own FileSystemWriter (which syncs its files); all of them stop training."""
+def time_plain_dcp(state: State, folder: Path) -> float:
+    """Seconds of dcp.save with its own FileSystemWriter, which syncs its files, into a new directory."""
     begun = time.perf_counter()
     dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder / "dcp"), no_dist=True)
-    return time.perf_counter() - begun
+    seconds = time.perf_counter() - begun
+    shutil.rmtree(folder / "dcp")
+    return seconds
 
 
-def time_lost(
-    manager: CheckpointManager, state: dict[str, torch.Tensor], *, steps: int, number: int, train: Callable[[], None]
-) -> float:
-    """Seconds that the same steps take longer with one asynchronous save among them than without."""
-    seconds = []
-    for is_saving in (False, True):
-        begun = time.perf_counter()
-        if is_saving:
-            manager.save(number, state, extra={})
-        for _ in range(steps):
-            train()
-            manager.poll()
-        seconds.append(time.perf_counter() - begun)
-        manager.wait()
-    return seconds[1] - seconds[0]
-
-
-def measure(*, rounds: int = 5) -> list[dict[str, Any]]:
-    """Medians over ``rounds`` turns of each."""
+def measure(*, rounds: int = 7) -> list[Row]:
+    """Medians over ``rounds`` turns of each; ratios are medians of the turns' ratios."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    torch.manual_seed(0)
-    state, train = build_state(), build_step()
-    size = sum(value.nbytes for value in state.values())
-    found: dict[str, list[float]] = {"blocking": [], "background": [], "torch": [], "dcp": [], "lost": []}
+    state = build_state()
+    blocking, published, torch_save, plain_dcp = [], [], [], []
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         manager = open_manager(folder / "run" / "checkpoints")
-        _, usual = time_evergrad(manager, state, 1)  # allocates the host copy
-        train()
-        begun = time.perf_counter()
-        train()
-        steps = max(3, int(3 * usual / (time.perf_counter() - begun)))
-        for number in range(1, rounds + 1):
-            blocking, background = time_evergrad(manager, state, 10 * number)
-            found["blocking"].append(blocking)
-            found["background"].append(background)
-            found["torch"].append(time_torch_save(state, folder))
-            found["dcp"].append(time_plain_dcp(state, folder))
-            shutil.rmtree(folder / "dcp")
-            found["lost"].append(time_lost(manager, state, steps=steps, number=10 * number + 5, train=train))
+        first, _ = time_evergrad(manager, state, 1)  # allocates the host copy
+        for number in range(rounds):
+            seconds = time_evergrad(manager, state, 10 + number)
+            blocking.append(seconds[0])
+            published.append(seconds[1])
+            torch_save.append(time_torch_save(state, folder))
+            plain_dcp.append(time_plain_dcp(state, folder))
         manager.close()
-    return build_rows({name: statistics.median(values) for name, values in found.items()}, size=size)
-
-
-def build_rows(median: dict[str, float], *, size: int) -> list[dict[str, Any]]:
-    """The figures, from the medians in seconds."""
-    row = functools.partial(dict, what=WHAT, goal="", note="")
-    share = 100 * max(0.0, median["lost"]) / INTERVAL_SECONDS
+    size = sum(value.nbytes for value in state.values())
+    what = f"checkpoint of 50M parameters, {size / 1e6:.0f} MB"
     return [
-        row(name="evergrad: training stands still", value=median["blocking"], unit="s", note=f"{size / 1e6:.0f} MB"),
-        row(name="evergrad: until published", value=median["background"], unit="s", note="checksums, fsync, manifest, rename"),
-        row(name="torch.save + fsync", value=median["torch"], unit="s", note="training stands still"),
-        row(name="dcp.save, FileSystemWriter", value=median["dcp"], unit="s", note="training stands still"),
-        row(name="stands still / torch.save", value=median["blocking"] / median["torch"], unit="ratio", goal="<= 0.5"),
-        row(name="stands still / dcp.save", value=median["blocking"] / median["dcp"], unit="ratio", goal="<= 0.5"),
-        row(name="until published / dcp.save", value=median["background"] / median["dcp"], unit="ratio", goal="<= 1.2"),
-        row(name="training lost a save", value=median["lost"], unit="s", note="two threads training meanwhile"),
-        row(name="training lost, one save a minute", value=share, unit="percent", goal="<= 1"),
+        Row(what, "training stands still", statistics.median(blocking), "s", note=f"first time {first:.2f}"),
+        Row(what, "until published", statistics.median(published), "s", note="hashes, fsync, manifest, rename"),
+        Row(what, "torch.save + fsync", statistics.median(torch_save), "s", note="training stands still"),
+        Row(what, "dcp.save", statistics.median(plain_dcp), "s", note="training stands still"),
+        Row(what, "stands still / torch.save", _ratio(blocking, torch_save), "ratio", goal="<= 0.5"),
+        Row(what, "stands still / dcp.save", _ratio(blocking, plain_dcp), "ratio", goal="<= 0.5"),
+        Row(what, "until published / torch.save", _ratio(published, torch_save), "ratio"),
+        Row(what, "until published / dcp.save", _ratio(published, plain_dcp), "ratio", goal="<= 1.0"),
     ]
 
 
-def main() -> None:
-    """Print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    for row in measure(rounds=parser.parse_args().rounds):
-        print(f"{row['name']:<36} {row['value']:>10.4g} {row['unit']:<8} {row['goal']:<8} {row['note']}")
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    print_rows(measure(rounds=parser.parse_args().rounds))

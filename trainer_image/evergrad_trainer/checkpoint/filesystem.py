@@ -73,6 +73,7 @@ class ShardFile:
         self._rank = rank
         self._faults = faults
         self._bytes = 0
+        self._flushed = 0
         self._hash = xxhash.xxh3_128()
         self._descriptor = _open_seen(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stale_seconds)
 
@@ -108,7 +109,10 @@ class ShardFile:
         self._hash.update(block)
         with files.naming(self._path):
             files.write_all(self._descriptor, block)
-        self._bytes += len(block)
+            self._bytes += len(block)
+            if self._bytes - self._flushed >= files.WRITEBACK_BYTES:
+                files.begin_writeback(self._descriptor, self._flushed, self._bytes - self._flushed)
+                self._flushed = self._bytes
 
 
 class ShardSource:

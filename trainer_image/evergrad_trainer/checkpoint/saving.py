@@ -118,17 +118,14 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)
         return failed
-    kept = _settle(store, order, told["checkpoint"]) if order.rank == 0 else 0
-    return Outcome(
-        published=Published(
-            step=order.version.step,
-            generation=order.version.generation,
-            path=Path(store.library.locate(told["checkpoint"])),
-            bytes=told["bytes"],
-            seconds=time.monotonic() - started,
-        ),
-        kept=kept,
+    published = Published(
+        step=order.version.step,
+        generation=order.version.generation,
+        path=Path(store.library.locate(told["checkpoint"])),
+        bytes=told["bytes"],
+        seconds=time.monotonic() - started,
     )
+    return Outcome(published, kept=_settle(store, order, told["checkpoint"]) if order.rank == 0 else 0)
 
 
 def _publish(store: Store, order: SaveOrder, attempt: str, table: Table, shards: tuple[FileEntry, ...]) -> dict[str, Any]:
