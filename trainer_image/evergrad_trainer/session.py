@@ -82,6 +82,8 @@ class _Session:
     progress: Progress = field(default_factory=Progress)
     marks: dict[str, float] = field(default_factory=dict)
     metrics_address: str | None = None
+    waiting: list[Event] | None = field(default_factory=list)
+    """Events before the start event, which comes first; None once it is written."""
 
     @property
     def world(self) -> World:
@@ -93,7 +95,17 @@ class _Session:
     def emit(self, type_: str, fields: dict[str, Any]) -> None:
         """Tell the observers of a transition at the last finished step."""
         step, generation = self.progress.finished_steps, self.world.generation
-        self.observers.event(Event(type=type_, time=time.time(), step=step, generation=generation, fields=fields))
+        event = Event(type=type_, time=time.time(), step=step, generation=generation, fields=fields)
+        if self.waiting is not None:
+            self.waiting.append(event)
+        else:
+            self.observers.event(event)
+
+    def release_events(self) -> None:
+        """Write what has waited for the start event; from here on events are written as they come."""
+        waiting, self.waiting = self.waiting or [], None
+        for event in waiting:
+            self.observers.event(dataclasses.replace(event, step=self.progress.finished_steps))
 
 
 def run_session(plan: SessionPlan) -> int:
@@ -244,17 +256,16 @@ def _announce(session: _Session, machinery: Machinery) -> None:
             metrics_address=session.metrics_address,
         )
     )
-    session.emit(
-        EventType.START,
-        {
-            "run": plan.run.metadata.name,
-            "process_start_time": plan.process_start,
-            "resumed_from": progress.finished_steps or None,
-            "total_steps": plan.numbers.total_steps,
-            "world_size": world.size,
-            "pid": os.getpid(),
-        },
-    )
+    start = {
+        "run": plan.run.metadata.name,
+        "process_start_time": plan.process_start,
+        "resumed_from": progress.finished_steps or None,
+        "total_steps": plan.numbers.total_steps,
+        "world_size": world.size,
+        "pid": os.getpid(),
+    }
+    session.observers.event(Event(EventType.START, time.time(), progress.finished_steps, world.generation, start))
+    session.release_events()
     if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
         session.emit(EventType.EXTENDED, {"from_steps": before["derived"]["totalSteps"], "to_steps": plan.numbers.total_steps})
 
@@ -360,6 +371,7 @@ def _is_lost_peer(error: Exception) -> bool:
 def _close_quietly(session: _Session, error: Exception, code: ExitCode) -> None:
     """The last events of a failing process; a second failure here must not hide the first."""
     calls: list[Callable[[], None]] = [
+        session.release_events,
         lambda: session.emit(
             EventType.FAILED, {"error": type(error).__name__, "message": str(error)[:4000], "exit_code": int(code)}
         ),
