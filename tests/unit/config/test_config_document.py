@@ -196,6 +196,8 @@ def test_very_many_values_are_refused() -> None:
         ("a: !!bool x\n", "is not what its tag !!bool says"),
         ("a: !!null x\n", "is not what its tag !!null says"),
         ('a: "\\ud800"\n', "a: the text holds half of a surrogate pair (line 1)"),
+        ('a: 1\nb: "\\UFFFFFFFF"\n', "run.yaml:2: not valid YAML; an escape stands for a character that does not exist."),
+        ('a: "\\U00110000"\n', "Correct the \\U escape."),
         ("%YAML 3.0\n---\na: 1\n", "not valid YAML"),
     ],
 )

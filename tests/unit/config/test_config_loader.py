@@ -3,6 +3,7 @@
 import os
 import stat
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,15 @@ def test_problems_name_the_file_or_argument_a_value_came_from(manifest: Path, tm
     assert any(f"3 is too small ({over} line 4)" in line for line in said)
     assert any("'x' is not a number (--set)" in line for line in said)
     assert any("1 is below nodes.min 2 (--set)" in line for line in said)
+
+
+def test_large_files_are_judged_in_seconds(manifest: Path, tmp_path: Path) -> None:
+    keys = [f"key{number}" for number in range(9000)]
+    wide = overlay(tmp_path, "spec: {" + ", ".join(f"{key}: .nan" for key in keys) + "}")
+    begin = time.perf_counter()
+    said = problems(manifest, [wide, wide])
+    assert len(said) == 101 and "more problems are not listed" in said[-1]
+    assert time.perf_counter() - begin < 30
 
 
 def test_every_broken_file_and_argument_is_reported_at_once(manifest: Path, tmp_path: Path) -> None:

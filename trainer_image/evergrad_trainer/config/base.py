@@ -1,6 +1,7 @@
 """The base of every section of the manifest: frozen, strict about keys, camelCase on the wire."""
 
-from typing import Annotated
+import re
+from typing import Annotated, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Strict
 from pydantic.alias_generators import to_camel
@@ -28,13 +29,15 @@ class Section(BaseModel):
     )
 
 
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
 class FieldValueError(NumberError):
     """A value is refused for a reason of its own. ``what``, ``why`` and ``remedy`` are parts of a Problem."""
 
 
 def _check_local_path(path: str) -> str:
-    scheme, colon, _ = path.partition("://")
-    if colon and scheme.isalnum():
+    if _URL.match(path):
         remedy = "Download it and name its path"
         raise FieldValueError(f"{show(path)} is a URL", "only local files and directories are read", remedy)
     if path.startswith("~"):

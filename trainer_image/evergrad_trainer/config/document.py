@@ -110,6 +110,7 @@ def parse_document(text: str, *, label: str, source: str = "") -> Document:
 
 
 def _compose(text: str, label: str) -> yaml.Node:
+    loader: _Loader | None = None
     try:
         loader = _Loader(text)
         root = loader.get_single_node()
@@ -119,8 +120,13 @@ def _compose(text: str, label: str) -> yaml.Node:
         raise _UnusableDocumentError(Problem(f"{label}:{line}", what, "it is not allowed in YAML", "Remove it")) from error
     except yaml.MarkedYAMLError as error:
         raise _UnusableDocumentError(_syntax_problem(error, label)) from error
-    except (RecursionError, ValueError, yaml.YAMLError) as error:
-        why = str(error) if not isinstance(error, RecursionError) else "it is nested too deeply"
+    except (ValueError, OverflowError) as error:
+        # PyYAML hands the number of an escape such as "\UFFFFFFFF" to chr() as it is.
+        line = loader.get_mark().line + 1 if loader is not None else 1
+        why = "an escape stands for a character that does not exist"
+        raise _UnusableDocumentError(Problem(f"{label}:{line}", "not valid YAML", why, "Correct the \\U escape")) from error
+    except (RecursionError, yaml.YAMLError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise _UnusableDocumentError(Problem(label, "not valid YAML", why, "Correct it")) from error
     if root is None:
         raise _UnusableDocumentError(

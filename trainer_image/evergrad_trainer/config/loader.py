@@ -64,8 +64,9 @@ def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]
 
 
 def _is_within(path: str, lost: Collection[str]) -> bool:
-    """Whether a problem only repeats one that reading the value has already found."""
-    return any(path == other or path.startswith((f"{other}.", f"{other}[")) for other in lost)
+    """Whether a problem only repeats one that reading the value, or one around it, has already found."""
+    ends = [index for index, character in enumerate(path) if character in ".["]
+    return path in lost or any(path[:end] in lost for end in ends)
 
 
 def _with_place(problem: Problem, places: Mapping[str, Place]) -> Problem:

@@ -1,8 +1,8 @@
 """Changes to a manifest before it is validated: overlay files, merged deeply, and ``--set path=value``."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from evergrad_trainer.config.document import Document, Place, parse_document
@@ -37,43 +37,63 @@ class Override:
 
 def apply_overlay(base: Layered, overlay: Document) -> Layered:
     """``overlay`` laid over ``base``: mappings are merged, anything else (lists too) is replaced whole, null removes a key."""
-    merged = _copy(base)
-    merged.problems += overlay.problems
-    merged.lost |= overlay.lost
-    merged.value = _merge(base.value, (overlay.value, overlay), (), merged)
-    return merged
+    merging = _Merging(overlay)
+    value = merging.merge(base.value, overlay.value, ())
+    new = {path: place for path, place in overlay.places.items() if path not in merging.removed}
+    return Layered(
+        value,
+        _replace_places(base.places, new, merging.replaced | merging.removed),
+        [*base.problems, *overlay.problems, *merging.problems],
+        base.lost | overlay.lost,
+    )
 
 
-def _copy(base: Layered) -> Layered:
-    return Layered(dict(base.value), dict(base.places), list(base.problems), set(base.lost))
+class _Merging:
+    """One overlay being merged; notes which paths it replaced or removed."""
+
+    def __init__(self, overlay: Document) -> None:
+        self._overlay = overlay
+        self.replaced: set[FieldPath] = set()
+        self.removed: set[FieldPath] = set()
+        self.problems: list[Problem] = []
+
+    def merge(self, base: Mapping[str, Any], over: Mapping[str, Any], path: FieldPath) -> dict[str, Any]:
+        """``base`` with ``over``, the part of the overlay at ``path``, laid over it."""
+        merged = dict(base)
+        for key, value in over.items():
+            here = (*path, key)
+            if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
+                merged[key] = self.merge(merged[key], value, here)
+                continue
+            if value is not None:
+                merged[key] = without_null_keys(value)
+                self.replaced.add(here)
+            elif format_path(here) not in self._overlay.lost:
+                if key not in merged:
+                    self.problems += check_removal(here, self._overlay.places.get(here))
+                merged.pop(key, None)
+                self.removed.add(here)
+        return merged
 
 
-def _merge(base: Mapping[str, Any], over: tuple[Any, Document], path: FieldPath, result: Layered) -> dict[str, Any]:
-    """``base`` with the part ``over[0]`` of the overlay ``over[1]`` laid over it."""
-    part, overlay = over
-    merged = dict(base)
-    for key, value in part.items():
-        here = (*path, key)
-        if value is None:
-            if format_path(here) not in overlay.lost:
-                _remove(merged, here, result, overlay.places.get(here))
-        elif isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = _merge(merged[key], (value, overlay), here, result)
-        else:
-            merged[key] = without_null_keys(value)
-            _move_places(result.places, here, overlay.places)
-    return merged
+def check_removal(path: FieldPath, place: Place | None) -> list[Problem]:
+    """Removing a key that is not there is fine if the manifest knows it, and a slip of the pen otherwise."""
+    if find_field(TrainingRun, path) is not None:
+        return []
+    where = f" ({place})" if place is not None else ""
+    return [Problem(format_path(path), f"there is no such key to remove{where}", "", "Correct the key, or take the line out")]
 
 
-def _remove(merged: dict[str, Any], path: FieldPath, result: Layered, place: Place | None) -> None:
-    """Remove the key ``path`` ends with. One that is not there is fine if the manifest knows it, else a slip of the pen."""
-    key = str(path[-1])
-    if key not in merged and find_field(TrainingRun, path) is None:
-        where = f" ({place})" if place is not None else ""
-        remedy = "Correct the key, or take the line out"
-        result.problems.append(Problem(format_path(path), f"there is no such key to remove{where}", "", remedy))
-    merged.pop(key, None)
-    _move_places(result.places, path, {})
+def _replace_places(
+    places: Mapping[FieldPath, Place], new: Mapping[FieldPath, Place], replaced: Collection[FieldPath]
+) -> dict[FieldPath, Place]:
+    """Everything at and below a path that was ``replaced`` is now written where ``new`` says."""
+
+    def is_replaced(path: FieldPath) -> bool:
+        return any(path[:length] in replaced for length in range(1, len(path) + 1))
+
+    kept = {path: place for path, place in places.items() if not is_replaced(path)}
+    return kept | {path: place for path, place in new.items() if is_replaced(path)}
 
 
 def without_null_keys(value: Any) -> Any:
@@ -81,14 +101,6 @@ def without_null_keys(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_null_keys(item) for key, item in value.items() if item is not None}
     return value
-
-
-def _move_places(places: dict[FieldPath, Place], path: FieldPath, new: Mapping[FieldPath, Place]) -> None:
-    """Everything at and below ``path`` is now written where ``new`` says."""
-    depth = len(path)
-    for old in [known for known in places if known[:depth] == path]:
-        del places[old]
-    places.update({known: place for known, place in new.items() if known[:depth] == path})
 
 
 def parse_override(text: str) -> Override | Problem:
@@ -146,20 +158,16 @@ def parse_path(text: str) -> FieldPath | None:
 
 def apply_override(base: Layered, override: Override) -> Layered:
     """``base`` with one value set or removed; missing mappings on the way are made."""
-    result, path = _copy(base), override.path
+    path = override.path
     try:
-        result.value = _set(base.value, path, override.value, ())
+        value = _set(base.value, path, override.value, ())
     except _UnfittingPathError as unfitting:
-        result.problems.append(unfitting.problem)
-        return result
-    if override.value is None:
-        if not _exists(base.value, path):
-            _remove({}, path, result, Place("--set"))
-        _move_places(result.places, path, {})
-    else:
-        _move_places(result.places, path, override.places)
-        result.lost = {lost for lost in result.lost if lost != format_path(path)}
-    return result
+        return replace(base, problems=[*base.problems, unfitting.problem])
+    problems = list(base.problems)
+    if override.value is None and not _exists(base.value, path):
+        problems += check_removal(path, Place("--set"))
+    places = _replace_places(base.places, override.places if override.value is not None else {}, {path})
+    return Layered(value, places, problems, base.lost - {format_path(path)})
 
 
 class _UnfittingPathError(Exception):

@@ -120,10 +120,10 @@ def check_volumes(view: View) -> Iterator[Problem]:
             yield Problem(format_path(path), what, "a volume has exactly one", remedy)
     yield from _check_unique(volumes, "name")
     yield from _check_unique(mounts, "mountPath")
-    names = [volume.get("name") for _, volume in volumes]
+    names = dict.fromkeys(str(volume.get("name")) for _, volume in volumes)
     for path, mount in mounts:
         if isinstance(mount.get("name"), str) and mount["name"] and mount["name"] not in names:
-            remedy = f"Add it there, or use one of: {', '.join(map(str, names))}" if names else "Add it there"
+            remedy = f"Add it there, or use one of: {', '.join(names)}" if names else "Add it there"
             what = f"{show(mount['name'])} is not the name of a volume under spec.template.volumes"
             yield Problem(format_path((*path, "name")), what, "", remedy)
         place = mount.get("mountPath")
