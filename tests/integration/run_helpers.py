@@ -30,7 +30,30 @@ Rows = dict[int, dict[str, Any]]
 Fault = dict[str, Any]
 
 MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-WORDS = "the run stopped where a node was lost and another went on with exactly the same samples as before in that order".split()
+WORDS = [
+    "the",
+    "run",
+    "stopped",
+    "where",
+    "a",
+    "node",
+    "was",
+    "lost",
+    "and",
+    "another",
+    "went",
+    "on",
+    "with",
+    "exactly",
+    "the",
+    "same",
+    "samples",
+    "as",
+    "before",
+    "in",
+    "that",
+    "order",
+]
 
 
 def fault(at: str, *, call: int, action: str, rank: int | None = 0, to: str = "self", seconds: float = 0.05) -> Fault:
@@ -304,9 +327,6 @@ def is_alive(pid: int) -> bool:
 
 def _serve() -> None:
     """The warm process: fork for ``spawn``, reap for ``wait``, kill what is left at the end of input."""
-    import torch  # noqa: F401
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
@@ -368,7 +388,7 @@ def _run_command(task: dict[str, Any]) -> None:
         status = main(task["arguments"])
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the end of a process
         traceback.print_exc()
     finally:
         sys.stdout.flush()

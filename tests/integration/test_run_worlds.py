@@ -1,4 +1,4 @@
-"""One run in worlds of 1, 2 and 3 processes that share 4 slots a step: the same samples, the same losses, in exact mode the same bits."""
+"""One run in worlds of 1, 2 and 3 processes that share 4 slots: the same samples and losses, in exact mode the same bits."""
 
 from collections.abc import Callable
 from typing import Any

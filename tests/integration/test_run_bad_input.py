@@ -1,0 +1,470 @@
+"""Bad input: exit 64, a message that names the path, no traceback, and nothing lost."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from run_helpers import (
+    DONE,
+    INTERNAL,
+    MODEL,
+    STOPPED_SAVED,
+    STOPPED_UNSAVED,
+    USER_ERROR,
+    Ended,
+    Experiment,
+    assert_same_curve,
+    assert_same_state,
+    checkpoints,
+    events,
+    fault,
+    merge,
+    recipe,
+    steps_of,
+    wait_until,
+)
+
+SLOW = fault("step", call=0, action="sleep", rank=None, seconds=0.05)
+
+
+def refused(experiment: Experiment, *texts: str, arguments: tuple[str, ...] = (), **options: Any) -> Ended:
+    """``evergrad run`` ends with 64, and says each of ``texts`` on stderr."""
+    ended = experiment.run(*arguments, expect=USER_ERROR, **options)
+    assert all(line.startswith(("error: ", "warning: ", "evergrad: ", "[transformers]")) for line in ended.err.splitlines()), (
+        ended.err
+    )
+    for text in texts:
+        assert text in ended.err, f"{text!r} is not said in\n{ended.err}"
+    return ended
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+# --- the manifest
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) -> None:
+    manifest = experiment.write()
+    text = manifest.read_text().replace('"horizon": {', '"batching": {},\n      "horizon": {')
+    manifest.write_text(text)
+    lines = [number for number, line in enumerate(text.splitlines(), start=1) if '"batching"' in line]
+    refused(experiment, f"spec.training.batching: the key is given twice, in lines {lines[0]} and {lines[1]}")
+    assert not (experiment.path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"batching": {"globalBatchsize": 8}}, ["spec.training.batching.globalBatchsize", "globalBatchSize"]),
+        ({"optimizer": {"learningRate": -1}}, ["spec.training.optimizer.learningRate"]),
+        ({"optimizer": {"learningRate": "fast"}}, ["spec.training.optimizer.learningRate", "fast"]),
+        ({"horizon": {"tokens": "1M"}}, ["spec.training.horizon: steps and tokens are both set", "exactly one"]),
+        ({"batching": {"globalBatchSize": 4, "microBatchSize": 3}}, ["spec.training.batching", "3", "4"]),
+        ({"reproducibility": {"elastic": "exact"}, "runtime": {"parallelism": "fsdp2"}}, ["exact cannot be combined"]),
+        ({"schedule": {"warmup": 20}}, ["spec.training.schedule.warmup", "longer than the horizon of 8 steps"]),
+        ({"stop": {"afterStep": 9}}, ["spec.training.stop.afterStep", "beyond the horizon of 8 steps"]),
+        ({"checkpoint": {"best": {"metric": "nothing/loss"}}}, ["spec.training.checkpoint.best.metric", "nothing/loss"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_value_that_cannot_be_is_refused_with_its_path(
+    experiment: Experiment, changes: dict[str, Any], texts: list[str]
+) -> None:
+    experiment.write(recipe(**changes))
+    refused(experiment, *texts)
+    assert not (experiment.path / "runs").exists()
+
+
+def test_every_problem_of_a_manifest_is_reported_at_once(experiment: Experiment) -> None:
+    experiment.write(recipe(optimizer={"learningRate": -1}, data={"sequenceLength": 1}, checkpoint={"keep": 0}))
+    refused(experiment, "optimizer.learningRate", "data.sequenceLength", "checkpoint.keep")
+
+
+def test_more_workers_than_slots_are_refused(experiment: Experiment) -> None:
+    refused(experiment, "spec.workersPerNode: 5 workers cannot share 4 slots a step", arguments=("--workers", "5"))
+    experiment.write(recipe(), workersPerNode=5)
+    refused(experiment, "make W = 5 processes, more than the M = 4 slots of a step", "lower workersPerNode to 4")
+    assert not steps_of(experiment.at())
+
+
+def test_a_missing_manifest_is_named(experiment: Experiment) -> None:
+    refused(experiment, "other.yaml", name="other")
+
+
+# --- the model
+
+
+@pytest.mark.parametrize(
+    ("config", "texts"),
+    [
+        ({"model_type": "lama"}, ["config.model_type: unknown name 'lama'", "Did you mean 'llama'?"]),
+        ({"hiden_size": 32}, ["spec.training.model.config.hiden_size: unknown name", "Did you mean 'hidden_size'?"]),
+        ({"vocab_size": 100}, ["spec.training.model.config.vocab_size: 100 is too small", "Raise it to at least 257"]),
+        ({"num_attention_heads": 3}, ["spec.training.model.config", "32", "3"]),
+        ({"max_position_embeddings": 8}, ["spec.training.data.sequenceLength: 16 is above", "max_position_embeddings 8"]),
+    ],
+    ids=["type", "key", "vocabulary", "shapes", "positions"],
+)
+def test_a_model_configuration_that_cannot_be_is_refused(
+    experiment: Experiment, config: dict[str, Any], texts: list[str]
+) -> None:
+    experiment.write(recipe(model={"config": merge(MODEL, config)}))
+    refused(experiment, *texts)
+    assert not steps_of(experiment.at())
+
+
+def test_weights_in_a_pickle_are_refused_and_never_opened(experiment: Experiment) -> None:
+    directory = experiment.path / "pickled"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 257, "architectures": ["LlamaForCausalLM"]}))
+    trap = experiment.path / "opened"
+    (directory / "pytorch_model.bin").write_bytes(f"cposix\nsystem\n(S'touch {trap}'\ntR.".encode())
+    for training in ({**recipe(), "model": {"path": "pickled"}}, recipe(initFrom={"path": "pickled"})):
+        experiment.write(training)
+        refused(
+            experiment, "pickled", "weights only as pickle (pytorch_model.bin)", "loading a pickle runs whatever code is in it"
+        )
+    assert not trap.exists()
+
+
+def test_remote_code_is_never_run(experiment: Experiment) -> None:
+    directory = experiment.path / "remote"
+    directory.mkdir()
+    auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (directory / "config.json").write_text(json.dumps({"model_type": "my_model", "auto_map": auto}))
+    (directory / "code.py").write_text(f"open({str(experiment.path / 'ran')!r}, 'w')\n")
+    experiment.write({**recipe(), "model": {"path": "remote"}})
+    refused(experiment, "spec.training.model.path", "remote/config.json cannot be used", "remote code is never run")
+    assert not (experiment.path / "ran").exists()
+
+
+# --- the data
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (None, ["documents.jsonl", "cannot be read", "No such file"]),
+        (b"", ["documents.jsonl", "is empty"]),
+        (b'{"text": "fine"}\n{"text": "br\xff\xfeken"}\n', ["documents.jsonl:2: the line is not UTF-8"]),
+        (b'{"text": "fine"}\n{"text": "cut of', ["documents.jsonl:2: the line is not JSON", "so it may be truncated"]),
+        (b'{"text": "fine"}\n["no", "object"]\n', ["documents.jsonl:2: the line holds a list; each line is one JSON object"]),
+        (b'{"body": "other field"}\n', ["documents.jsonl:1: the object has no field 'text'; it has 'body'"]),
+        (b'{"text": ""}\n\n', ["documents.jsonl"]),
+    ],
+    ids=["missing", "empty", "not UTF-8", "truncated", "no object", "no text", "blank"],
+)
+def test_a_data_file_that_cannot_be_used_is_named_with_its_line(
+    experiment: Experiment, content: bytes | None, texts: list[str]
+) -> None:
+    path = experiment.path / "documents.jsonl"
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(content)
+    refused(experiment, *texts)
+    assert not steps_of(experiment.at())
+
+
+def test_a_source_that_changed_after_it_was_prepared_stops_the_resume_and_not_the_run(experiment: Experiment) -> None:
+    experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
+    path = experiment.path / "documents.jsonl"
+    original = path.read_bytes()
+    path.write_bytes(original.replace(b"node", b"edon"))
+    refused(experiment, str(path), "its content changed since this run was prepared", "Restore the file to go on with this run")
+    assert steps_of(experiment.at()) == [1, 2, 3, 4]
+    path.write_bytes(original)
+    experiment.run()
+    assert steps_of(experiment.at()) == list(range(1, 9))
+
+
+def test_prepared_data_that_was_cut_short_is_named(experiment: Experiment) -> None:
+    experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
+    (tokens,) = (experiment.path / "runs" / ".prepared").rglob("*.tokens")
+    os.truncate(tokens, 40)
+    ended = experiment.run(expect=None)
+    # Either prepared again, or refused with the file's name; never trained on less.
+    if ended.code == USER_ERROR:
+        assert str(tokens) in ended.err and "prepare again" in ended.err
+    else:
+        experiment.run(directory="undisturbed")
+        assert_same_curve(experiment.at("undisturbed"), experiment.at())
+
+
+# --- the run directory
+
+
+def test_another_runs_directory_is_left_alone(experiment: Experiment) -> None:
+    experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
+    before = contents(experiment.at())
+    experiment.write(name="other")
+    refused(
+        experiment,
+        f"{experiment.at()}: holds the run 'tiny'; this manifest is the run 'other'",
+        "Choose another --run-directory, or use that run's manifest",
+        name="other",
+        directory="tiny",
+    )
+    assert contents(experiment.at()) == before
+
+
+def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) -> None:
+    experiment.run("--stop-after-steps", "2", expect=STOPPED_SAVED)
+    before = contents(experiment.at())
+    changes = {
+        "spec.training.optimizer.learningRate": ("0.01", "0.003"),
+        "spec.training.model.config.hidden_size": ("64", "32"),
+        "spec.training.batching.microBatchSize": ("2", "1"),
+        "spec.training.reproducibility.seed": ("1", "0"),
+        "spec.training.runtime.precision": ("'bf16'", "'fp32'"),
+        "spec.training.schedule.type": ("'cosine'", "'wsd'"),
+    }
+    arguments = [part for path, (new, _) in changes.items() for part in ("--set", f"{path}=" + new.strip("'"))]
+    texts = [f"{path}: {new} here, but the run in {experiment.at()} began with {old}" for path, (new, old) in changes.items()]
+    ended = refused(experiment, *texts, "the recipe of a run does not change", arguments=tuple(arguments))
+    assert len(ended.err.splitlines()) == len(changes) + ("decay" in ended.err)
+    assert contents(experiment.at()) == before
+    experiment.run()
+    assert steps_of(experiment.at()) == list(range(1, 9))
+
+
+def test_a_directory_without_run_json_is_nobodys(experiment: Experiment) -> None:
+    experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
+    kept = (experiment.at() / "run.json").rename(experiment.path / "kept.json")
+    before = contents(experiment.at())
+    refused(experiment, str(experiment.at()), "holds metrics.jsonl but no run.json")
+    assert contents(experiment.at()) == before
+    kept.rename(experiment.at() / "run.json")
+    experiment.run()
+
+
+@pytest.fixture
+def volume(experiment: Experiment) -> Iterator[Callable[[str], Path]]:
+    """``volume("size=4m")``: a tmpfs of its own at ``runs``."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small volume needs root")
+    where = experiment.path / "runs"
+
+    def mount(options: str) -> Path:
+        where.mkdir()
+        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)], capture_output=True, check=False)
+        if made.returncode != 0:
+            pytest.skip("mounting a small volume is not permitted here")
+        return where
+
+    yield mount
+    experiment.close()
+    subprocess.run(["umount", "-l", str(where)], capture_output=True, check=False)
+
+
+def fill(volume: Path, *, leave: int) -> Path:
+    """Use up the space of ``volume`` up to ``leave`` bytes."""
+    ballast = volume / "ballast"
+    free = shutil.disk_usage(volume).free
+    with ballast.open("wb") as file, contextlib.suppress(OSError):
+        file.write(bytes(max(0, free - leave)))
+    return ballast
+
+
+def test_a_full_volume_is_refused_before_anything_begins(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+    ballast = fill(volume("size=4m"), leave=0)
+    refused(experiment, str(experiment.at()), "No space left on device")
+    ballast.unlink()
+    experiment.run()
+
+
+def test_a_volume_too_small_for_two_checkpoints_is_refused(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+    volume("size=512k")
+    refused(experiment, str(experiment.at()), "one checkpoint takes", "two must fit", "Free some space")
+    assert not steps_of(experiment.at())
+
+
+def start_and_fill(experiment: Experiment, volume: Path, *, leave: int, steps: int = 3) -> tuple[Any, Path]:
+    """A slow run whose volume becomes full after its first checkpoint."""
+    run = experiment.start(faults=[SLOW])
+    wait_until(lambda: checkpoints(experiment.at()) and len(steps_of(experiment.at())) >= steps)
+    return run, fill(volume, leave=leave)
+
+
+def test_training_goes_on_while_saves_fail_and_says_at_the_end_that_the_state_is_not_saved(
+    experiment: Experiment, volume: Callable[[str], Path]
+) -> None:
+    experiment.write(recipe(horizon={"steps": 14}, checkpoint={"maxFailures": 50}))
+    run, ballast = start_and_fill(experiment, volume("size=8m"), leave=100_000)
+    ended = run.wait()
+    assert ended.code == INTERNAL
+    assert steps_of(experiment.at()) == list(range(1, 15))
+    failed = events(experiment.at(), "save_failed")
+    assert len(failed) >= 2 and "No space left" in failed[-1]["reason"]
+    assert "could not be saved" in ended.err and "Traceback" not in ended.err
+    assert not (experiment.at() / "complete.json").exists()
+
+    ballast.unlink()
+    experiment.run(expect=DONE)
+    experiment.run(directory="undisturbed")
+    assert_same_curve(experiment.at("undisturbed"), experiment.at())
+    assert_same_state(experiment.at("undisturbed"), experiment.at())
+
+
+def test_a_stop_whose_save_fails_says_so_by_its_exit_code(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+    experiment.write(recipe(horizon={"steps": 400}, checkpoint={"maxFailures": 50}))
+    run, _ = start_and_fill(experiment, volume("size=8m"), leave=100_000)
+    run.send(signal.SIGTERM)
+    ended = run.wait().expect(STOPPED_UNSAVED)
+    assert "the newest checkpoint is older" in ended.err
+    assert [event["saved"] for event in events(experiment.at(), "stop")] == [False]
+
+
+def test_a_run_whose_saves_fail_again_and_again_gives_up(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+    experiment.write(recipe(horizon={"steps": 400}, checkpoint={"maxFailures": 2}))
+    run, _ = start_and_fill(experiment, volume("size=8m"), leave=100_000)
+    ended = run.wait().expect(INTERNAL)
+    assert "2 saves in a row have failed" in ended.err and "No space left" in ended.err
+    assert str(experiment.at() / "checkpoints") in ended.err and "Traceback" not in ended.err
+    assert [event["failures"] for event in events(experiment.at(), "save_failed")] == [1, 2]
+
+
+def test_a_run_that_cannot_write_down_its_steps_stops(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+    experiment.write(recipe(horizon={"steps": 400}))
+    run, ballast = start_and_fill(experiment, volume("size=8m"), leave=0)
+    ended = run.wait().expect(USER_ERROR)
+    assert str(experiment.at()) in ended.err and "jsonl: cannot be written; no space is left on the device" in ended.err
+    kept = checkpoints(experiment.at())
+    assert kept, "a good checkpoint was lost"
+    ballast.unlink()
+    experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
+    assert events(experiment.at(), "start")[-1]["resumed_from"] == kept[-1]
+
+
+def test_a_read_only_directory_is_refused(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+    where = volume("size=8m")
+    experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
+    before = contents(experiment.at())
+    subprocess.run(["mount", "-o", "remount,ro", str(where)], check=True)
+    refused(experiment, str(experiment.at()), "Read-only file system")
+    assert contents(experiment.at()) == before
+    subprocess.run(["mount", "-o", "remount,rw", str(where)], check=True)
+    experiment.run()
+
+
+# --- checkpoints
+
+
+def shard(experiment: Experiment, step: int) -> Path:
+    (found,) = (experiment.at() / "checkpoints" / f"step-{step}").glob("*.bin")
+    return found
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES = pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["truncated", "bit-flipped", "missing"])
+
+
+@DAMAGES
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_damaged_checkpoint_is_set_aside_aloud_and_the_run_goes_on_from_the_one_before(
+    experiment: Experiment, damage: Callable[[Path], None], workers: str
+) -> None:
+    experiment.run("--workers", workers, directory="undisturbed")
+    experiment.run("--stop-after-steps", "7", expect=STOPPED_SAVED)
+    assert checkpoints(experiment.at()) == [3, 6, 7]
+    damage(shard(experiment, 7))
+    experiment.run("--workers", workers)
+    (fallback,) = events(experiment.at(), "fallback")
+    assert fallback["checkpoint"] == "step-7" and fallback["reason"]
+    assert (experiment.at() / "checkpoints" / "quarantine").is_dir()
+    assert steps_of(experiment.at()) == [*range(1, 8), 7, 8]
+    if workers == "1":
+        assert_same_curve(experiment.at("undisturbed"), experiment.at())
+        assert_same_state(experiment.at("undisturbed"), experiment.at())
+
+
+@DAMAGES
+def test_a_run_none_of_whose_checkpoints_validates_stops_and_never_begins_again(
+    experiment: Experiment, damage: Callable[[Path], None]
+) -> None:
+    experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
+    assert checkpoints(experiment.at()) == [3, 4]
+    for step in (3, 4):
+        damage(shard(experiment, step))
+    for _ in range(2):
+        refused(experiment, str(experiment.at() / "checkpoints"), "step-3", "step-4")
+    assert steps_of(experiment.at()) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more(experiment: Experiment, workers: str) -> None:
+    experiment.write(recipe(horizon={"steps": 60}))
+    experiment.run(directory="undisturbed")
+    slow = fault("step", call=0, action="sleep", rank=None, seconds=0.2)
+    older = experiment.start("--workers", workers, faults=[slow])
+    wait_until(lambda: checkpoints(experiment.at()))
+    experiment.run()
+    ended = older.wait().expect(USER_ERROR)
+    assert "a newer process" in ended.err
+    generations = {
+        json.loads(path.read_text())["generation"]: int(path.parent.name.split("-")[1].split(".")[0])
+        for path in sorted((experiment.at() / "checkpoints").glob("step-*/manifest.json"))
+    }
+    assert set(generations) == {1, 2}
+    begun = events(experiment.at(), "start")[1]["resumed_from"]
+    late = [event for event in events(experiment.at(), "save") if event["generation"] == 1 and event["step"] > begun + 3]
+    assert not late, "the older one published after the newer one had claimed the directory"
+    assert (experiment.at() / "complete.json").exists()
+    if workers == "1":
+        assert_same_state(experiment.at("undisturbed"), experiment.at())
+
+
+# --- numbers
+
+
+def test_a_loss_that_is_no_number_stops_before_the_update_and_names_the_samples(experiment: Experiment) -> None:
+    """Weights with an infinite value in the row of the letter Z, which one sample has."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    experiment.run()
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
+    path = experiment.path / "exported" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][ord("Z")] = torch.inf
+    save_file(tensors, path, metadata={"format": "pt"})
+    lines = (experiment.path / "documents.jsonl").read_text().splitlines()
+    lines[40] = json.dumps({"text": "Z" * 400})
+    (experiment.path / "documents.jsonl").write_text("\n".join(lines) + "\n")
+
+    training = recipe(initFrom={"path": "exported"}, horizon={"steps": 200}, checkpoint={"every": {"steps": 1}})
+    experiment.write(training, name="second")
+    for workers in ("1", "2"):
+        directory = f"second-{workers}"
+        ended = refused(
+            experiment,
+            ": the loss is nan",
+            "Nothing was updated",
+            name="second",
+            directory=directory,
+            arguments=("--workers", workers),
+        )
+        last = max(steps_of(experiment.at(directory)), default=0)
+        assert f"error: step {last + 1}, slot " in ended.err
+        assert "docs/epoch 0/window " in ended.err and "documents.jsonl, line" in ended.err
+        assert checkpoints(experiment.at(directory))[-1:] == ([last] if last else [])
+        assert ended.err.count("error: ") == ended.err.count("the loss is nan"), "said by one rank only"
+    assert steps_of(experiment.at("second-1")) == steps_of(experiment.at("second-2"))
