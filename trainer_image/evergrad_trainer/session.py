@@ -105,7 +105,8 @@ class _Session:
         """Write what has waited for the start event; from here on events are written as they come."""
         waiting, self.waiting = self.waiting or [], None
         for event in waiting:
-            self.observers.event(dataclasses.replace(event, step=self.progress.finished_steps))
+            # Dated now: in a log whose lines go back in time, the clock would seem to have been set.
+            self.observers.event(dataclasses.replace(event, step=self.progress.finished_steps, time=time.time()))
 
 
 def run_session(plan: SessionPlan) -> int:
