@@ -10,8 +10,8 @@ from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.preparation.durable import disk_errors
 from evergrad_trainer.data.preparation.pool import Pool, build_pool
 from evergrad_trainer.data.preparation.progress import OnProgress, PrepareProgress, Reporter
+from evergrad_trainer.data.preparation.publish import Preparation, Recipe, compute_fingerprint, publish
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
-from evergrad_trainer.data.preparation.source import Preparation, Recipe, compute_fingerprint, publish
 from evergrad_trainer.data.preparation.sources import (
     SMALLEST_CHUNK,
     Scan,
@@ -116,17 +116,16 @@ def _build_preparation(source: SourceFile, scan: Scan, recipe: Recipe, root: Pat
 
 def _prepare_all(preparations: Sequence[Preparation], report: Reporter, *, workers: int) -> list[PreparedSource]:
     found = {one.fingerprint: open_published(one.final) for one in preparations if one.source.type == "jsonl"}
-    pending = [one for one in preparations if one.source.type == "jsonl" and found[one.fingerprint] is None]
+    missing = {one.fingerprint: one for one in preparations if one.source.type == "jsonl" and found[one.fingerprint] is None}
+    pending = list(missing.values())
     report.begin("tokenize", sum(one.scan.stat.size for one in pending))
     pool = _LazyPool(pending, workers)
     try:
         for one in pending:
-            if found[one.fingerprint] is None:
-                found[one.fingerprint] = publish(one, pool=pool.get, report=report)
+            found[one.fingerprint] = publish(one, pool=pool.get, report=report)
     finally:
         pool.close()
-    is_new = {one.fingerprint for one in pending}
-    return [_prepared_source(one, found.get(one.fingerprint), reused=one.fingerprint not in is_new) for one in preparations]
+    return [_prepared_source(one, found.get(one.fingerprint), reused=one.fingerprint not in missing) for one in preparations]
 
 
 class _LazyPool:

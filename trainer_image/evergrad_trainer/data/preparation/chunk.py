@@ -28,23 +28,23 @@ _SPLIT_TOKENS: Final = 4 * 2**20
 
 @dataclass(frozen=True)
 class Attempt:
-    """A preparation under way.
-
-    ``data`` becomes the published directory; ``chunks`` says what is finished; ``partial`` holds what is not.
-    """
+    """The directory of a preparation under way. Its ``data`` becomes the published directory by one rename."""
 
     directory: Path
 
     @property
     def data(self) -> Path:
+        """Finished files under their final names."""
         return self.directory / "data"
 
     @property
     def chunks(self) -> Path:
+        """Records of finished jobs, and whole chunks that are still to be split."""
         return self.directory / "chunks"
 
     @property
     def partial(self) -> Path:
+        """Files being written."""
         return self.directory / "partial"
 
     def record(self, kind: str, number: int) -> Path:
@@ -67,6 +67,7 @@ class TokenizeJob:
     only_check: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
         return {"kind": "tokenize", **asdict(self), "source": str(self.source), "attempt": str(self.attempt)}
 
 
@@ -80,6 +81,7 @@ class SplitJob:
     dtype: str
 
     def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
         return {"kind": "split", **asdict(self), "attempt": str(self.attempt)}
 
 
@@ -104,10 +106,12 @@ class Outcome:
     tally: Tally
 
     def to_json(self) -> dict[str, Any]:
+        """JSON values only."""
         return {"number": self.number, "tokens": self.tokens, "documents": self.documents, "tally": self.tally.to_json()}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Outcome":
+        """The inverse of ``to_json``."""
         return Outcome(value["number"], value["tokens"], value["documents"], Tally.from_json(value["tally"]))
 
 

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector
-from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol
 
 from evergrad_trainer.data.preparation.chunk import Job, Outcome, execute
 from evergrad_trainer.data.preparation.worker import describe_tokenizer
@@ -52,10 +51,14 @@ class ProcessPool:
     def __init__(self, tokenizer: TextTokenizer, *, workers: int) -> None:
         self._workers: list[_Worker] = []
         setup = describe_tokenizer(tokenizer)
-        for _ in range(workers):
-            self._workers.append(_Worker())
-        for worker in self._workers:
-            worker.send(setup)
+        try:
+            for _ in range(workers):
+                self._workers.append(_Worker())
+            for worker in self._workers:
+                worker.send(setup)
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, jobs: Iterable[Job]) -> Iterator[Outcome]:
         waiting, idle = iter(jobs), list(self._workers)
@@ -77,12 +80,6 @@ class ProcessPool:
         for worker in self._workers:
             worker.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 class _Worker:
     """One helper process and its two pipes."""
@@ -90,7 +87,10 @@ class _Worker:
     def __init__(self) -> None:
         # -P: a file of the working directory must not be taken for a module.
         command = [sys.executable, "-P", "-m", _MODULE]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
+        # A process group of its own: Ctrl-C is for the parent, which decides what it means.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", process_group=0
+        )
         if self._process.stdin is None or self._process.stdout is None:
             raise EvergradError("a helper process of prepare has no pipes")
         self._input, self.output = self._process.stdin, self._process.stdout

@@ -5,13 +5,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import xxhash
 
 from evergrad_trainer.config.training import HELD_OUT, HeldOut
-from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, TokenizeJob, finished
+from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Job, Outcome, TokenizeJob, finished
 from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally
 from evergrad_trainer.data.preparation.durable import fsync_directory, write_json
 from evergrad_trainer.data.preparation.held_out import choose_held_out, split_jobs
@@ -23,6 +24,7 @@ from evergrad_trainer.data.prepared import (
     FORMAT,
     INDEX,
     TRAIN,
+    Dtype,
     Published,
     documents_path,
     open_published,
@@ -75,14 +77,17 @@ class Preparation:
 
     @property
     def final(self) -> Path:
+        """Where it is published."""
         return self.root / self.fingerprint
 
     @property
     def attempt(self) -> Attempt:
+        """Where it is made; the same after an interruption."""
         return Attempt(self.root / f".tmp-{self.fingerprint}")
 
     @property
-    def dtype(self) -> Literal["uint16", "uint32"]:
+    def dtype(self) -> Dtype:
+        """Of its token files."""
         return "uint16" if self.recipe.tokenizer.dtype.itemsize == 2 else "uint32"
 
 
@@ -95,8 +100,7 @@ def publish(preparation: Preparation, *, pool: Callable[[], Pool], report: Repor
         published = open_published(final)
         if published is None:
             published = _publish_attempt(preparation, pool=pool, report=report, is_alone=is_alone)
-        if is_alone:
-            shutil.rmtree(preparation.attempt.directory, ignore_errors=True)
+        shutil.rmtree(preparation.attempt.directory, ignore_errors=True)
     return published
 
 
@@ -113,6 +117,10 @@ def _publish_attempt(preparation: Preparation, *, pool: Callable[[], Pool], repo
         fsync_directory(attempt.data)
         attempt.data.rename(final)
         fsync_directory(preparation.root)
+    except DataError:
+        # Another content, policy or split has another fingerprint: nobody would ever go on with this attempt.
+        shutil.rmtree(attempt.directory, ignore_errors=True)
+        raise
     except OSError:
         # Where the file system has no locks another preparer may be done: its bytes are the same.
         published = open_published(final)
@@ -129,10 +137,7 @@ def _publish_attempt(preparation: Preparation, *, pool: Callable[[], Pool], repo
 
 def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> None:
     """Everything that will be in the published directory; its index last."""
-    outcomes = _tokenize(preparation, pool=pool, report=report)
-    tally = Tally()
-    for outcome in outcomes:
-        tally.add(outcome.tally)
+    outcomes, tally = _tokenize(preparation, pool=pool, report=report)
     _raise_if_malformed(preparation, tally)
     stream = WHOLE if preparation.recipe.held_out else TRAIN
     documents = sum(outcome.documents.get(stream, 0) for outcome in outcomes)
@@ -144,32 +149,35 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
     )
 
 
-def _tokenize(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> list[Outcome]:
-    """The outcome of every chunk, in order: those of an earlier attempt are taken as they are."""
-    attempt, source, chunks = preparation.attempt, preparation.source, preparation.scan.chunks
+def _tokenize(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> tuple[list[Outcome], Tally]:
+    """The outcome of every chunk, in order, and what was passed over in all. What an earlier attempt finished is taken over."""
+    source, chunks, tally = preparation.source, preparation.scan.chunks, Tally()
     outcomes: dict[int, Outcome] = {}
-    report.show(source.name)
-    for chunk in chunks:
-        outcome = _recorded(preparation, chunk.number)
-        if outcome is not None:
-            outcomes[chunk.number] = outcome
-            report.advance(chunk.end - chunk.start)
-    refuses = preparation.recipe.malformed == "refuse"
 
     def jobs() -> Iterator[TokenizeJob]:
         for chunk in chunks:
             if chunk.number not in outcomes:
                 # Once it is clear that nothing will be published, only the errors are counted.
-                is_lost = refuses and any(outcome.tally.malformed for outcome in outcomes.values())
+                only_check = preparation.recipe.malformed == "refuse" and tally.malformed > 0
                 is_whole = preparation.recipe.held_out is not None
-                yield TokenizeJob(source.path, attempt.directory, chunk, source.text_field, is_whole=is_whole, only_check=is_lost)
+                directory = preparation.attempt.directory
+                yield TokenizeJob(source.path, directory, chunk, source.text_field, is_whole=is_whole, only_check=only_check)
 
-    missing = len(chunks) - len(outcomes)
-    for outcome in pool().run(jobs()) if missing else ():
+    report.show(source.name)
+    recorded = filter(None, (_recorded(preparation, chunk.number) for chunk in chunks))
+    for outcome in chain(list(recorded), _run_lazily(pool, jobs())):
         outcomes[outcome.number] = outcome
+        tally.add(outcome.tally)
         chunk = chunks[outcome.number]
         report.advance(chunk.end - chunk.start, documents=sum(outcome.documents.values()), tokens=sum(outcome.tokens.values()))
-    return [outcomes[chunk.number] for chunk in chunks]
+    return [outcomes[chunk.number] for chunk in chunks], tally
+
+
+def _run_lazily(pool: Callable[[], Pool], jobs: Iterator[Job]) -> Iterator[Outcome]:
+    """Run the jobs; without any, the pool is not even started."""
+    first = next(jobs, None)
+    if first is not None:
+        yield from pool().run(chain([first], jobs))
 
 
 def _recorded(preparation: Preparation, number: int) -> Outcome | None:
@@ -211,7 +219,7 @@ def _split(
     recorded = (finished(attempt, "split", outcome.number) for outcome in outcomes)
     split = {outcome.number: outcome for outcome in recorded if outcome is not None and _is_intact(preparation, outcome)}
     jobs = split_jobs(attempt, outcomes, chosen, dtype=preparation.dtype, is_done=split.__contains__)
-    for outcome in pool().run(jobs) if len(split) < len(outcomes) else ():
+    for outcome in _run_lazily(pool, jobs):
         split[outcome.number] = outcome
         report.show(preparation.source.name, "split")
     return [split[outcome.number] for outcome in outcomes]
