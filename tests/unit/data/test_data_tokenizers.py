@@ -11,7 +11,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from evergrad_trainer.config.training import Tokenizer
-from evergrad_trainer.data.tokenizers import BYTE_END, ByteTokenizer, load_directory, load_tokenizer, replace_lone_surrogates
+from evergrad_trainer.data.tokenizers import (
+    BYTE_END,
+    ByteTokenizer,
+    load_directory,
+    load_json,
+    load_tokenizer,
+    replace_lone_surrogates,
+)
 from evergrad_trainer.errors import DataError
 
 ODD = [
@@ -96,6 +103,16 @@ def test_a_transformers_directory_gives_transformers_ids(tmp_path: Path) -> None
     ends = np.cumsum(lengths) - 1
     assert (tokens[ends] == ours.end_of_document).all()
     assert ours.decode(tokens[: lengths[:2].sum()]) == "plain"
+
+
+def test_a_helper_process_gets_the_same_ids_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    ours = load_directory(train_bpe(tmp_path / "bpe"))
+    helper = load_json(ours.to_json(), end_of_document=ours.end_of_document, identity=ours.identity)
+    texts = [*ODD, "the lazy end", "half \ud800"] * 20
+    for own, theirs in zip(ours.encode_documents(texts), helper.encode_documents(texts), strict=True):
+        assert np.array_equal(own, theirs)
+    assert (helper.identity, helper.vocab_size, helper.dtype) == (ours.identity, ours.vocab_size, ours.dtype)
 
 
 def test_saving_a_directory_tokenizer_copies_what_makes_it(tmp_path: Path) -> None:
