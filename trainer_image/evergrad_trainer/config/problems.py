@@ -41,6 +41,19 @@ _PATTERNS: Final = {
     DNS_LABEL: "lower-case letters, digits and '-' are allowed, a letter or digit first and last",
     NAME_PATTERN: "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last",
 }
+_OTHER_TRAINERS_WORDS: Final = {
+    "lr": "learningRate",
+    "eps": "epsilon",
+    "wd": "weightDecay",
+    "gradclip": "clipNorm",
+    "maxgradnorm": "clipNorm",
+    "seqlen": "sequenceLength",
+    "maxlength": "sequenceLength",
+    "maxsteps": "steps",
+    "numepochs": "epochs",
+    "numtrainepochs": "epochs",
+    "perdevicetrainbatchsize": "microBatchSize",
+}
 _LONGEST_KEY_COMPARED = 64
 
 
@@ -128,7 +141,11 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
     if len(finding.path) == 3 and finding.path[:2] == ("spec", "template"):
         return _say_template_key(finding.key, known)
     here = f"Known here: {', '.join(known)}"
-    if (near := nearest(finding.key, known)) is not None:
+    near = nearest(finding.key, known)
+    word = _OTHER_TRAINERS_WORDS.get(_folded(finding.key))
+    if near is None and word in known:
+        near = word
+    if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
     if places := _places_of(finding.key):
         return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", f"Check the indentation. {here}"
