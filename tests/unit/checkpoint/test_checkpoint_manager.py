@@ -16,6 +16,7 @@ import torch
 from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import Identity
+from evergrad_trainer.checkpoint.weights import read_plain_state
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError
 
 MakeSolo = Callable[..., Any]
@@ -532,5 +533,10 @@ def test_abandoning_reports_a_save_that_ends_in_time_and_leaves_one_that_does_no
     flight = stuck.manager._flight
     stuck.manager.abandon(patience_seconds=0.05)
     assert stuck.events == []
+    stuck.save(30)  # into memory of its own: the one left behind may still be read
     gate.set()
     flight.background.join()
+    assert stuck.names() == ["step-10", "step-20", "step-30"]
+    for step in (20, 30):
+        weight = read_plain_state(stuck.directory / f"step-{step}")["model.weight"]
+        assert torch.equal(weight, make_state(step)["model.weight"])

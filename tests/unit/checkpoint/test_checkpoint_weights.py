@@ -46,11 +46,14 @@ def test_a_relative_path_and_a_renamed_copy_of_a_checkpoint_work(
     assert torch.equal(read_plain_state(Path("."))["model.weight"], make_state(10)["model.weight"])
 
 
-def test_weights_of_another_precision_are_converted(run: Path, make_state: MakeState) -> None:
+def test_weights_of_another_precision_are_converted_and_the_log_says_so(
+    run: Path, make_state: MakeState, caplog: pytest.LogCaptureFixture
+) -> None:
     state = {key: value for key, value in make_state(0).items() if key.startswith("model.")}
     state["model.weight"] = state["model.weight"].bfloat16()
     load_weights(run, state)
     assert torch.equal(state["model.weight"], make_state(20)["model.weight"].bfloat16())
+    assert "stored as torch.float32, loaded as torch.bfloat16: values are converted" in caplog.text
 
 
 def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(run: Path, make_state: MakeState) -> None:

@@ -192,6 +192,8 @@ class CheckpointManager:
             flight.background.join(patience_seconds)
             if flight.background.is_done:
                 self._report(flight)
+            else:
+                self._stager = HostStager()  # the thread may still read what the old one holds
 
     def _stage(self, state: Mapping[str, torch.Tensor], world: World) -> SnapshotPlanner:
         try:

@@ -152,6 +152,7 @@ def _load_together(
         table = open_table(search.library, choice.checkpoint, manifest, prefix=search.prefix)
         problems = compare_tensors(table, state, where=search.library.locate(choice.checkpoint))
         if not problems:
+            _report_conversions(table, state)
             read_state(search.library, choice.checkpoint, table, state)
     except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
         failure = f"rank {world.rank}: {error}"
@@ -244,6 +245,12 @@ _IDENTITY = (
     ("config_hash", "the recipe's hash", "To change the recipe, start a new run with initFrom"),
     ("data_fingerprint", "the data's fingerprint", "Restore the data this run began with, or start a new run with initFrom"),
 )
+
+
+def _report_conversions(table: Table, state: Mapping[str, torch.Tensor]) -> None:
+    kinds = {(str(table[key].dtype), str(value.dtype)) for key, value in state.items() if table[key].dtype != value.dtype}
+    for stored, wanted in sorted(kinds):
+        _log.warning("stored as %s, loaded as %s: values are converted", stored, wanted)
 
 
 def _converts(stored: torch.dtype, wanted: torch.dtype) -> bool:
