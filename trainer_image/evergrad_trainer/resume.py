@@ -6,7 +6,7 @@ from typing import Any, Literal
 from evergrad_trainer.config.identity import changed_fields, config_hash, from_wire, problems_of_changes, recipe_of, to_wire
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import Problem, RunDirectoryError, raise_if
+from evergrad_trainer.errors import ConfigurationError, Problem, RunDirectoryError, raise_if
 from evergrad_trainer.run_directory import RunDirectory
 
 _HORIZON = "spec.training.horizon"
@@ -30,7 +30,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     resolved = directory.read_resolved()
     if resolved is None:
         return _inspect_unknown(directory)
-    before = from_wire(resolved["manifest"])
+    before = _read_run(directory, resolved)
     where = str(directory.path)
     if before.metadata.name != run.metadata.name:
         raise RunDirectoryError(
@@ -57,6 +57,21 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     raise_if(problems, RunDirectoryError)
     state: Literal["begun", "complete"] = "complete" if directory.is_complete() and not horizon else "begun"
     return Standing(state, total_steps=int(resolved["derived"]["totalSteps"]), recorded=Prepared.from_json(resolved["prepared"]))
+
+
+def _read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
+    """The run that ``run.json`` records. Its problems are not the user's manifest's, and are told apart."""
+    try:
+        return from_wire(resolved["manifest"])
+    except (KeyError, TypeError, ConfigurationError) as error:
+        raise RunDirectoryError(
+            Problem(
+                str(directory.resolved),
+                "does not hold a run this version can read",
+                " ".join(str(error).split())[:300],
+                "Go on with the version of Evergrad that began this run, or choose another --run-directory",
+            )
+        ) from error
 
 
 def check_extension(directory: RunDirectory, standing: Standing, *, total_steps: int) -> None:
