@@ -435,7 +435,8 @@ def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more
 # --- numbers
 
 
-def test_a_loss_that_is_no_number_stops_before_the_update_and_names_the_samples(experiment: Experiment) -> None:
+@pytest.mark.parametrize("elastic", ["fast", "exact"])
+def test_a_loss_that_is_no_number_stops_before_the_update_and_names_the_samples(experiment: Experiment, elastic: str) -> None:
     """Weights with an infinite value in the row of the letter Z, which one sample has."""
     import torch
     from safetensors.torch import load_file, save_file
@@ -450,7 +451,12 @@ def test_a_loss_that_is_no_number_stops_before_the_update_and_names_the_samples(
     lines[40] = json.dumps({"text": "Z" * 400})
     (experiment.path / "documents.jsonl").write_text("\n".join(lines) + "\n")
 
-    training = recipe(initFrom={"path": "exported"}, horizon={"steps": 200}, checkpoint={"every": {"steps": 1}})
+    training = recipe(
+        initFrom={"path": "exported"},
+        horizon={"steps": 200},
+        checkpoint={"every": {"steps": 1}},
+        reproducibility={"elastic": elastic},
+    )
     experiment.write(training, name="second")
     for workers in ("1", "2"):
         directory = f"second-{workers}"

@@ -151,9 +151,10 @@ class Stepper:
                 tally.add(batch, loss)
             clock.mark("forward_backward")
         totals = tally.exchange(busy_seconds=clock.last - clock.begun)
+        # Before the sums are used: a loss names its slot and samples, a gradient cannot.
+        self._check_losses(step, totals.losses)
         parts.gradients.finish()
         clock.mark("communication")
-        self._check_losses(step, totals.losses)
         grad_norm = self._scale_and_clip(step, totals.valid_tokens)
         learning_rate = parts.schedule(step)
         set_learning_rate(parts.optimizer, learning_rate)

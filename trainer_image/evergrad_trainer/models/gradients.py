@@ -124,7 +124,8 @@ class ExactSum:
     """Sums that do not depend on order: every slot's gradient is rounded to a fixed grid and summed as 64-bit integers.
 
     Integer addition is associative, so worlds of every size give the same bits, at 8 bytes a parameter and without overlap.
-    The grid is 2**-44 (5.7e-14); sums up to 2**18 fit, and a slot that could leave that range is refused.
+    The grid is 2**-44 (5.7e-14); sums up to 2**18 fit. A slot that could leave that range is not added but counted, in one place
+    more at the end of each sum, so that all ranks learn of it together.
     """
 
     GRID_BITS = 44
@@ -141,7 +142,8 @@ class ExactSum:
         self._group = world.group
         if not self._sums:
             self._sums = [
-                torch.zeros(sum(p.numel() for p in part), dtype=torch.int64, device=part[0].device) for part in self._partition
+                torch.zeros(sum(p.numel() for p in part) + 1, dtype=torch.int64, device=part[0].device)
+                for part in self._partition
             ]
         for total in self._sums:
             total.zero_()
@@ -154,27 +156,32 @@ class ExactSum:
     def after_backward(self) -> None:
         for total, part in zip(self._sums, self._partition, strict=True):
             flat = torch.cat([_gradient_of(p).flatten() for p in part])
-            largest = float(flat.abs().amax())
-            if not largest < self._largest:
-                raise NonFiniteError(
-                    Problem(
-                        "reproducibility.elastic",
-                        f"a gradient of {largest:g} is outside the range of exact sums (below {self._largest:g})",
-                        "exact mode sums gradients on a fixed grid",
-                        "Lower the learning rate, or use elastic: fast",
-                    )
-                )
-            total += (flat.double() * self._scale).round_().to(torch.int64)
+            # A comparison that is false for what is not a number, too.
+            if float(flat.abs().amax()) < self._largest:
+                total[:-1] += (flat.double() * self._scale).round_().to(torch.int64)
+            else:
+                total[-1] += 1
             for parameter in part:
                 parameter.grad = None
 
     def finish(self) -> None:
+        """Raises NonFiniteError, on all ranks together, where a gradient of any slot was out of range."""
         for total, part in zip(self._sums, self._partition, strict=True):
             if self._group is not None:
                 dist.all_reduce(total, group=self._group)
-            flat = (total.double() / self._scale).to(part[0].dtype)
+            if int(total[-1]):
+                raise NonFiniteError(self._out_of_range())
+            flat = (total[:-1].double() / self._scale).to(part[0].dtype)
             for parameter, values in zip(part, flat.split([p.numel() for p in part]), strict=True):
                 parameter.grad = values.view_as(parameter)
+
+    def _out_of_range(self) -> Problem:
+        return Problem(
+            "reproducibility.elastic",
+            f"a gradient is outside the range of exact sums (below {self._largest:g}), or is not a number",
+            "exact mode sums gradients on a fixed grid",
+            "Nothing was updated. Lower the learning rate, or use elastic: fast",
+        )
 
 
 class ShardedSum:

@@ -1,0 +1,69 @@
+"""Signals set a flag, a second interrupt leaves at once, and what was there before comes back."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from evergrad_trainer.elastic.signals import StopSignals
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    one = StopSignals()
+    one.install()
+    yield one
+    one.uninstall()
+
+
+def wait_for(one: StopSignals) -> bool:
+    deadline = time.monotonic() + 5
+    while not one.is_requested and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return one.is_requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_request(signals: StopSignals, number: signal.Signals) -> None:
+    assert not signals.is_requested
+    os.kill(os.getpid(), number)
+    assert wait_for(signals)
+
+
+def test_many_terminations_are_one_request(signals: StopSignals) -> None:
+    for _ in range(5):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert wait_for(signals)
+
+
+def test_handlers_and_wakeup_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    one = StopSignals()
+    one.install()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
+    one.uninstall()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_second_interrupt_ends_a_process_that_is_stuck() -> None:
+    """Stuck in C with the interpreter's lock released, as in a collective."""
+    code = (
+        "import threading; from evergrad_trainer.elastic.signals import StopSignals; "
+        "s = StopSignals(); s.install(); print('ready', flush=True); lock = threading.Lock(); lock.acquire(); "
+        "[lock.acquire() for _ in range(1)]"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 76
+    assert "interrupted twice: leaving at once, state since the last checkpoint is not saved" in errors

@@ -1,0 +1,121 @@
+"""The loss over a fixed set: shared by ranks, unmoved by batch size, free of side effects."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
+from evergrad_trainer.distributed import World
+from evergrad_trainer.evaluation.evaluate import EvaluationResult, Evaluator
+
+
+@dataclass
+class Samples:
+    """An evaluation set of ``labels`` rows in batches of b."""
+
+    labels: torch.Tensor
+    size: int
+    name: str = "some"
+
+    @property
+    def num_batches(self) -> int:
+        return -(-len(self.labels) // self.size)
+
+    def batch(self, index: int) -> SlotBatch:
+        labels = self.labels[index * self.size : (index + 1) * self.size]
+        valid = int((labels != IGNORE_INDEX).sum())
+        inputs = (self.labels.clamp(min=0)[index * self.size : (index + 1) * self.size] + 1) % 7
+        return SlotBatch(0, index, inputs, labels, (), 0, valid)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(7, 7)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.dropout(self.embedding(ids))
+        return logits
+
+
+def make(model: nn.Module, size: int, *, is_sharded: bool = False) -> Evaluator:
+    def loss_sum(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+    return Evaluator(model=model, loss_sum=loss_sum, micro_batch_size=size, is_sharded=is_sharded, autocast=nullcontext)
+
+
+def rows(count: int = 11) -> torch.Tensor:
+    labels = torch.randint(0, 7, (count, 5), generator=torch.Generator().manual_seed(1))
+    labels[-1, 2:] = IGNORE_INDEX
+    return labels
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(generation=1, rank=rank, size=size, device=torch.device("cpu"))
+
+
+def run(evaluator: Evaluator, samples: Any, where: World | None = None) -> EvaluationResult:
+    result = evaluator.run(samples, where or world(), is_stopping=lambda: False, on_progress=lambda done, total: None)
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 11, 16])
+def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) -> None:
+    model, labels = Table(), rows()
+    inputs = (labels.clamp(min=0) + 1) % 7
+    expected = functional.cross_entropy(model.eval()(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+    result = run(make(model, size), Samples(labels, size))
+    assert result.tokens == 11 * 5 - 3
+    assert result.loss == pytest.approx(float(expected.detach()), rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
+    """Without a group each rank returns its own part: together they are the whole set, each batch once."""
+    model, samples = Table(), Samples(rows(), 2)
+    whole = run(make(model, 2), samples)
+    parts = [run(make(model, 2), samples, world(rank, size)) for rank in range(size)]
+    assert sum(part.tokens for part in parts) == whole.tokens
+    assert sum(part.loss * part.tokens for part in parts) == pytest.approx(whole.loss * whole.tokens, rel=1e-12)
+
+
+def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing() -> None:
+    calls: list[int] = []
+    model = Table()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    samples = Samples(rows(2), 2)
+    idle = make(model, 2, is_sharded=True)
+    with pytest.raises(ZeroDivisionError):
+        run(idle, samples, world(1, 2))
+    assert calls == [1]
+
+
+def test_evaluation_draws_no_random_numbers_and_puts_the_mode_back() -> None:
+    model = Table()
+    before = torch.random.get_rng_state()
+    first = run(make(model, 2), Samples(rows(), 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert model.training
+    assert run(make(model, 2), Samples(rows(), 2)).loss == first.loss
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_stop_ends_it_without_a_result_and_with_the_mode_put_back() -> None:
+    model = Table()
+    result = make(model, 1).run(Samples(rows(), 1), world(), is_stopping=lambda: True, on_progress=lambda done, total: None)
+    assert result is None and model.training
+
+
+def test_progress_counts_batches_of_all_ranks() -> None:
+    told: list[tuple[int, int]] = []
+    make(Table(), 2).run(Samples(rows(), 2), world(0, 4), is_stopping=lambda: False, on_progress=lambda *one: told.append(one))
+    assert told == [(4, 6), (6, 6)]

@@ -1,0 +1,130 @@
+"""Sums of gradients: equal to one big batch, and in exact mode free of order."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from evergrad_trainer.distributed import World
+from evergrad_trainer.errors import NonFiniteError
+from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, _partition
+
+ALONE = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
+
+
+def make_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def slots(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 6, generator=generator) for _ in range(count)]
+
+
+def accumulate(model: nn.Module, gradients: GradientSum, batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    gradients.begin(ALONE)
+    for index, batch in enumerate(batches):
+        gradients.before_backward(is_last=index == len(batches) - 1)
+        model(batch).square().sum().backward()
+        gradients.after_backward()
+    gradients.finish()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def plain_gradients(batches: list[torch.Tensor]) -> list[torch.Tensor]:
+    model = make_model()
+    model(torch.cat(batches)).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def exact_sum(model: nn.Module, slots_per_step: int = 4) -> ExactSum:
+    return ExactSum(list(model.parameters()), bucket_bytes=64, slots_per_step=slots_per_step)
+
+
+def test_bucketed_slots_sum_to_the_gradient_of_one_big_batch() -> None:
+    model = make_model()
+    sums = accumulate(model, BucketedSum(list(model.parameters()), bucket_bytes=64), slots(4))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(sums, plain_gradients(slots(4)), strict=True))
+
+
+def test_exact_slots_sum_to_the_gradient_of_one_big_batch() -> None:
+    model = make_model()
+    sums = accumulate(model, exact_sum(model), slots(4))
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(sums, plain_gradients(slots(4)), strict=True))
+
+
+def test_a_second_step_begins_from_zero() -> None:
+    model = make_model()
+    for gradients in (BucketedSum(list(model.parameters()), bucket_bytes=64), exact_sum(model)):
+        first = accumulate(model, gradients, slots(2))
+        second = accumulate(model, gradients, slots(2))
+        assert all(map(torch.equal, first, second))
+
+
+def test_exact_sums_have_the_same_bits_in_every_order_of_the_slots() -> None:
+    results = []
+    for order in itertools.permutations(slots(4)):
+        model = make_model()
+        results.append(accumulate(model, exact_sum(model), list(order)))
+    assert all(all(map(torch.equal, results[0], result)) for result in results)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_exact_sums_of_the_ranks_of_any_world_add_up_to_those_of_one(world_size: int) -> None:
+    """What each rank would send, summed as integers, are the integers that a world of one has."""
+    batches = slots(4)
+    model = make_model()
+    alone = exact_sum(model)
+    accumulate(model, alone, batches)
+    totals = [torch.zeros_like(total) for total in alone._sums]
+    for rank in range(world_size):
+        model = make_model()
+        own = exact_sum(model)
+        accumulate(model, own, batches[rank::world_size])
+        for total, part in zip(totals, own._sums, strict=True):
+            total += part
+    assert all(map(torch.equal, totals, alone._sums))
+
+
+@pytest.mark.parametrize("value", [1e9, float("inf"), float("nan")])
+def test_a_gradient_outside_the_exact_range_is_refused(value: float) -> None:
+    model = make_model()
+    gradients = exact_sum(model)
+    gradients.begin(ALONE)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    # Not where it happens, on one rank: where all ranks are told.
+    gradients.after_backward()
+    with pytest.raises(NonFiniteError, match="outside the range of exact sums"):
+        gradients.finish()
+
+
+def test_the_exact_range_is_not_left_by_as_many_slots_as_a_step_has() -> None:
+    model = make_model()
+    gradients = exact_sum(model, slots_per_step=8)
+    gradients.begin(ALONE)
+    largest = gradients._largest * 0.999
+    for _ in range(8):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, largest)
+        gradients.after_backward()
+    gradients.finish()
+    assert all(bool((p.grad > 7.9 * largest).all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_a_parameter_that_took_no_part_has_a_zero_gradient_in_exact_mode() -> None:
+    model = make_model()
+    unused = nn.Parameter(torch.ones(3))
+    gradients = ExactSum([*model.parameters(), unused], bucket_bytes=64, slots_per_step=2)
+    accumulate(model, gradients, slots(2))
+    assert unused.grad is not None and not unused.grad.any()
+
+
+def test_buckets_hold_every_parameter_once_in_reverse_order_and_split_by_size_and_type() -> None:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (4, 4, 4, 40)]
+    parameters.append(nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)))
+    parts = _partition(parameters, 32)
+    assert [parameter for part in parts for parameter in part] == parameters[::-1]
+    assert [len(part) for part in parts] == [1, 1, 2, 1]

@@ -1,0 +1,121 @@
+"""What can be wrong with a model's configuration or directory, and what is built from a right one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evergrad_trainer.config.training import Model
+from evergrad_trainer.errors import ModelError
+from evergrad_trainer.models.build import ModelPlan, build_model, count_parameters, plan_model
+
+TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def plan(base: Path, vocab_size: int = 257, **model: Any) -> ModelPlan:
+    return plan_model(Model.model_validate(model), base_directory=base, vocab_size=vocab_size)
+
+
+def message(base: Path, **model: Any) -> str:
+    with pytest.raises(ModelError) as raised:
+        plan_ = plan(base, **model)
+        count_parameters(plan_)
+    return str(raised.value)
+
+
+def test_the_vocabulary_follows_the_tokenizer(tmp_path: Path) -> None:
+    assert plan(tmp_path, config=TINY).config.vocab_size == 257
+    assert plan(tmp_path, config={**TINY, "vocab_size": 300}).config.vocab_size == 300
+
+
+def test_unknown_names_come_with_the_nearest_one_and_all_at_once(tmp_path: Path) -> None:
+    text = message(tmp_path, config={**TINY, "hiden_size": 1, "num_atention_heads": 2})
+    assert "spec.training.model.config.hiden_size: unknown name 'hiden_size'" in text
+    assert "Did you mean 'hidden_size'?" in text and "Did you mean 'num_attention_heads'?" in text
+    assert "Did you mean 'llama'?" in message(tmp_path, config={"model_type": "lama"})
+
+
+def test_a_vocabulary_below_the_tokenizers_is_refused(tmp_path: Path) -> None:
+    assert "100 is below the tokenizer's 257 ids" in message(tmp_path, config={**TINY, "vocab_size": 100})
+
+
+def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    text = message(tmp_path, config={**TINY, "num_attention_heads": 3})
+    assert text.startswith("spec.training.model.config")
+
+
+def test_a_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    assert "holds no config.json" in message(tmp_path, path="nothing")
+
+
+def test_a_model_type_that_needs_remote_code_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    auto = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (tmp_path / "remote" / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": auto}))
+    (tmp_path / "remote" / "code.py").write_text("raise SystemExit('this code was run')")
+    assert "remote code is never run" in message(tmp_path, path="remote")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.ckpt", "model.pkl"])
+def test_pickled_weights_alone_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, "vocab_size": 257}))
+    (tmp_path / name).write_bytes(b"\x80\x04.")
+    assert f"weights only as pickle ({name})" in message(tmp_path, path=".")
+
+
+def test_initial_weights_are_a_function_of_the_seed_alone(tmp_path: Path) -> None:
+    one = plan(tmp_path, config=TINY)
+    first = build_model(one, seed=4, precision="fp32").state_dict()
+    torch.rand(10)
+    second = build_model(one, seed=4, precision="fp32").state_dict()
+    other = build_model(one, seed=5, precision="fp32").state_dict()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
+    one = plan(tmp_path, config=TINY)
+    model = build_model(one, seed=0, precision="fp32")
+    assert count_parameters(one) == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [TINY, {**TINY, "tie_word_embeddings": True}, {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}],
+    ids=["llama", "tied llama", "gpt2"],
+)
+def test_a_model_that_a_checkpoint_follows_has_the_same_tensors(tmp_path: Path, config: dict[str, Any]) -> None:
+    one = plan(tmp_path, config=config)
+    whole = build_model(one, seed=0, precision="fp32")
+    empty = build_model(one, seed=0, precision="fp32", with_weights=False)
+    assert [name for name, _ in whole.named_parameters()] == [name for name, _ in empty.named_parameters()]
+    buffers = dict(empty.named_buffers())
+    assert all(torch.equal(value, buffers[name]) for name, value in whole.named_buffers())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("fp32", torch.float32), ("bf16-autocast", torch.float32), ("bf16", torch.bfloat16)]
+)
+def test_the_precision_decides_the_type_of_the_weights(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
+    model = build_model(plan(tmp_path, config=TINY), seed=0, precision=precision)
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model.training and not model.config.use_cache
+
+
+def test_a_directory_whose_weights_do_not_belong_to_its_configuration_is_refused(tmp_path: Path) -> None:
+    model = build_model(plan(tmp_path, config=TINY), seed=0, precision="fp32")
+    model.save_pretrained(tmp_path / "saved")
+    path = tmp_path / "saved" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 2}))
+    two_layers = plan(tmp_path, path="saved")
+    with pytest.raises(ModelError, match=str(tmp_path / "saved")):
+        build_model(two_layers, seed=0, precision="fp32")
+
+
+def test_a_saved_directory_is_built_again_bit_for_bit(tmp_path: Path) -> None:
+    model = build_model(plan(tmp_path, config=TINY), seed=3, precision="fp32")
+    model.save_pretrained(tmp_path / "saved")
+    again = build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())

@@ -1,0 +1,152 @@
+"""Preflight's checks: values in, findings out."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.config.derive import derive_steps
+from evergrad_trainer.config.training import Training
+from evergrad_trainer.machine import Machine
+from evergrad_trainer.preflight import (
+    Finding,
+    ModelFacts,
+    check_device,
+    check_files,
+    check_memory,
+    check_model,
+    check_run_directory,
+    check_schedule,
+    check_workers,
+)
+
+MACHINE = Machine(cores=2, memory_bytes=2**30, num_accelerators=0, accelerator_memory_bytes=None, has_cpp_compiler=True)
+FACTS = ModelFacts(parameters=10**6, hidden_size=64, num_layers=2, vocab_size=257, max_positions=128, weight_bytes=4)
+
+
+def training(**changes: Any) -> Training:
+    values: dict[str, Any] = {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 64},
+        "batching": {"globalBatchSize": 8, "microBatchSize": 2},
+        "optimizer": {"learningRate": 1e-3},
+        "horizon": {"steps": 100},
+    }
+    return Training.model_validate(values | changes)
+
+
+def only(findings: Any) -> Finding:
+    (finding,) = findings
+    assert isinstance(finding, Finding)
+    return finding
+
+
+def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "good.jsonl").write_text('{"text": "x"}\n')
+    names = ["missing", "empty", "good"]
+    sources = [{"name": name, "path": f"{name}.jsonl"} for name in names]
+    found = list(check_files(training(data={"sources": sources, "sequenceLength": 64}), tmp_path))
+    assert [finding.level for finding in found] == ["error", "error", "ok"]
+    assert [finding.problem.path for finding in found] == [f"spec.training.data.sources[{index}].path" for index in range(3)]
+    assert "missing.jsonl cannot be read; No such file" in str(found[0].problem)
+    assert "empty.jsonl is empty" in str(found[1].problem)
+
+
+def test_evaluation_files_are_checked_too_and_a_folder_is_no_file(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text("{}\n")
+    (tmp_path / "folder").mkdir()
+    evaluation = {"sources": [{"name": "other", "path": "folder"}]}
+    found = list(check_files(training(evaluation=evaluation), tmp_path))
+    assert [finding.level for finding in found] == ["ok", "error"]
+    assert found[1].problem.path == "spec.training.evaluation.sources[0].path"
+
+
+@pytest.mark.parametrize(("workers", "level"), [(1, "ok"), (2, "ok"), (3, "warning"), (4, "ok"), (5, "error")])
+def test_workers_must_each_have_a_slot_and_should_have_equal_shares(workers: int, level: str) -> None:
+    finding = only(check_workers(training(), num_workers=workers))
+    assert finding.level == level
+    assert finding.problem.path == "spec.workersPerNode"
+
+
+def test_idle_time_is_told_as_a_share() -> None:
+    assert "3 workers share 4 slots: 33% of their time is idle" in str(only(check_workers(training(), num_workers=3)).problem)
+
+
+def test_memory_is_enough_too_little_or_unknown() -> None:
+    assert only(check_memory(training(), FACTS, MACHINE, num_workers=1)).level == "ok"
+    small = replace(MACHINE, memory_bytes=10 * 2**20)
+    finding = only(check_memory(training(), FACTS, small, num_workers=1))
+    assert finding.level == "error"
+    assert "1,000,000 parameters need about" in str(finding.problem) and "0.01 GiB are there" in str(finding.problem)
+    assert only(check_memory(training(), FACTS, replace(MACHINE, memory_bytes=None), num_workers=1)).level == "warning"
+
+
+def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
+    machine = replace(MACHINE, memory_bytes=40 * 2**20)
+    sharded = training(runtime={"parallelism": "fsdp2"})
+    assert only(check_memory(training(), FACTS, machine, num_workers=1)).level == "ok"
+    assert only(check_memory(training(), FACTS, machine, num_workers=4)).level == "error"
+    assert only(check_memory(sharded, FACTS, machine, num_workers=4)).level == "ok"
+
+
+def test_less_is_kept_with_recomputed_activations_and_half_the_width() -> None:
+    deep = replace(FACTS, num_layers=24)
+    plain = training(runtime={"precision": "fp32"})
+    recomputed = training(runtime={"precision": "fp32", "activationCheckpointing": True})
+    assert deep.training_bytes(recomputed) < deep.training_bytes(plain)
+    assert deep.training_bytes(training(runtime={"precision": "bf16"})) < deep.training_bytes(plain)
+
+
+def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
+    assert list(check_device(training(), MACHINE)) == []
+    assert "no cuda device is visible" in str(only(check_device(training(runtime={"device": "cuda"}), MACHINE)).problem)
+    without = replace(MACHINE, has_cpp_compiler=False)
+    compiled = training(runtime={"compile": "on"})
+    assert list(check_device(compiled, MACHINE)) == []
+    assert "Install g++, or use compile: off" in str(only(check_device(compiled, without)).problem)
+    assert list(check_device(training(), without)) == []
+
+
+def test_samples_must_fit_the_models_positions() -> None:
+    assert list(check_model(training(), FACTS)) == []
+    assert list(check_model(training(), replace(FACTS, max_positions=None))) == []
+    finding = only(check_model(training(), replace(FACTS, max_positions=63)))
+    assert finding.level == "error" and "64 is above the model's max_position_embeddings 63" in str(finding.problem)
+
+
+def test_things_that_never_happen_are_warned_of() -> None:
+    late = training(checkpoint={"every": {"steps": 101}}, evaluation={"every": {"steps": 500}})
+    levels = {f.problem.path: f.level for f in check_schedule(late, derive_steps(late, num_samples=50))}
+    assert levels == {
+        "spec.training.checkpoint.every.steps": "warning",
+        "spec.training.evaluation.every.steps": "warning",
+        "spec.training.horizon": "ok",
+    }
+    fine = training(checkpoint={"every": {"steps": 10}})
+    finding = only(check_schedule(fine, derive_steps(fine, num_samples=50)))
+    assert "100 steps, 51,200 tokens, 16.00 epochs; warm-up 0" in str(finding.problem)
+
+
+def test_a_run_directory_is_probed_and_left_as_it_was(tmp_path: Path) -> None:
+    finding = only(check_run_directory(tmp_path / "runs" / "a", FACTS, keep=3))
+    assert finding.level == "ok"
+    assert list((tmp_path / "runs" / "a").iterdir()) == []
+
+
+def test_a_run_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    finding = only(check_run_directory(tmp_path / "file" / "run", None, keep=3))
+    assert finding.level == "error" and str(tmp_path / "file" / "run") in str(finding.problem)
+
+
+def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a_warning(tmp_path: Path) -> None:
+    from evergrad_trainer.machine import free_bytes
+
+    free = free_bytes(tmp_path)
+    huge = replace(FACTS, parameters=free // 12)
+    assert only(check_run_directory(tmp_path, huge, keep=3)).level == "error"
+    large = replace(FACTS, parameters=free // 12 // 3)
+    finding = only(check_run_directory(tmp_path, large, keep=20))
+    assert finding.level == "warning" and "Lower checkpoint.keep" in str(finding.problem)

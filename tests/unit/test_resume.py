@@ -1,0 +1,140 @@
+"""Whether a manifest may go on with what a run directory holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.config.identity import from_wire
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.resume import Standing, check_extension, inspect_directory, resolved_record
+from evergrad_trainer.run_directory import RunDirectory
+
+PREPARED = Prepared(sources=(), evaluation=(), tokenizer_identity="byte", vocab_size=257, end_of_document=256)
+
+
+def make_run(name: str = "one", **training: Any) -> TrainingRun:
+    values: dict[str, Any] = {
+        "model": {"config": {"model_type": "llama"}},
+        "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 64},
+        "batching": {"globalBatchSize": 8, "microBatchSize": 2},
+        "optimizer": {"learningRate": 1e-3},
+        "horizon": {"steps": 100},
+    }
+    spec = {"training": values | training}
+    return from_wire({"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": name}, "spec": spec})
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    """Of a run that has begun."""
+    one = RunDirectory(tmp_path / "run")
+    one.create()
+    record = resolved_record(make_run(), PREPARED, base_directory=".", derived={"totalSteps": 100}, data_fingerprint="f")
+    one.write_resolved(record)
+    return one
+
+
+def refusal(directory: RunDirectory, run: TrainingRun, *, extend: bool = False) -> str:
+    with pytest.raises(RunDirectoryError) as raised:
+        inspect_directory(directory, run, extend=extend)
+    return str(raised.value)
+
+
+def test_an_empty_or_missing_directory_is_a_fresh_start(tmp_path: Path) -> None:
+    assert inspect_directory(RunDirectory(tmp_path / "none"), make_run(), extend=False) == Standing("fresh")
+    made = RunDirectory(tmp_path / "made")
+    made.create()
+    assert inspect_directory(made, make_run(), extend=False) == Standing("fresh")
+
+
+def test_a_run_that_has_begun_goes_on_with_the_data_it_recorded(directory: RunDirectory) -> None:
+    standing = inspect_directory(directory, make_run(), extend=False)
+    assert (standing.state, standing.total_steps, standing.recorded) == ("begun", 100, PREPARED)
+
+
+def test_a_finished_run_is_complete_until_its_horizon_grows(directory: RunDirectory) -> None:
+    directory.mark_complete({"step": 100})
+    longer = make_run(horizon={"steps": 200})
+    assert inspect_directory(directory, make_run(), extend=False).state == "complete"
+    assert inspect_directory(directory, make_run(), extend=True).state == "complete"
+    assert inspect_directory(directory, longer, extend=True).state == "begun"
+    text = refusal(directory, longer)
+    assert "spec.training.horizon.steps: 200 here" in text and "began with 100" in text and "--extend" in text
+
+
+def test_another_unit_of_the_horizon_is_a_change_of_both_fields(directory: RunDirectory) -> None:
+    text = refusal(directory, make_run(horizon={"tokens": 10**6}))
+    assert "spec.training.horizon.steps: nothing here" in text.replace("(absent)", "nothing")
+    assert "spec.training.horizon.tokens: 1000000 here" in text or "spec.training.horizon.tokens: 1M here" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"optimizer": {"learningRate": 2e-3}}, "spec.training.optimizer.learningRate"),
+        ({"reproducibility": {"seed": 1}}, "spec.training.reproducibility.seed"),
+        ({"batching": {"globalBatchSize": 8, "microBatchSize": 4}}, "spec.training.batching.microBatchSize"),
+        ({"tokenizer": {"type": "transformers", "path": "tok"}}, "spec.training.tokenizer.type"),
+        ({"runtime": {"precision": "bf16"}}, "spec.training.runtime.precision"),
+        ({"model": {"config": {"model_type": "llama", "hidden_size": 8}}}, "spec.training.model.config.hidden_size"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("extend", [False, True])
+def test_a_changed_field_of_the_recipe_is_named(
+    directory: RunDirectory, changes: dict[str, Any], path: str, extend: bool
+) -> None:
+    text = refusal(directory, make_run(**changes), extend=extend)
+    assert f"{path}: " in text and "the recipe of a run does not change" in text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"runtime": {"parallelism": "fsdp2", "threads": 1}},
+        {"checkpoint": {"keep": 9}},
+        {"evaluation": {"sources": [{"name": "other", "path": "other.jsonl"}]}},
+        {"stop": {"afterStep": 3}},
+        {"logging": {"every": {"steps": 1}}},
+        {"initFrom": {"path": "elsewhere"}},
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_operational_fields_may_change_from_start_to_start(directory: RunDirectory, changes: dict[str, Any]) -> None:
+    assert inspect_directory(directory, make_run(**changes), extend=False).state == "begun"
+
+
+def test_another_runs_directory_is_refused_with_both_names(directory: RunDirectory) -> None:
+    text = refusal(directory, make_run(name="two"))
+    assert f"{directory.path}: holds the run 'one'; this manifest is the run 'two'" in text
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints/latest"])
+def test_leftovers_of_nobody_are_not_trained_over(directory: RunDirectory, name: str) -> None:
+    directory.resolved.unlink()
+    (directory.path / name).write_text("x")
+    assert "holds " in (text := refusal(directory, make_run())) and "but no run.json" in text
+
+
+def test_a_damaged_run_json_is_named(directory: RunDirectory) -> None:
+    directory.resolved.write_text("{")
+    assert f"{directory.resolved}: is not valid JSON" in refusal(directory, make_run())
+
+
+def test_a_horizon_may_grow_and_never_shrink(directory: RunDirectory) -> None:
+    begun = Standing("begun", total_steps=100)
+    check_extension(directory, begun, total_steps=100)
+    check_extension(directory, begun, total_steps=101)
+    with pytest.raises(RunDirectoryError, match="99 steps are fewer than the 100"):
+        check_extension(directory, begun, total_steps=99)
+    check_extension(directory, Standing("fresh"), total_steps=1)
+
+
+def test_what_is_recorded_loads_to_the_same_run(directory: RunDirectory) -> None:
+    record = json.loads(directory.resolved.read_text())
+    assert from_wire(record["manifest"]) == make_run()
+    assert len(record["configHash"]) == 64

@@ -1,0 +1,194 @@
+"""One step: which slots a rank runs, what is summed, what is refused before anything is updated."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evergrad_trainer.config.training import Optimizer, Schedule
+from evergrad_trainer.data.order import SampleId
+from evergrad_trainer.data.prefetch import Prefetcher
+from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
+from evergrad_trainer.distributed import World
+from evergrad_trainer.errors import NonFiniteError
+from evergrad_trainer.models.gradients import BucketedSum, ExactSum
+from evergrad_trainer.optim.adamw import build_adamw
+from evergrad_trainer.optim.schedule import build_schedule
+from evergrad_trainer.step import StepParts, Stepper, StepSettings, _signed
+
+LENGTH = 6
+QUIET = (False, False, False)
+
+
+class Stream:
+    """M slots of one sample each; the last position of slot 1 is never learned."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots_per_step = slots
+        self.asked: list[tuple[int, int]] = []
+
+    def slot(self, step: int, slot: int) -> SlotBatch:
+        generator = torch.Generator().manual_seed(1000 * step + slot)
+        tokens = torch.randint(0, 9, (1, LENGTH + 1), generator=generator)
+        labels = tokens[:, 1:].clone()
+        if slot == 1:
+            labels[:, -1] = IGNORE_INDEX
+        sample = SampleId(source=0, epoch=0, window=step * 100 + slot)
+        return SlotBatch(step, slot, tokens[:, :-1].clone(), labels, (sample,), 2**63 + slot, int((labels >= 0).sum()))
+
+    def describe(self, sample: SampleId) -> str:
+        return f"docs/epoch 0/window {sample.window}"
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(9, 8)
+        self.head = nn.Linear(8, 9)
+
+    def loss_sum(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.embedding(ids))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def make_stepper(model: Model, *, slots: int = 4, clip: float = 0.0, exact: bool = False, sharded: bool = False) -> Stepper:
+    parameters = list(model.parameters())
+    gradients: Any = BucketedSum(parameters, bucket_bytes=1024)
+    if exact:
+        gradients = ExactSum(parameters, bucket_bytes=1024, slots_per_step=slots)
+    stream: Any = Stream(slots)
+    parts = StepParts(
+        model=model,
+        loss_sum=model.loss_sum,
+        optimizer=build_adamw(model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})),
+        gradients=gradients,
+        stream=stream,
+        prefetcher=Prefetcher(stream),
+        schedule=build_schedule(Schedule.model_validate({"type": "linear"}), peak=0.1, total_steps=10),
+        autocast=nullcontext,
+    )
+    settings = StepSettings(seed=0, slots_per_step=slots, nominal_tokens=slots * LENGTH, clip_norm=clip, is_sharded=sharded)
+    return Stepper(parts, settings)
+
+
+def world(rank: int = 0, size: int = 1) -> World:
+    return World(generation=1, rank=rank, size=size, device=torch.device("cpu"))
+
+
+def big_batch(slots: int = 4, step: int = 1) -> SlotBatch:
+    batches = [Stream(slots).slot(step, slot) for slot in range(slots)]
+    ids, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("input_ids", "labels"))
+    return SlotBatch(step, 0, ids, labels, (), 0, int((labels >= 0).sum()))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) -> None:
+    model, plain = Model(), Model()
+    outcome = make_stepper(model, exact=exact).run(1, world(), QUIET)
+    batch = big_batch()
+    loss = plain.loss_sum(batch.input_ids, batch.labels) / batch.valid_tokens
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+    optimizer = build_adamw(plain, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0}))
+    optimizer.step()
+    assert outcome.valid_tokens == batch.valid_tokens == 4 * LENGTH - 1
+    assert outcome.loss == pytest.approx(float(loss.detach()), rel=1e-6)
+    assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    gradients = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7) for a, b in gradients)  # type: ignore[arg-type]
+
+
+def test_gradients_above_the_limit_are_clipped_to_it_and_the_norm_is_told_unclipped() -> None:
+    model, free = Model(), Model()
+    told = make_stepper(free).run(1, world(), QUIET).grad_norm
+    outcome = make_stepper(model, clip=told / 4).run(1, world(), QUIET)
+    clipped = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert outcome.grad_norm == told
+    assert float(clipped) == pytest.approx(told / 4, rel=1e-4)
+    below = Model()
+    make_stepper(below, clip=told * 2).run(1, world(), QUIET)
+    assert all(map(torch.equal, below.parameters(), free.parameters()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -> None:
+    stepper = make_stepper(Model())
+    shares = [list(stepper._slots_of(world(rank, size))) for rank in range(size)]
+    assert sorted(slot for share in shares for slot, _, _ in share) == [0, 1, 2, 3]
+    assert all(is_real for share in shares for _, is_real, _ in share)
+    assert all([is_last for _, _, is_last in share] == [False] * (len(share) - 1) + [True] for share in shares)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_sharded_ranks_all_run_as_often_and_each_slot_counts_once(size: int) -> None:
+    stepper = make_stepper(Model(), sharded=True)
+    shares = [list(stepper._slots_of(world(rank, size))) for rank in range(size)]
+    assert len({len(share) for share in shares}) == 1
+    assert sorted(slot for share in shares for slot, is_real, _ in share if is_real) == [0, 1, 2, 3]
+    assert all(share[-1][2] for share in shares)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(size: int) -> None:
+    """Hash and tokens of each rank's own part, without a group: their sums are the step's."""
+    whole = make_stepper(Model()).run(1, world(), QUIET)
+    parts = [make_stepper(Model()).run(1, world(rank, size), QUIET) for rank in range(size)]
+    assert sum(part.valid_tokens for part in parts) == whole.valid_tokens
+    assert sum(int(part.sample_hash, 16) for part in parts) % 2**64 == int(whole.sample_hash, 16)
+    assert int(whole.sample_hash, 16) == (4 * 2**63 + 6) % 2**64
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothing_is_updated(value: float, exact: bool) -> None:
+    model = Model()
+    token = int(Stream(4).slot(3, 2).input_ids[0, 0])
+    with torch.no_grad():
+        model.embedding.weight[token] = value
+    batches = [Stream(4).slot(3, slot) for slot in range(4)]
+    affected = [b.slot for b in batches if bool(((b.input_ids == token) & (b.labels != IGNORE_INDEX)).any())]
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(NonFiniteError) as raised:
+        make_stepper(model, exact=exact).run(3, world(), QUIET)
+    assert [problem.path for problem in raised.value.problems] == [f"step 3, slot {slot}" for slot in affected]
+    assert "docs/epoch 0/window 30" in str(raised.value), "it does not name the samples"
+    assert "Nothing was updated" in str(raised.value)
+    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_gradient_that_overflows_is_told_and_nothing_is_updated() -> None:
+    model = Model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    stepper = make_stepper(model)
+    model.head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(NonFiniteError, match=r"step 2: the gradient norm is (nan|inf)"):
+        stepper.run(2, world(), QUIET)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_the_learning_rate_told_is_the_schedules() -> None:
+    stepper = make_stepper(Model())
+    assert [stepper.run(step, world(), QUIET).learning_rate for step in (1, 6)] == [0.1, pytest.approx(0.05)]
+
+
+@pytest.mark.parametrize("flags", [(True, False, False), (False, True, False), (False, False, True)])
+def test_flags_arrive_as_they_were_raised(flags: tuple[bool, ...]) -> None:
+    assert make_stepper(Model()).run(1, world(), flags).flags == flags
+
+
+def test_the_phases_of_a_step_are_all_its_time() -> None:
+    outcome = make_stepper(Model()).run(1, world(), QUIET)
+    assert set(outcome.seconds) == {"data", "forward_backward", "communication", "optimizer"}
+    assert all(seconds >= 0 for seconds in outcome.seconds.values())
+    assert outcome.rank_skew_seconds == 0
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 5])
+def test_hashes_travel_as_signed_integers_and_come_back(value: int) -> None:
+    assert -(2**63) <= _signed(value) < 2**63
+    assert _signed(value) % 2**64 == value % 2**64
