@@ -79,8 +79,8 @@ def test_the_command_trains_a_file_to_its_report_and_then_does_nothing_more(expe
 
     before = snapshot(directory)
     again = experiment.run()
-    assert "tiny is complete: 8 steps" in again.out
-    assert "Nothing to do. To train longer, raise the horizon and use --extend" in again.out
+    assert f"tiny is complete: 8 steps, in {directory}. Nothing to do." in again.out
+    assert "To train longer, raise the horizon and use --extend." in again.out
     assert snapshot(directory) == before
 
 

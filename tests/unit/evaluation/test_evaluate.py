@@ -39,6 +39,11 @@ class Table(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(7, 7)
         self.dropout = nn.Dropout(0.5)
+        self.reshards = 0
+
+    def reshard(self) -> None:
+        """What FSDP2 gives a model."""
+        self.reshards += 1
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.dropout(self.embedding(ids))
@@ -97,6 +102,7 @@ def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing() -
     with pytest.raises(ZeroDivisionError):
         run(idle, samples, world(1, 2))
     assert calls == [1]
+    assert model.reshards == 1
 
 
 def test_evaluation_draws_no_random_numbers_and_puts_the_mode_back() -> None:

@@ -53,6 +53,9 @@ class Evaluator:
             sums = self._sums(evaluation_set, world, is_stopping=is_stopping, on_progress=on_progress)
         finally:
             self.model.train(was_training)
+            if self.is_sharded:
+                # FSDP2 leaves its root gathered for a backward pass, which does not come: a save would find no shards.
+                self.model.reshard()  # type: ignore[operator]
         if sums is None:
             return None
         losses, tokens = sums
