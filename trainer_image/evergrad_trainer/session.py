@@ -300,6 +300,7 @@ def _after_first_step(session: _Session) -> None:
         phases[phase] = round(moment - previous, 6)
         previous = moment
     session.emit(EventType.PHASES, phases)
+    gc.enable()
     gc.collect()
     gc.freeze()
 
@@ -319,7 +320,11 @@ def _finish(session: _Session, reason: StopReason, *, is_saved: bool) -> ExitCod
         )
     session.emit(EventType.END, {"exit_code": int(code)})
     session.observers.close()
-    _write_report(session)
+    if reason == "signal":
+        # Whoever asked to stop may kill next: the state is saved, and a report can be made at any time.
+        print(f"stopped; for a report: evergrad report {session.directory.path}", flush=True)
+    else:
+        _write_report(session)
     if not is_saved:
         print("error: the state of the last steps could not be saved; the newest checkpoint is older", file=sys.stderr)
     return code

@@ -2,9 +2,10 @@
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer import __version__
@@ -28,6 +29,9 @@ COMMANDS = ("run", "validate", "preflight", "prepare", "report", "checkpoint", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Wrong input: the problems on stderr, no traceback, exit 64."""
+    # Threads of a CPU kernel that wait for each other spin for milliseconds by default, which starves whoever they wait for as
+    # soon as anything else wants a core (another worker, a background save). Read once, when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     args = _build_parser().parse_args(argv)
     command = cast(Command, args.command)
     try:
@@ -45,8 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ExitCode.DONE)
 
 
+class _Parser(argparse.ArgumentParser):
+    """A wrong command line is wrong input like any other: exit 64."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(int(ExitCode.USER_ERROR), f"error: {self.prog}: {message}\n")
+
+
 def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="evergrad",
         description="Train from one TrainingRun file: exact data order, checkpoints that survive kills, a report at the end.",
     )

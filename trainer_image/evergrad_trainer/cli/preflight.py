@@ -3,13 +3,16 @@
 import argparse
 import json
 import sys
+from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.cli.manifest_arguments import load_from
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
-from evergrad_trainer.preflight import Finding, examine
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from evergrad_trainer.preflight import Finding
 
 NAME = "preflight"
 HELP = "check files, memory, free space, devices and the run directory, without training"
@@ -28,6 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Print every finding; exit 64 if one is an error."""
+    from evergrad_trainer.preflight import examine
+
     loaded = load_from(args)
     run_directory = run_directory_of(args, loaded.run)
     inspect_directory(RunDirectory(run_directory), loaded.run, extend=True)
@@ -44,6 +49,6 @@ def execute(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE if is_fine else ExitCode.USER_ERROR)
 
 
-def _to_json(finding: Finding) -> dict[str, str]:
+def _to_json(finding: "Finding") -> dict[str, str]:
     problem = finding.problem
     return {"level": finding.level, "path": problem.path, "what": problem.what, "why": problem.why, "remedy": problem.remedy}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments
 from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators
 from evergrad_trainer.machine import Machine, observe_machine
 
 
@@ -25,6 +24,9 @@ def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:
 
 def machine_and_workers(args: argparse.Namespace, run: TrainingRun) -> tuple[Machine, int]:
     """This machine, and how many training processes it will run: as asked for, else one an accelerator, else 1."""
+    # torch takes a second to import, which `evergrad --help` need not wait for.
+    from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators
+
     wants_cpu = run.spec.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
     memory = accelerator_memory_bytes() if accelerators else None

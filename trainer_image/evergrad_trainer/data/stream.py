@@ -141,7 +141,8 @@ class TrainingStream:
 def build_batch(windows: Windows, *, step: int, slot: int, samples: tuple[SampleId, ...], sample_hash: int) -> SlotBatch:
     """Inputs and shifted labels of some windows; what is filled up has no label."""
     length = windows.tokens.shape[1] - 1
-    labels = np.ascontiguousarray(windows.tokens[:, 1:])
+    # A copy in any case: of one row the slice is contiguous already, and marking its labels would change the inputs.
+    labels = windows.tokens[:, 1:].copy()
     valid = np.minimum(windows.lengths - 1, length)
     if int(valid.min()) < length:
         labels[np.arange(length) >= valid[:, None]] = IGNORE_INDEX

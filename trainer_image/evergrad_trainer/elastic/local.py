@@ -51,7 +51,9 @@ def launch_workers(target: Callable[[], int], *, num_workers: int, use_fork: boo
     try:
         for rank in range(num_workers):
             variables = _variables(rank, num_workers, port)
-            worker: BaseProcess = context.Process(target=_worker_main, args=(target, variables, os.getpid()), name=f"evergrad-rank-{rank}")
+            worker: BaseProcess = context.Process(
+                target=_worker_main, args=(target, variables, os.getpid()), name=f"evergrad-rank-{rank}"
+            )
             worker.start()
             group.workers.append(worker)
         _wait(group)
