@@ -32,8 +32,8 @@ class ExportResult:
 def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dtype: str | None) -> ExportResult:
     """Write the newest valid checkpoint (or that of ``step``) to ``output``, which must not exist yet.
 
-    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output`` appears whole or not at all. Raises
-    RunDirectoryError, CheckpointError, ModelError or DataError.
+    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output`` appears whole or not at
+    all. Raises RunDirectoryError, CheckpointError, ModelError or DataError.
     """
     directory = RunDirectory(run_directory)
     resolved = directory.read_resolved()

@@ -50,10 +50,8 @@ def launch_workers(target: Callable[[], int], *, num_workers: int, use_fork: boo
     previous = {number: signal.signal(number, lambda number, _: group.send(number)) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         for rank in range(num_workers):
-            variables = _variables(rank, num_workers, port)
-            worker: BaseProcess = context.Process(
-                target=_worker_main, args=(target, variables, os.getpid()), name=f"evergrad-rank-{rank}"
-            )
+            arguments = (target, _variables(rank, num_workers, port), os.getpid())
+            worker: BaseProcess = context.Process(target=_worker_main, args=arguments, name=f"evergrad-rank-{rank}")
             worker.start()
             group.workers.append(worker)
         _wait(group)
