@@ -153,7 +153,7 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("content", "texts"),
     [
-        (None, ["documents.jsonl", "cannot be read", "No such file"]),
+        (None, ["documents.jsonl", "does not exist", "spec.training.data.sources[0].path names it"]),
         (b"", ["documents.jsonl", "is empty"]),
         (b'{"text": "fine"}\n{"text": "br\xff\xfeken"}\n', ["documents.jsonl:2: the line is not UTF-8"]),
         (b'{"text": "fine"}\n{"text": "cut of', ["documents.jsonl:2: the line is not JSON", "so it may be truncated"]),

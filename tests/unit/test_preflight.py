@@ -49,9 +49,9 @@ def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> No
     sources = [{"name": name, "path": f"{name}.jsonl"} for name in names]
     found = list(check_files(training(data={"sources": sources, "sequenceLength": 64}), tmp_path))
     assert [finding.level for finding in found] == ["error", "error", "ok"]
-    assert [finding.problem.path for finding in found] == [f"spec.training.data.sources[{index}].path" for index in range(3)]
-    assert "missing.jsonl cannot be read; No such file" in str(found[0].problem)
-    assert "empty.jsonl is empty" in str(found[1].problem)
+    assert [finding.problem.path for finding in found] == [str(tmp_path / f"{name}.jsonl") for name in names]
+    assert "missing.jsonl: does not exist; spec.training.data.sources[0].path names it" in str(found[0].problem)
+    assert "empty.jsonl: is empty; spec.training.data.sources[1].path names it" in str(found[1].problem)
 
 
 def test_evaluation_files_are_checked_too_and_a_folder_is_no_file(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_evaluation_files_are_checked_too_and_a_folder_is_no_file(tmp_path: Path
     evaluation = {"sources": [{"name": "other", "path": "folder"}]}
     found = list(check_files(training(evaluation=evaluation), tmp_path))
     assert [finding.level for finding in found] == ["ok", "error"]
-    assert found[1].problem.path == "spec.training.evaluation.sources[0].path"
+    assert "folder: is a directory; spec.training.evaluation.sources[0].path names it" in str(found[1].problem)
 
 
 @pytest.mark.parametrize(("workers", "level"), [(1, "ok"), (2, "ok"), (3, "warning"), (4, "ok"), (5, "error")])

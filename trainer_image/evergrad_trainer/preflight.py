@@ -11,6 +11,7 @@ from typing import Literal
 from evergrad_trainer.config.derive import HorizonNumbers
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.training import Training
+from evergrad_trainer.data.preparation.sources import evaluation_files, source_problems, training_files
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import InputError, Problem
 from evergrad_trainer.machine import Machine, free_bytes
@@ -98,25 +99,12 @@ def model_facts(plan: ModelPlan, training: Training) -> ModelFacts:
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
-    """Every source can be opened and is not empty. (What is inside is read by ``prepare``.)"""
-    named = [("data", training.data.sources), ("evaluation", training.evaluation.sources)]
-    for section, sources in named:
-        for index, source in enumerate(sources):
-            yield _check_file(f"spec.training.{section}.sources[{index}].path", base_directory / source.path)
-
-
-def _check_file(field: str, path: Path) -> Finding:
-    try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        reason = error.strerror or str(error)
-        return Finding(
-            "error", Problem(field, f"{path} cannot be read", reason, "Check the path; it is relative to the manifest")
-        )
-    if size == 0:
-        return Finding("error", Problem(field, f"{path} is empty", "there is nothing to train on", "Give a file with documents"))
-    return Finding("ok", Problem(field, f"{path}, {size:,} bytes"))
+    """Every source can be opened and holds something. (What is inside is read by ``prepare``.)"""
+    for source in (*training_files(training, base_directory), *evaluation_files(training, base_directory)):
+        problems = source_problems(source)
+        yield from (Finding("error", problem) for problem in problems)
+        if not problems:
+            yield Finding("ok", Problem(str(source.path), f"{source.path.stat().st_size:,} bytes"))
 
 
 def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: int) -> Iterator[Finding]:

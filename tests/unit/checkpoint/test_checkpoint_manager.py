@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +108,21 @@ def test_a_synchronous_save_has_ended_when_it_returns(make_solo: MakeSolo, make_
     seconds = solo.manager.save(10, make_state(10), extra={})
     assert solo.types() == ["save"]
     assert solo.events[0][1]["blocking_seconds"] == seconds >= solo.events[0][1]["seconds"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+def test_a_save_beside_training_yields_the_cores_and_one_that_is_waited_for_does_not(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
+    found: list[int] = []
+    hook = At(faults.BEFORE_FSYNC, lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), times=2)
+    solo = make_solo(hook=hook)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    solo.manager.save(10, make_state(10), extra={})
+    solo.manager.wait()
+    solo.save(20)
+    assert found == [19, before]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
 def test_a_state_or_an_extra_that_cannot_be_stored_is_refused_at_the_call(make_solo: MakeSolo, make_state: MakeState) -> None:

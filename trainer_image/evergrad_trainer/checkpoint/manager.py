@@ -114,9 +114,10 @@ class CheckpointManager:
         )
         ignore_solo_warning()
         run = functools.partial(run_save, self._store, order, self._stage(state, world))
-        flight = _Flight(BackgroundSave(run, name=f"checkpoint-{step}"), time.monotonic() - started, best)
-        self._flight = flight
-        if wait or not self._settings.asynchronous:
+        is_background = self._settings.asynchronous and not wait
+        background = BackgroundSave(run, name=f"checkpoint-{step}", yields=is_background)
+        flight = self._flight = _Flight(background, time.monotonic() - started, best)
+        if not is_background:
             flight.background.join()
             flight.blocking_seconds = time.monotonic() - started
             self.wait()

@@ -1,9 +1,12 @@
 """One save, from a snapshot in host memory to a published checkpoint. Runs in a thread of its own on every rank."""
 
+import contextlib
 import functools
 import importlib.metadata
 import logging
+import os
 import platform
+import sys
 import threading
 import time
 import warnings
@@ -25,6 +28,9 @@ from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
 from evergrad_trainer.checkpoint.store import Candidate, Store
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
 from evergrad_trainer.errors import FencedError
+
+BACKGROUND_NICENESS = 19
+"""Of a save beside training: it takes the gaps that training leaves, and all of a core as soon as somebody waits for it."""
 
 _log = logging.getLogger(__name__)
 
@@ -65,14 +71,15 @@ class Outcome:
 
 
 class BackgroundSave:
-    """A save under way.
+    """A save under way. With ``yields`` its thread leaves the cores to training.
 
     The thread is a daemon and not dcp.async_save's executor, whose threads the interpreter joins at its exit: a thread
     that waits for a frozen peer would hold a failed process for the whole timeout of the group.
     """
 
-    def __init__(self, run: Callable[[], Outcome], *, name: str) -> None:
+    def __init__(self, run: Callable[[], Outcome], *, name: str, yields: bool) -> None:
         self._run = run
+        self._yields = yields
         self._outcome = Outcome(reason="its thread ended with an unexpected error")
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -92,6 +99,9 @@ class BackgroundSave:
         self._thread.join(timeout_seconds)
 
     def _work(self) -> None:
+        if self._yields and sys.platform == "linux":  # elsewhere threads have no priority of their own
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
         self._outcome = self._run()
 
 
