@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from evergrad_trainer.build import build_machinery, build_stepper
 from evergrad_trainer.config.training import Training
-from evergrad_trainer.data.stream import Data, TrainingStream
+from evergrad_trainer.data.build import Data
+from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.distributed import World, set_threads
 from evergrad_trainer.models.build import build_model, plan_model
 

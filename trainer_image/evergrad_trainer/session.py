@@ -19,8 +19,8 @@ from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.config.derive import HorizonNumbers
 from evergrad_trainer.config.identity import config_hash
 from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.data.stream import Data
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.distributed import (
     Membership,

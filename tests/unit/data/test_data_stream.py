@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from evergrad_trainer.config.training import Training
-from evergrad_trainer.data.build import build_data
+from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.order import SampleId, sample_hash
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.data.stream import IGNORE_INDEX, Data, SlotBatch, TrainingStream
+from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch, TrainingStream
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import ConfigurationError, DataError
 

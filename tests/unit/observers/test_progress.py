@@ -15,8 +15,9 @@ import pytest
 
 from evergrad_trainer.observers.bar import ProgressBar, render_line
 from evergrad_trainer.observers.formatting import compact, count, duration, percent, real, short_count, size, utc
+from evergrad_trainer.observers.live_state import Rate, State
 from evergrad_trainer.observers.logs import EventLog, setup_logging
-from evergrad_trainer.observers.progress import ProgressLines, Rate, State, build_progress
+from evergrad_trainer.observers.progress import ProgressLines, build_progress
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 from evergrad_trainer.run_directory import RunDirectory
 

@@ -1,11 +1,23 @@
 """From prepared data to what the loop reads."""
 
+from dataclasses import dataclass
+
 from evergrad_trainer.config.training import HELD_OUT, Training
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
-from evergrad_trainer.data.stream import Batching, Data, TrainingStream
+from evergrad_trainer.data.stream import Batching, TrainingStream
 from evergrad_trainer.data.tokenizers import TextTokenizer
 from evergrad_trainer.errors import DataError, Problem
+
+
+@dataclass(frozen=True)
+class Data:
+    """Everything a run reads. ``fingerprint`` is the training stream's."""
+
+    train: TrainingStream
+    evaluation: tuple[EvaluationSet, ...]
+    fingerprint: str
+    vocab_size: int
 
 
 def build_data(training: Training, prepared: Prepared, tokenizer: TextTokenizer) -> Data:

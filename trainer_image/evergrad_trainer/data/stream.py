@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import torch
@@ -14,9 +14,6 @@ from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.order import SampleId, sample_hash
 from evergrad_trainer.data.prepared import PreparedSource
 from evergrad_trainer.data.token_files import TokenReader, Windows, read_documents
-
-if TYPE_CHECKING:
-    from evergrad_trainer.data.evaluation_sets import EvaluationSet
 
 IGNORE_INDEX: Final = -100
 """The label of positions where nothing is learned."""
@@ -46,16 +43,6 @@ class Batching:
     global_batch_size: int
     micro_batch_size: int
     sequence_length: int
-
-
-@dataclass(frozen=True)
-class Data:
-    """Everything a run reads. ``fingerprint`` is the training stream's."""
-
-    train: "TrainingStream"
-    evaluation: "tuple[EvaluationSet, ...]"
-    fingerprint: str
-    vocab_size: int
 
 
 class TrainingStream:

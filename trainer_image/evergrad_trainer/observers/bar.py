@@ -12,7 +12,7 @@ from rich.text import Text
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import describe_event
 from evergrad_trainer.observers.formatting import compact, count, duration, real, short_count
-from evergrad_trainer.observers.progress import State
+from evergrad_trainer.observers.live_state import State
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 _REDRAW_SECONDS = 0.2

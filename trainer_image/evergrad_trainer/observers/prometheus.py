@@ -13,8 +13,8 @@ from evergrad_trainer.observers.events import saved_step, seconds_of
 from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import Instruments, failure_reason
 from evergrad_trainer.observers.live_accounting import LiveAccounting
+from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
-from evergrad_trainer.observers.progress import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 LOSS_WINDOW_STEPS = 10
