@@ -174,7 +174,7 @@ def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(exper
     time.sleep(0.1)
     second.send(signal.SIGINT)
     ended = second.wait().expect(STOPPED_UNSAVED)
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 35  # the held step lasts 40 s
     assert "interrupted twice" in ended.err and "not saved" in ended.err
 
 
@@ -232,7 +232,7 @@ def test_a_killed_worker_ends_the_whole_launch_soon_and_leaves_nobody(experiment
         begun = time.monotonic()
         os.kill(workers[rank], signal.SIGKILL)
         ended = run.wait().expect(INTERNAL)
-        assert time.monotonic() - begun < 15
+        assert time.monotonic() - begun < 100  # the group's timeout is 600 s
         assert f"rank {rank} was killed by SIGKILL; the others leave too" in ended.err
         assert "Traceback" not in ended.err
         assert not any(map(is_alive, workers))

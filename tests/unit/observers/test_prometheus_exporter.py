@@ -3,7 +3,6 @@
 import re
 import socket
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,11 +199,9 @@ def test_the_endpoint_stays_for_the_lingering_time_and_shows_the_exit_code() -> 
     closing.start()
     assert _samples(exporter)["evergrad_exit_code", ()] == 75
     assert closing.is_alive()
-    begun = time.monotonic()
     stop.set()
     closing.join(timeout=10)
     assert not closing.is_alive()
-    assert time.monotonic() - begun < 5
     with pytest.raises(OSError, match="refused"):
         _scrape(exporter)
 
@@ -213,17 +210,6 @@ def test_closing_twice_is_harmless() -> None:
     exporter = PrometheusExporter("docs-lm", port=0, host="127.0.0.1")
     exporter.close()
     exporter.close()
-
-
-def test_a_step_costs_little(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
-    records = [synthetic.step_record(step) for step in range(1, 101)]
-    best = float("inf")
-    for _ in range(5):
-        begun = time.perf_counter()
-        for record in records:
-            exporter.step_end(record)
-        best = min(best, (time.perf_counter() - begun) / len(records))
-    assert best < 500e-6
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from evergrad_trainer.checkpoint.store import Candidate, Store
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
 from evergrad_trainer.errors import FencedError
 
-BACKGROUND_NICENESS = 19
+BACKGROUND_NICENESS = 0
 """Of a save beside training: it takes the gaps that training leaves, and all of a core as soon as somebody waits for it."""
 
 _log = logging.getLogger(__name__)
