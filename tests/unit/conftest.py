@@ -1,4 +1,4 @@
-"""Factories for the tests of the report."""
+"""Factories that several rooms share."""
 
 import importlib.util
 import sys
@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-_PATH = Path(__file__).parents[2] / "synthetic_run.py"
+_PATH = Path(__file__).parents[1] / "synthetic_run.py"
 
 
 @pytest.fixture(scope="session")
