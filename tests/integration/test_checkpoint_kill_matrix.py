@@ -1,6 +1,7 @@
 """SIGKILL of each rank at each point of the publish protocol: the next start loads the newest whole checkpoint, bit for bit."""
 
 import importlib.util
+import mmap
 import os
 import signal
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from evergrad_trainer.checkpoint import faults
-from evergrad_trainer.checkpoint.filesystem import filesystem_store
+from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.config.training import Checkpoint
 from evergrad_trainer.distributed import Membership, World
@@ -30,7 +31,7 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     """Every value depends on the step, so that a mix of two steps cannot pass for either."""
     generator = torch.Generator().manual_seed(step)
     state: dict[str, torch.Tensor] = {
-        f"model.layer{index}.weight": torch.randn(17 + index, 5, generator=generator) for index in range(6)
+        f"model.layer{index}.weight": torch.randn(317 + index, 5, generator=generator) for index in range(6)
     }
     return {**state, "optimizer.step": torch.tensor(float(step)), "model.half": torch.randn(9, generator=generator).bfloat16()}
 
@@ -60,7 +61,7 @@ def save_two_steps(world: World, directory: Path, point: str, victim: int) -> di
         settings=Checkpoint(keep=1),
         identity=IDENTITY,
         on_event=lambda type_, fields: events.append([type_, fields]),
-        store=filesystem_store(directory, faults=hook),
+        store=filesystem_store(directory, medium=Medium(faults=hook, block_bytes=mmap.PAGESIZE)),
     )
     manager.save(100, state_of(100), extra={"step": 100}, wait=True)
     hook.is_armed = True

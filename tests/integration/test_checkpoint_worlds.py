@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from evergrad_trainer.checkpoint import faults
-from evergrad_trainer.checkpoint.filesystem import filesystem_store
+from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.checkpoint.weights import load_weights, read_plain_state
@@ -38,13 +38,14 @@ Events = list[tuple[str, dict[str, Any]]]
 
 def make_manager(world: World, directory: Path, *, hook: Any = None, **settings: Any) -> tuple[CheckpointManager, Events]:
     events: Events = []
+    medium = Medium(stale_seconds=0.2, faults=hook or faults.NoFaults())
     manager = CheckpointManager(
         directory,
         membership=Membership(world),
         settings=Checkpoint.model_validate(settings),
         identity=IDENTITY,
         on_event=lambda type_, fields: events.append((type_, fields)),
-        store=filesystem_store(directory, faults=hook, stale_seconds=0.2),
+        store=filesystem_store(directory, medium=medium),
     )
     return manager, events
 

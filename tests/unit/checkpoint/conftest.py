@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad_trainer.checkpoint.faults import FaultPoints
-from evergrad_trainer.checkpoint.filesystem import filesystem_store
+from evergrad_trainer.checkpoint.faults import FaultPoints, NoFaults
+from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.config.training import Checkpoint
@@ -73,13 +73,14 @@ def make_solo(tmp_path: Path) -> MakeSolo:
         directory = directory or tmp_path / "checkpoints"
         world = World(generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu"))
         events: list[tuple[str, dict[str, Any]]] = []
+        medium = Medium(stale_seconds=0.0, faults=hook or NoFaults())
         manager = CheckpointManager(
             directory,
             membership=Membership(world),
             settings=Checkpoint.model_validate(settings),
             identity=identity or Identity("run", "recipe", "data"),
             on_event=lambda type_, fields: events.append((type_, fields)),
-            store=filesystem_store(directory, faults=hook, stale_seconds=0.0),
+            store=filesystem_store(directory, medium=medium),
         )
         return Solo(manager, directory, events)
 

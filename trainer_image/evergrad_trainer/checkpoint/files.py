@@ -13,8 +13,6 @@ HASH_ALGORITHM = "xxh3-128"
 """About 12 GB/s on one core where sha256 does 2 and crc32 does 3: free beside any disk."""
 BLOCK_BYTES = 8 * 2**20
 """Bytes written by one call. Large, because each call lets go of the interpreter lock and takes it again."""
-WRITEBACK_BYTES = 4 * BLOCK_BYTES
-"""After how many written bytes the disk is asked to begin."""
 READ_BYTES = 2**20
 """Bytes read for hashing by one call, into a buffer that each hashing thread has."""
 
@@ -48,16 +46,6 @@ def write_all(descriptor: int, data: memoryview) -> None:
     """Write every byte of ``data``; a full disk may take a part of it first and refuse the rest."""
     while data:
         data = data[os.write(descriptor, data) :]
-
-
-def begin_writeback(descriptor: int, start: int, length: int) -> None:
-    """Let the disk begin with a written range now, while the next is written, instead of with all of it at fsync.
-
-    Linux starts writing dirty pages that it is told will not be needed, and keeps them until they are clean. Two thirds of the
-    time of a save are left where the disk is as fast as a copy in memory. Does nothing where the call does not exist.
-    """
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
 
 def write_new(path: Path, data: bytes) -> None:

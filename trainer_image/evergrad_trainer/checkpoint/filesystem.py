@@ -7,19 +7,15 @@ import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from evergrad_trainer.checkpoint import files, layout
 from evergrad_trainer.checkpoint.faults import (
     AFTER_RENAME,
-    BEFORE_FSYNC,
     BEFORE_MANIFEST,
     BEFORE_RENAME,
-    MID_SHARD,
     RETENTION,
     FaultPoints,
     NoFaults,
@@ -34,10 +30,19 @@ from evergrad_trainer.checkpoint.manifest import (
     decode_manifest,
     encode_manifest,
 )
+from evergrad_trainer.checkpoint.shard_file import ShardFile
 from evergrad_trainer.checkpoint.store import Candidate, Store
 from evergrad_trainer.errors import FencedError
 
-__all__ = ["FilesystemAttempts", "FilesystemFence", "FilesystemLibrary", "check_fence", "claim_generation", "filesystem_store"]
+__all__ = [
+    "FilesystemAttempts",
+    "FilesystemFence",
+    "FilesystemLibrary",
+    "Medium",
+    "check_fence",
+    "claim_generation",
+    "filesystem_store",
+]
 
 HASH_THREADS = 8
 STALE_SECONDS = 3.0
@@ -46,12 +51,21 @@ STALE_SECONDS = 3.0
 _log = logging.getLogger(__name__)
 
 
-def filesystem_store(directory: Path, *, faults: FaultPoints | None = None, stale_seconds: float = STALE_SECONDS) -> Store:
+@dataclass(frozen=True)
+class Medium:
+    """How to treat the volume: how long a fresh file may stay unseen, how much is written at once, what tests do in between."""
+
+    stale_seconds: float = STALE_SECONDS
+    block_bytes: int = files.BLOCK_BYTES
+    faults: FaultPoints = field(default_factory=NoFaults)
+
+
+def filesystem_store(directory: Path, *, medium: Medium | None = None) -> Store:
     """The store in ``directory`` (a run's ``checkpoints``)."""
-    points = faults or NoFaults()
-    library = FilesystemLibrary(directory, faults=points, stale_seconds=stale_seconds)
-    attempts = FilesystemAttempts(directory, library=library, faults=points, stale_seconds=stale_seconds)
-    return Store(attempts=attempts, library=library, fence=FilesystemFence(directory), faults=points)
+    medium = medium or Medium()
+    library = FilesystemLibrary(directory, medium)
+    attempts = FilesystemAttempts(directory, library=library, medium=medium)
+    return Store(attempts=attempts, library=library, fence=FilesystemFence(directory), faults=medium.faults)
 
 
 class FilesystemFence:
@@ -63,56 +77,6 @@ class FilesystemFence:
     def check(self, generation: int) -> None:
         """Raise FencedError if a newer generation has been claimed."""
         check_fence(self._directory, generation)
-
-
-class ShardFile:
-    """One rank's file, hashed while it is written."""
-
-    def __init__(self, path: Path, *, rank: int, faults: FaultPoints, stale_seconds: float) -> None:
-        self._path = path
-        self._rank = rank
-        self._faults = faults
-        self._bytes = 0
-        self._flushed = 0
-        self._hash = xxhash.xxh3_128()
-        self._descriptor = _open_seen(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, stale_seconds)
-
-    def append(self, data: memoryview) -> int:
-        """Write ``data`` straight from where it lies, at the next aligned offset; that offset."""
-        if self._bytes:
-            self._faults.reached(MID_SHARD, self._rank)
-        padding = -self._bytes % layout.ALIGNMENT
-        if padding:
-            self._write(memoryview(bytes(padding)))
-        offset = self._bytes
-        for start in range(0, len(data), files.BLOCK_BYTES):
-            self._write(data[start : start + files.BLOCK_BYTES])
-        return offset
-
-    def finish(self) -> FileEntry:
-        """Make the file durable. A full disk may say so only here."""
-        with files.naming(self._path):
-            self._faults.reached(BEFORE_FSYNC, self._rank)
-            os.fsync(self._descriptor)
-            descriptor, self._descriptor = self._descriptor, -1
-            os.close(descriptor)  # a network volume may report a quota only here
-        return FileEntry(name=self._path.name, bytes=self._bytes, hash=self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Close without fsync."""
-        if self._descriptor >= 0:
-            descriptor, self._descriptor = self._descriptor, -1
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-    def _write(self, block: memoryview) -> None:
-        self._hash.update(block)
-        with files.naming(self._path):
-            files.write_all(self._descriptor, block)
-            self._bytes += len(block)
-            if self._bytes - self._flushed >= files.WRITEBACK_BYTES:
-                files.begin_writeback(self._descriptor, self._flushed, self._bytes - self._flushed)
-                self._flushed = self._bytes
 
 
 class ShardSource:
@@ -135,11 +99,11 @@ class ShardSource:
 class FilesystemAttempts:
     """Attempt directories under ``.tmp/`` and their publication by rename."""
 
-    def __init__(self, directory: Path, *, library: "FilesystemLibrary", faults: FaultPoints, stale_seconds: float) -> None:
+    def __init__(self, directory: Path, *, library: "FilesystemLibrary", medium: Medium) -> None:
         self._directory = directory
         self._library = library
-        self._faults = faults
-        self._stale_seconds = stale_seconds
+        self._medium = medium
+        self._faults = medium.faults
 
     def begin(self, version: Version) -> str:
         """Make the attempt's directory; FileExistsError if this version was attempted before."""
@@ -151,7 +115,8 @@ class FilesystemAttempts:
     def create_shard(self, attempt: str, rank: int) -> ShardFile:
         """Create ``rank``'s file."""
         path = self._path(attempt) / layout.shard_name(rank)
-        return ShardFile(path, rank=rank, faults=self._faults, stale_seconds=self._stale_seconds)
+        descriptor = _open_seen(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._medium.stale_seconds)
+        return ShardFile(descriptor, path, rank=rank, faults=self._faults, block_bytes=self._medium.block_bytes)
 
     def write_document(self, attempt: str, name: str, data: bytes) -> FileEntry:
         """Add a small file."""
@@ -208,10 +173,10 @@ class FilesystemAttempts:
 class FilesystemLibrary:
     """Published checkpoints: directories ``step-N`` with a manifest."""
 
-    def __init__(self, directory: Path, *, faults: FaultPoints, stale_seconds: float) -> None:
+    def __init__(self, directory: Path, medium: Medium) -> None:
         self._directory = directory
-        self._faults = faults
-        self._stale_seconds = stale_seconds
+        self._faults = medium.faults
+        self._stale_seconds = medium.stale_seconds
 
     def scan(self) -> list[Candidate]:
         """All published names, newest first."""
