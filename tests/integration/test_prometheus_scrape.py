@@ -140,6 +140,8 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     prometheus.wait_for("evergrad_tokens_total", 60 * 8192)
     prometheus.wait_for('evergrad_loss{split="eval"}', 2.5)
     prometheus.wait_for("count(evergrad_info)", 1)
+    # The last thing that was told: a scrape may fall between two of them.
+    prometheus.wait_for("evergrad_checkpoint_last_step", 60)
     queries = _documented_queries()
     assert len(queries) >= 5
     for query in queries:
