@@ -7,7 +7,9 @@ import os
 import platform
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import Row, print_rows
@@ -59,19 +61,40 @@ def _cpu_lines() -> list[tuple[str, str, str]]:
     return [line.partition(":") for line in text.splitlines()]
 
 
-def write_results(rows: list[Row], machine: dict[str, object]) -> None:
-    """``latest.json`` for scripts and ``latest.md`` for people."""
+def write_results(name: str, rows: list[Row], machine: dict[str, object]) -> None:
+    """Put one benchmark's rows into ``latest.json``, in place of its older ones, and all of them into ``latest.md``."""
     RESULTS.mkdir(exist_ok=True)
-    taken = time.strftime("%Y-%m-%d")
-    document = {"taken": taken, "machine": machine, "rows": [vars(row) | {"reached": row.is_reached} for row in rows]}
-    (RESULTS / "latest.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    lines = [f"# Results of {taken}", "", ", ".join(f"{key} {value}" for key, value in machine.items()), ""]
-    lines += ["| what | figure | value | goal | |", "|---|---|---:|---|---|"]
+    path = RESULTS / "latest.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    found = [asdict(row) | {"reached": row.is_reached} for row in rows]
+    known[name] = {"taken": time.strftime("%Y-%m-%d"), "machine": machine, "rows": found}
+    document = {key: known[key] for key in BENCHMARKS if key in known}
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (RESULTS / "latest.md").write_text("\n".join(_to_markdown(document)) + "\n", encoding="utf-8")
+
+
+def _to_markdown(document: dict[str, Any]) -> list[str]:
+    lines = [
+        "# Results",
+        "",
+        "Written by `make bench`. Ratios are of figures taken in turns in one run; compare no times of different runs.",
+    ]
     verdicts = {None: "", True: "reached", False: "**missed**"}
-    for row in rows:
-        note = f" {row.note}" if row.note else ""
-        lines.append(f"| {row.what} | {row.name} | {row.value:,.4g} {row.unit} | {row.goal} | {verdicts[row.is_reached]}{note} |")
-    (RESULTS / "latest.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for name, part in document.items():
+        machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in part["machine"].items())
+        lines += [
+            "",
+            f"## {name}",
+            "",
+            f"{part['taken']}; {machine}",
+            "",
+            "| what | figure | value | goal | |",
+            "|---|---|---:|---|---|",
+        ]
+        for row in part["rows"]:
+            end = f"{verdicts[row['reached']]} {row['note']}".strip()
+            lines.append(f"| {row['what']} | {row['name']} | {row['value']:,.4g} {row['unit']} | {row['goal']} | {end} |")
+    return lines
 
 
 def main() -> None:
@@ -79,14 +102,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
     names = parser.parse_args().names or list(BENCHMARKS)
-    machine, rows = describe_machine(), []
     for name in names:
+        machine = describe_machine()
         print(f"== {time.strftime('%T')}  {name}", flush=True)
-        found = BENCHMARKS[name]()
-        print_rows(found)
-        rows += found
-        if len(names) == len(BENCHMARKS):
-            write_results(rows, machine)
+        rows = BENCHMARKS[name]()
+        print_rows(rows)
+        write_results(name, rows, machine)
 
 
 if __name__ == "__main__":
