@@ -125,6 +125,7 @@ def test_closing_twice_is_harmless(directory: RunDirectory) -> None:
     log = RunLog(directory)
     log.close()
     log.close()
+    assert directory.metrics.read_bytes() == b""
 
 
 def test_event_fields_that_collide_with_the_common_ones_are_refused() -> None:

@@ -210,6 +210,8 @@ def test_closing_twice_is_harmless() -> None:
     exporter = PrometheusExporter("docs-lm", port=0, host="127.0.0.1")
     exporter.close()
     exporter.close()
+    with pytest.raises(OSError, match="refused"):
+        _scrape(exporter)
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,9 @@ def test_a_run_whose_every_loss_is_no_number_has_a_report(tmp_path: Path, synthe
     for step in range(1, 30):
         log.step_end(synthetic.step_record(step, loss=math.nan, learning_rate=math.nan, step_seconds=math.nan))
     log.close()
-    _report(directory)
+    page, markdown = _report(directory)
+    assert "29" in page.text and "Training loss" in page.text
+    assert "29" in markdown
 
 
 def test_an_exploding_loss_is_drawn_on_a_logarithmic_axis(tmp_path: Path, synthetic: ModuleType) -> None:
@@ -235,7 +237,8 @@ def test_an_exploding_loss_is_drawn_on_a_logarithmic_axis(tmp_path: Path, synthe
     for step in range(1, 100):
         log.step_end(synthetic.step_record(step, loss=2.0 if step < 95 else 10.0**step, grad_norm=10.0 ** (step % 7)))
     log.close()
-    _report(directory)
+    page, _ = _report(directory)
+    assert "Training loss" in page.text and "99" in page.text
 
 
 def test_the_same_files_give_the_same_report_but_for_its_time(tmp_path: Path, synthetic: ModuleType) -> None:
