@@ -270,7 +270,8 @@ def fill(volume: Path, *, leave: int) -> Path:
     """Use up the space of ``volume`` up to ``leave`` bytes."""
     ballast = volume / "ballast"
     free = shutil.disk_usage(volume).free
-    with ballast.open("wb") as file, contextlib.suppress(OSError):
+    # Unbuffered, and the file inside: closing it must not find the volume full a second time.
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
         file.write(bytes(max(0, free - leave)))
     return ballast
 
