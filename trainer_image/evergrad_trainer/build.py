@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from evergrad_trainer.config.derive import slots_per_step
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
@@ -70,7 +71,7 @@ def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_w
 def build_stepper(training: Training, machinery: Machinery, stream: TrainingStream, *, total_steps: int) -> Stepper:
     """What runs one step."""
     batching = training.batching
-    slots = batching.global_batch_size // batching.micro_batch_size
+    slots = slots_per_step(batching)
     gradients = build_gradient_sum(machinery.model, training, slots_per_step=slots, is_sharded=machinery.is_sharded)
     parts = StepParts(
         model=machinery.model,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from evergrad_trainer.config.derive import HorizonNumbers
+from evergrad_trainer.config.derive import HorizonNumbers, slots_per_step
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.preparation.sources import evaluation_files, source_problems, training_files
@@ -208,7 +208,7 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
 
 def check_workers(training: Training, *, num_workers: int) -> Iterator[Finding]:
     """Every worker has a slot, and few stand idle."""
-    slots = training.batching.global_batch_size // training.batching.micro_batch_size
+    slots = slots_per_step(training.batching)
     if num_workers > slots:
         yield Finding(
             "error",
