@@ -51,7 +51,7 @@ def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dt
     from transformers.utils.logging import disable_progress_bar
 
     run = from_wire(resolved["manifest"])
-    training, base = run.spec.training, run_directory / resolved["baseDirectory"]
+    training, base = run.training, run_directory / resolved["baseDirectory"]
     tokenizer = load_tokenizer(training.tokenizer, base)
     plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
     checkpoint = find_checkpoint(run_directory, step=step)

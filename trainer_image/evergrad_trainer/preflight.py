@@ -65,7 +65,7 @@ class Examination:
 
 def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, machine: Machine, num_workers: int) -> Examination:
     """Every check that does not need the data's content. Reads files and builds no model; writes only a probe file."""
-    training = run.spec.training
+    training = run.training
     findings = [
         *check_files(training, base_directory),
         *check_device(training, machine),

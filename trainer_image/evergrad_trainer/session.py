@@ -137,7 +137,7 @@ def run_session(plan: SessionPlan) -> int:
 
 def _open(plan: SessionPlan, directory: RunDirectory, signals: StopSignals) -> _Session:
     """Join the world and claim the directory: from here on an older process of this run cannot publish any more."""
-    training = plan.run.spec.training
+    training = plan.run.training
     launch = read_launch()
     set_threads(plan.threads)
     device = choose_device(training.runtime.device, local_rank=launch.local_rank)
@@ -159,7 +159,7 @@ def _open(plan: SessionPlan, directory: RunDirectory, signals: StopSignals) -> _
 
 def _run(session: _Session) -> ExitCode:
     """Build, restore, train and finish. Errors leave through ``_fail``."""
-    plan, training = session.plan, session.plan.run.spec.training
+    plan, training = session.plan, session.plan.run.training
     has_checkpoints = bool(session.world.broadcast_json(_has_checkpoints(session.directory)))
     machinery = build_machinery(training, plan.model, session.world, with_weights=not has_checkpoints)
     session.mark("model")
@@ -188,7 +188,7 @@ def _run(session: _Session) -> ExitCode:
 
 def _restore(session: _Session, machinery: Machinery, checkpoints: CheckpointManager, *, has_checkpoints: bool) -> None:
     """Load the newest checkpoint, or the weights a fresh run begins with."""
-    init_from = session.plan.run.spec.training.init_from
+    init_from = session.plan.run.training.init_from
     restored = checkpoints.restore(machinery.state())
     if restored is not None:
         extra = restored.extra
@@ -239,7 +239,7 @@ def _announce(session: _Session, machinery: Machinery) -> None:
     if session.directory.is_complete():
         session.directory.unmark_complete()
     record_process(session.directory, run=plan.run, command=plan.command, world_size=world.size, generation=world.generation)
-    runtime = plan.run.spec.training.runtime
+    runtime = plan.run.training.runtime
     session.observers.run_start(
         RunInfo(
             name=plan.run.metadata.name,
@@ -272,7 +272,7 @@ def _announce(session: _Session, machinery: Machinery) -> None:
 
 
 def _build_run(session: _Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
-    training, numbers = session.plan.run.spec.training, session.plan.numbers
+    training, numbers = session.plan.run.training, session.plan.numbers
     return Run(
         limits=build_limits(training, total_steps=numbers.total_steps, stop_after_steps=session.plan.stop_after_steps),
         membership=session.membership,

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 when everything is prepared, 75 after Ctrl-C: what is finished is kept. Raises DataError, ConfigurationError."""
     loaded = load_from(args)
-    training, base_directory = loaded.run.spec.training, loaded.base_directory
+    training, base_directory = loaded.run.training, loaded.base_directory
     begun = time.monotonic()
     try:
         prepared = prepare_with_progress(

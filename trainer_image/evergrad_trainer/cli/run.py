@@ -96,7 +96,7 @@ def _plan(
     from evergrad_trainer.recipes import RECIPES
     from evergrad_trainer.session import SessionPlan
 
-    training, base = loaded.run.spec.training, loaded.base_directory
+    training, base = loaded.run.training, loaded.base_directory
     prepared_directory = directory.path.parent / ".prepared"
     marks = {"imports": time.time()}
     model = _examine(args, loaded, directory, machine, num_workers)

@@ -27,7 +27,7 @@ def machine_and_workers(args: argparse.Namespace, run: TrainingRun) -> tuple[Mac
     # torch takes a second to import, which `evergrad --help` need not wait for.
     from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators
 
-    wants_cpu = run.spec.training.runtime.device == "cpu"
+    wants_cpu = run.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
     memory = accelerator_memory_bytes() if accelerators else None
     machine = observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory)

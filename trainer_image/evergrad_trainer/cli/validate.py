@@ -68,7 +68,7 @@ def _as_json(problem: Problem) -> dict[str, Any]:
 
 
 def _summary(loaded: LoadedManifest) -> str:
-    training = loaded.run.spec.training
+    training = loaded.run.training
     slots = slots_per_step(training.batching)
     sources = ", ".join(source.name for source in training.data.sources)
     return (
@@ -78,7 +78,7 @@ def _summary(loaded: LoadedManifest) -> str:
 
 
 def _horizon(run: TrainingRun) -> str:
-    horizon = run.spec.training.horizon
+    horizon = run.training.horizon
     if horizon.steps is not None:
         return f"{horizon.steps} steps"
     return f"{horizon.tokens} tokens" if horizon.tokens is not None else f"{horizon.epochs:g} epochs"

@@ -122,3 +122,8 @@ class TrainingRun(Section):
     """Name and labels."""
     spec: Spec
     """What should run, and on what."""
+
+    @property
+    def training(self) -> Training:
+        """The typed recipe."""
+        return self.spec.training

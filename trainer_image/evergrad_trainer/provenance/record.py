@@ -31,7 +31,7 @@ def record_process(
     ``command``: the words of the command line. Raises RunDirectoryError when the file cannot be read or written.
     """
     entry = describe_process(
-        command=command, seed=run.spec.training.reproducibility.seed, world_size=world_size, generation=generation
+        command=command, seed=run.training.reproducibility.seed, world_size=world_size, generation=generation
     )
     before = read_processes(directory)
     document = {"format": FORMAT, "processes": [*before, entry]}
