@@ -15,8 +15,10 @@ from common import SMALL, Row, build_training, make_prepared_data, print_rows
 
 from evergrad_trainer.build import build_machinery, build_stepper
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
-from evergrad_trainer.distributed import Membership, World, set_threads
+from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import plan_model
+from evergrad_trainer.step import NUM_FLAGS
+from evergrad_trainer.world import Membership, World
 
 INTERVAL_SECONDS = 60.0
 WINDOW_SECONDS = 12.0
@@ -48,7 +50,7 @@ def measure(*, rounds: int = 7) -> list[Row]:
             begun = time.perf_counter()
             for index in range(num_steps):
                 step = next(steps)
-                stepper.run(step, world, (False, False, False))
+                stepper.run(step, world, (False,) * NUM_FLAGS)
                 if save and index == 0:
                     manager.save(step, machinery.state(), extra={"step": step})
                 manager.poll()

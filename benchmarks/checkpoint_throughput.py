@@ -19,7 +19,7 @@ from common import Row, print_rows
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
 from evergrad_trainer.config.training import Checkpoint
-from evergrad_trainer.distributed import Membership, World
+from evergrad_trainer.world import Membership, World
 
 State = dict[str, torch.Tensor]
 

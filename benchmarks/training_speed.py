@@ -21,8 +21,10 @@ from evergrad_trainer.build import build_machinery, build_stepper
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.distributed import World, set_threads
+from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import build_model, plan_model
+from evergrad_trainer.step import NUM_FLAGS
+from evergrad_trainer.world import World
 
 STEPS_A_TURN = 1
 SLOTS = 2
@@ -38,7 +40,7 @@ def evergrad_turn(data: Data, training: Training) -> Callable[[], None]:
 
     def turn() -> None:
         for _ in range(STEPS_A_TURN):
-            stepper.run(next(steps), world, (False, False, False))
+            stepper.run(next(steps), world, (False,) * NUM_FLAGS)
 
     return turn
 

@@ -15,7 +15,7 @@ from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.config.training import Checkpoint
-from evergrad_trainer.distributed import Membership, World
+from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

@@ -14,8 +14,8 @@ import torch
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.config.training import Checkpoint
-from evergrad_trainer.distributed import Membership, World
 from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:

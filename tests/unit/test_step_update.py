@@ -12,15 +12,15 @@ from evergrad_trainer.config.training import Optimizer, Schedule
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
-from evergrad_trainer.distributed import World
 from evergrad_trainer.errors import NonFiniteError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
-from evergrad_trainer.step import StepParts, Stepper, StepSettings, _signed
+from evergrad_trainer.step import NUM_FLAGS, StepParts, Stepper, StepSettings, _signed
+from evergrad_trainer.world import World
 
 LENGTH = 6
-QUIET = (False, False, False)
+QUIET = (False,) * NUM_FLAGS
 
 
 class Stream:
@@ -176,7 +176,7 @@ def test_the_learning_rate_told_is_the_schedules() -> None:
     assert [stepper.run(step, world(), QUIET).learning_rate for step in (1, 6)] == [0.1, pytest.approx(0.05)]
 
 
-@pytest.mark.parametrize("flags", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("flags", [tuple(place == raised for place in range(NUM_FLAGS)) for raised in range(NUM_FLAGS)])
 def test_flags_arrive_as_they_were_raised(flags: tuple[bool, ...]) -> None:
     assert make_stepper(Model()).run(1, world(), flags).flags == flags
 

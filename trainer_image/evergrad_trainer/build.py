@@ -11,7 +11,6 @@ from evergrad_trainer.config.derive import slots_per_step
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.distributed import World
 from evergrad_trainer.evaluation.evaluate import Evaluator
 from evergrad_trainer.loop import Best, Limits
 from evergrad_trainer.models.build import ModelPlan, build_model
@@ -21,6 +20,7 @@ from evergrad_trainer.optim.adamw import build_adamw, state_tensors
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes import RECIPES
 from evergrad_trainer.step import StepParts, Stepper, StepSettings
+from evergrad_trainer.world import World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -1,18 +1,19 @@
-"""The only module that initialises process groups, devices, threads and seeds.
+"""The only module that initialises process groups, devices and threads, and that takes groups down again."""
 
-A ``World`` is who trains together right now. The loop asks a ``Membership`` for it between two steps and nowhere
-else, so that group, rank and size may change there.
-"""
-
-import json
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from evergrad_trainer import torch_private
+from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.world import Interrupt, Pending, World
 
 
 @dataclass(frozen=True)
@@ -40,90 +41,6 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
         address=env.get("MASTER_ADDR", "127.0.0.1"),
         port=int(env.get("MASTER_PORT", "0")),
     )
-
-
-@dataclass(frozen=True)
-class World:
-    """One generation's group as seen by one process. Groups are None in a world of one.
-
-    ``group`` carries the model's tensors on ``device``; ``control`` (always on CPU) small integers between steps;
-    ``checkpoint`` (always on CPU) belongs to the checkpoint thread alone.
-    """
-
-    generation: int
-    rank: int
-    size: int
-    device: torch.device
-    group: dist.ProcessGroup | None = None
-    control: dist.ProcessGroup | None = None
-    checkpoint: dist.ProcessGroup | None = None
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes what exists once a run."""
-        return self.rank == 0
-
-    def sum_integers(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum an int64 CPU tensor over all ranks, in place (wrapping modulo 2**64); returns it."""
-        if self.control is not None:
-            dist.all_reduce(values, group=self.control)
-        return values
-
-    def all_agree(self, fine: bool) -> bool:
-        """Whether ``fine`` holds on every rank."""
-        return int(self.sum_integers(torch.tensor([0 if fine else 1]))) == 0
-
-    def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank; the others' argument is ignored."""
-        if self.control is None:
-            return value
-        data = json.dumps(value).encode() if self.is_main else b""
-        size = self.sum_integers(torch.tensor([len(data)]))
-        buffer = torch.zeros(int(size), dtype=torch.uint8)
-        if self.is_main:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, group=self.control, group_src=0)
-        return json.loads(bytes(buffer.tolist()))
-
-    def gather_json(self, value: Any) -> list[Any]:
-        """Every rank's JSON value on every rank, in rank order."""
-        if self.control is None:
-            return [value]
-        values: list[Any] = [None] * self.size
-        for rank, data in enumerate(self._all_gather_bytes(json.dumps(value).encode())):
-            values[rank] = json.loads(data)
-        return values
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        self.all_agree(True)
-
-    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
-        sizes = torch.zeros(self.size, dtype=torch.int64)
-        sizes[self.rank] = len(data)
-        self.sum_integers(sizes)
-        longest = max(1, int(sizes.max()))
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        if data:
-            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(rows, padded, group=self.control)
-        return [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
-
-
-class Membership:
-    """The one place that knows the current world. Changes only between two steps."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-
-    @property
-    def world(self) -> World:
-        return self._world
-
-    def move_to(self, world: World) -> None:
-        """Go on in another world. Only between two steps."""
-        self._world = world
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int) -> torch.device:
@@ -176,6 +93,77 @@ def leave_world(world: World) -> None:
     """Tear the process groups down after a success. Never in an exception's path: peers may be gone."""
     if world.group is not None:
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process's place in a generation, and where its members meet: a fresh store at ``address``:``port``."""
+
+    generation: int
+    rank: int
+    size: int
+    address: str
+    port: int
+
+
+def form_world(
+    place: Place, *, device: torch.device, interrupt: Interrupt, setup_seconds: float, timeout_seconds: float
+) -> World:
+    """Meet the other members of ``place`` in a group that can be given up: see :func:`abandon_world`.
+
+    Raises PeerLostError when they are not all there within ``setup_seconds``. ``timeout_seconds`` holds for the collectives.
+    """
+    if place.size == 1:
+        return World(place.generation, rank=0, size=1, device=device, interrupt=interrupt)
+    # A set-up that failed leaves the counter raised; it is part of the keys under which members meet.
+    torch_private.reset_group_counter()
+    patience = timedelta(seconds=setup_seconds)
+    try:
+        store = TCPStore(place.address, place.port, is_master=False, timeout=patience, wait_for_workers=False)
+        dist.init_process_group(
+            backend="nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore(str(place.generation), store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=patience,
+            device_id=device if device.type == "cuda" else None,
+        )
+        control, checkpoint = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
+    except RuntimeError as error:
+        raise PeerLostError(f"the group of generation {place.generation} did not form: {error}") from error
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - init_process_group has just set it
+    for one in (group, control, checkpoint):
+        torch_private.set_timeout(one, timedelta(seconds=timeout_seconds))
+    return World(place.generation, place.rank, place.size, device, group, control, checkpoint, interrupt)
+
+
+_buried: list[object] = []
+"""Groups, collectives and tensors of operations that never ended: their threads may still write, so nothing is freed."""
+
+
+def abandon_world(world: World | None, *, patience_seconds: float = 0.05) -> bool:
+    """Take down the groups of this process, whatever has become of them; whether buffers of collectives must not be used again.
+
+    The caller has cut the sockets where peers are gone: without that, destroying a group waits for operations that cannot end.
+    """
+    if world is not None and world.device.type == "cuda" and world.group is not None:
+        torch_private.abort_groups()
+    deadline = time.monotonic() + patience_seconds
+    stuck = [] if world is None else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
+    if stuck and world is not None:
+        _buried.append((world.group, world.control, world.checkpoint, stuck))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return bool(stuck)
+
+
+def _ends_until(work: Pending, deadline: float) -> bool:
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def count_accelerators() -> int:

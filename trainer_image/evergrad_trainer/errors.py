@@ -9,7 +9,8 @@ EvergradError                 internal, exit 70
 │   ├── CheckpointError       checkpoints exist and none can be used
 │   ├── FencedError           a newer process has claimed this run directory
 │   └── NonFiniteError        a loss or a gradient is not a number
-└── SaveError                 checkpoints could not be written, several times in a row
+├── SaveError                 checkpoints could not be written, several times in a row
+└── PeerLostError             another process of the group is gone, or the group was given up
 """
 
 from collections.abc import Sequence
@@ -89,6 +90,10 @@ class NonFiniteError(InputError):
 
 class SaveError(EvergradError):
     """Checkpoints could not be written, several times in a row."""
+
+
+class PeerLostError(EvergradError):
+    """A collective cannot end: another process of the group is gone, or the group was given up. Nothing was updated."""
 
 
 def raise_if(problems: Sequence[Problem], error: type[InputError]) -> None:

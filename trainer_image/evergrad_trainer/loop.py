@@ -9,13 +9,13 @@ from typing import Any
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.distributed import Membership
 from evergrad_trainer.errors import FencedError, Problem
 from evergrad_trainer.evaluation.evaluate import Evaluator
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.step import FLAG_FENCED, FLAG_SIGNAL, FLAG_STOP_FILE, StepOutcome, Stepper
+from evergrad_trainer.step import FLAG_CHANGE, FLAG_FENCED, FLAG_SIGNAL, FLAG_STOP_FILE, NUM_FLAGS, StepOutcome, Stepper
+from evergrad_trainer.world import Membership
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,18 @@ class Limits:
 class Progress:
     """What a checkpoint remembers besides tensors.
 
-    ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands.
+    ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands. ``resumed_step``: of
+    the newest checkpoint known to stand when this world began. ``steps_here``: trained since the run's processes were started.
+    ``is_save_lost``: a save was begun and ended with its world. ``last_record``: of the newest finished step, on every rank.
     """
 
     finished_steps: int = 0
     evaluated_step: int = -1
     saved_step: int = -1
     resumed_step: int = -1
+    steps_here: int = 0
+    is_save_lost: bool = False
+    last_record: StepRecord | None = None
     best: dict[str, Any] | None = None
 
     def extra(self, cursor: dict[str, int]) -> dict[str, Any]:
@@ -85,11 +90,17 @@ class Run:
 def train(run: Run) -> StopReason:
     """Train until the horizon or until all ranks agree to stop; ``progress.saved_step`` then says whether the state is saved.
 
+    "change" means that the ranks agreed to go on in another world: nothing is saved, and ``train`` is called again in that one.
     Raises NonFiniteError, SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
+    Raises PeerLostError where the world has ended; ``progress.finished_steps`` is what this process holds.
     """
     limits, progress = run.limits, run.progress
     first = progress.finished_steps + 1
     reason = _evaluate(run) if _is_evaluation_missing(run) else None
+    if reason is None and (progress.is_save_lost or _is_due(progress.finished_steps, limits.save_every)):
+        # Of a world that ended between its last step and the save; after a resume the step is saved already.
+        _save(run)
+        progress.is_save_lost = False
     if limits.after_step is not None and progress.finished_steps >= limits.after_step:
         reason = reason or "after_step"
     for step in range(first, limits.total_steps + 1):
@@ -98,6 +109,7 @@ def train(run: Run) -> StopReason:
         begun = time.perf_counter()
         outcome = run.stepper.run(step, run.membership.world, _own_flags(run))
         progress.finished_steps = step
+        progress.steps_here += 1
         _report(run, outcome, begun)
         if step == first:
             run.on_first_step()
@@ -108,21 +120,22 @@ def train(run: Run) -> StopReason:
         if _is_due(step, limits.save_every):
             _save(run)
         run.checkpoints.poll()
-        reason = reason or _stop_reason(run, outcome, steps_here=step - first + 1)
-    return _leave(run, reason or "complete")
+        reason = reason or _stop_reason(run, outcome)
+    return "change" if reason == "change" else _leave(run, reason or "complete")
 
 
 def _own_flags(run: Run) -> tuple[bool, ...]:
     """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to watch."""
     is_main = run.membership.world.is_main
-    flags = [False, False, False]
+    flags = [False] * NUM_FLAGS
+    flags[FLAG_CHANGE] = run.membership.is_changing()
     flags[FLAG_SIGNAL] = run.is_signalled()
     flags[FLAG_STOP_FILE] = is_main and run.directory.stop_requested()
     flags[FLAG_FENCED] = is_main and run.checkpoints.is_fenced()
     return tuple(flags)
 
 
-def _stop_reason(run: Run, outcome: StepOutcome, *, steps_here: int) -> StopReason | None:
+def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
     """Why all ranks leave after this step; the same on each, since it depends on agreed flags and on counts only."""
     limits = run.limits
     if outcome.step >= limits.total_steps:
@@ -133,9 +146,9 @@ def _stop_reason(run: Run, outcome: StepOutcome, *, steps_here: int) -> StopReas
         return "stop_file"
     if limits.after_step is not None and outcome.step >= limits.after_step:
         return "after_step"
-    if limits.stop_after_steps is not None and steps_here >= limits.stop_after_steps:
+    if limits.stop_after_steps is not None and run.progress.steps_here >= limits.stop_after_steps:
         return "stop_after_steps"
-    return None
+    return "change" if outcome.flags[FLAG_CHANGE] else None
 
 
 def _leave(run: Run, reason: StopReason) -> StopReason:
@@ -155,7 +168,7 @@ def _leave(run: Run, reason: StopReason) -> StopReason:
 def _standing_step(run: Run) -> int:
     """Step of the newest checkpoint this process knows to be published; -1 without one."""
     published = run.checkpoints.published
-    return run.progress.resumed_step if published is None else published.step
+    return max(run.progress.resumed_step, -1 if published is None else published.step)
 
 
 def _is_due(step: int, every: int | None) -> bool:
@@ -173,18 +186,18 @@ def _is_evaluation_missing(run: Run) -> bool:
 
 
 def _evaluate(run: Run) -> StopReason | None:
-    """Evaluate all sets. Returns "signal" when a stop cut it short; it is then repeated after the resume."""
+    """Evaluate all sets. Returns the reason when a stop or a change cut it short; it is then repeated after the resume."""
     world, progress = run.membership.world, run.progress
     values: dict[str, float] = {}
     for one in run.evaluation_sets:
         result = run.evaluator.run(
             one,
             world,
-            is_stopping=run.is_signalled,
+            is_stopping=lambda: run.is_signalled() or run.membership.is_changing(),
             on_progress=lambda done, total, name=one.name: run.observers.evaluation_progress(name, done, total),  # type: ignore[misc]
         )
         if result is None:
-            return "signal"
+            return "signal" if not world.all_agree(not run.is_signalled()) else "change"
         values[f"{one.name}/loss"] = result.loss
         run.observers.evaluation_end(
             EvaluationRecord(
@@ -215,7 +228,7 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
 
 def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     step = run.progress.finished_steps
-    if run.progress.saved_step == step:
+    if run.progress.saved_step == step or step == 0:
         return
     extra = run.progress.extra(run.stream.cursor(step))
     run.checkpoints.save(step, run.state(), extra=extra, best=best, wait=wait)
@@ -225,27 +238,27 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
 def _report(run: Run, outcome: StepOutcome, begun: float) -> None:
     world, seconds = run.membership.world, outcome.seconds
     total = time.perf_counter() - begun
-    run.observers.step_end(
-        StepRecord(
-            step=outcome.step,
-            generation=world.generation,
-            world_size=world.size,
-            loss=outcome.loss,
-            tokens=run.tokens_per_step,
-            valid_tokens=outcome.valid_tokens,
-            sample_hash=outcome.sample_hash,
-            learning_rate=outcome.learning_rate,
-            grad_norm=outcome.grad_norm,
-            step_seconds=total,
-            data_seconds=seconds["data"],
-            forward_backward_seconds=seconds["forward_backward"],
-            communication_seconds=seconds["communication"],
-            optimizer_seconds=seconds["optimizer"],
-            other_seconds=max(0.0, total - sum(seconds.values())),
-            rank_skew_seconds=outcome.rank_skew_seconds,
-            time=time.time(),
-        )
+    record = StepRecord(
+        step=outcome.step,
+        generation=world.generation,
+        world_size=world.size,
+        loss=outcome.loss,
+        tokens=run.tokens_per_step,
+        valid_tokens=outcome.valid_tokens,
+        sample_hash=outcome.sample_hash,
+        learning_rate=outcome.learning_rate,
+        grad_norm=outcome.grad_norm,
+        step_seconds=total,
+        data_seconds=seconds["data"],
+        forward_backward_seconds=seconds["forward_backward"],
+        communication_seconds=seconds["communication"],
+        optimizer_seconds=seconds["optimizer"],
+        other_seconds=max(0.0, total - sum(seconds.values())),
+        rank_skew_seconds=outcome.rank_skew_seconds,
+        time=time.time(),
     )
+    run.progress.last_record = record
+    run.observers.step_end(record)
 
 
 def _raise_if_fenced(outcome: StepOutcome) -> None:

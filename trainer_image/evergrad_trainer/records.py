@@ -79,6 +79,8 @@ class EventType:
     """The horizon grew. fields: from_steps, to_steps."""
     WARNING = "warning"
     """fields: message."""
+    WORLD = "world"
+    """The run goes on in another world. fields: world_size, from_world_size, cause, paused_seconds, lost_steps, joined, pid."""
     STOP = "stop"
     """The run leaves at this boundary. fields: reason (StopReason), saved."""
     COMPLETE = "complete"
@@ -89,7 +91,8 @@ class EventType:
     """fields: exit_code."""
 
 
-StopReason = Literal["complete", "signal", "stop_file", "stop_after_steps", "after_step"]
+StopReason = Literal["complete", "signal", "stop_file", "stop_after_steps", "after_step", "change"]
+"""Why the loop ended; ``change`` is no end of the run: it goes on in another world."""
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,18 @@ from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.distributed import (
-    Membership,
-    World,
-    choose_device,
-    join_world,
-    leave_world,
-    read_launch,
-    set_threads,
-    with_generation,
-)
+from evergrad_trainer.distributed import choose_device, join_world, leave_world, read_launch, set_threads, with_generation
 from evergrad_trainer.elastic.signals import StopSignals
-from evergrad_trainer.errors import CheckpointError, EvergradError, FencedError, InputError, NonFiniteError, Problem, SaveError
+from evergrad_trainer.errors import (
+    CheckpointError,
+    EvergradError,
+    FencedError,
+    InputError,
+    NonFiniteError,
+    PeerLostError,
+    Problem,
+    SaveError,
+)
 from evergrad_trainer.loop import Progress, Run, train
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.models.weights import load_model_directory
@@ -46,6 +46,7 @@ from evergrad_trainer.recipes import RECIPES
 from evergrad_trainer.records import Event, EventType, RunInfo, StopReason
 from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.world import Membership, World
 
 _log = logging.getLogger(__name__)
 _AGREED = (NonFiniteError, FencedError, CheckpointError, SaveError)
@@ -368,8 +369,8 @@ def _fail(session: _Session | None, error: Exception) -> ExitCode:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """gloo's words for a connection that the other side has closed: a consequence, whose cause another rank tells."""
-    return isinstance(error, RuntimeError) and any(
+    """A connection that the other side has closed is a consequence, whose cause another rank tells."""
+    return isinstance(error, PeerLostError | RuntimeError) and any(
         words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")
     )
 

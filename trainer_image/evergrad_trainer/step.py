@@ -12,16 +12,16 @@ from torch.distributed.tensor import DTensor
 
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import SlotBatch, TrainingStream
-from evergrad_trainer.distributed import World
-from evergrad_trainer.errors import NonFiniteError, Problem
+from evergrad_trainer.errors import NonFiniteError, PeerLostError, Problem
 from evergrad_trainer.models.gradients import GradientSum
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.objectives.causal_lm import LossSum
 from evergrad_trainer.optim.adamw import set_learning_rate
 from evergrad_trainer.optim.schedule import LearningRate
+from evergrad_trainer.world import World
 
-NUM_FLAGS = 3
-FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED = range(NUM_FLAGS)
+NUM_FLAGS = 4
+FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED, FLAG_CHANGE = range(NUM_FLAGS)
 
 
 @dataclass(frozen=True)
@@ -137,16 +137,41 @@ class Stepper:
     def __init__(self, parts: StepParts, settings: StepSettings) -> None:
         self._parts = parts
         self._settings = settings
+        self.pulse: Callable[[int, int], None] = lambda step, slot: None
+        """Called with (step, slot) before each slot: a sign of life that survives the process."""
+
+    def forget_buffers(self) -> None:
+        """Let go of the gradients' buffers: see :meth:`GradientSum.forget`."""
+        self._parts.gradients.forget()
+
+    def warm_up(self, world: World) -> None:
+        """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are thrown away."""
+        parts = self._parts
+        batch = parts.stream.slot(1, 0)
+        parts.gradients.begin(world)
+        self._forward_backward(batch, device=world.device, weight=0.0, is_last=False)
+        parts.gradients.forget()
 
     def run(self, step: int, world: World, flags: tuple[bool, ...]) -> StepOutcome:
-        """Train step ``step`` (from 1). Raises NonFiniteError, with nothing updated, where a loss or gradient is not finite."""
+        """Train step ``step`` (from 1).
+
+        Raises NonFiniteError where a loss or gradient is not finite, and PeerLostError where the group ended; nothing was updated
+        then. There is no collective after the sums are whole: a rank that has them finishes the step, whatever becomes of others.
+        """
         parts, clock = self._parts, _Clock()
         tally = _Tally(self._settings.slots_per_step, world, flags)
         parts.gradients.begin(world)
         for slot, is_real, is_last in self._slots_of(world):
+            world.raise_if_given_up()
+            self.pulse(step, slot)
             batch = parts.prefetcher.take(step, slot, upcoming=self._upcoming(step, slot, world))
             clock.mark("data")
-            loss = self._forward_backward(batch, device=world.device, weight=float(is_real), is_last=is_last)
+            try:
+                loss = self._forward_backward(batch, device=world.device, weight=float(is_real), is_last=is_last)
+            except Exception as error:
+                if not isinstance(error, PeerLostError):
+                    error.add_note(f"in step {step}, slot {slot}; its samples are {self._samples(step, slot)}")
+                raise
             if is_real:
                 tally.add(batch, loss)
             clock.mark("forward_backward")
@@ -154,6 +179,7 @@ class Stepper:
         # Before the sums are used: a loss names its slot and samples, a gradient cannot.
         self._check_losses(step, totals.losses)
         parts.gradients.finish()
+        world.confirm()
         clock.mark("communication")
         grad_norm = self._scale_and_clip(step, totals.valid_tokens)
         learning_rate = parts.schedule(step)
@@ -228,14 +254,17 @@ class Stepper:
             raise NonFiniteError(*problems)
 
     def _describe(self, step: int, slot: int, loss: float) -> Problem:
-        stream = self._parts.stream
-        samples = ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
+        samples = self._samples(step, slot)
         return Problem(
             f"step {step}, slot {slot}",
             f"the loss is {loss}",
             f"its samples are {samples}",
             "Nothing was updated. Look at these samples, lower the learning rate, or go back to an earlier checkpoint",
         )
+
+    def _samples(self, step: int, slot: int) -> str:
+        stream = self._parts.stream
+        return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
 
 
 def _signed(value: int) -> int:

@@ -13,7 +13,7 @@ from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.config.training import Checkpoint
-from evergrad_trainer.distributed import Membership, World
+from evergrad_trainer.world import Membership, World
 
 
 @dataclass

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
-from evergrad_trainer.distributed import World
 from evergrad_trainer.evaluation.evaluate import EvaluationResult, Evaluator
+from evergrad_trainer.world import World
 
 
 @dataclass

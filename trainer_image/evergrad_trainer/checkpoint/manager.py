@@ -28,14 +28,16 @@ from evergrad_trainer.checkpoint.saving import (
 from evergrad_trainer.checkpoint.staging import HostStager, Snapshot, require_tensors
 from evergrad_trainer.checkpoint.store import Store
 from evergrad_trainer.config.training import Checkpoint
-from evergrad_trainer.distributed import Membership, World
-from evergrad_trainer.errors import FencedError, Problem, SaveError
+from evergrad_trainer.errors import FencedError, PeerLostError, Problem, SaveError
 from evergrad_trainer.records import EventType
+from evergrad_trainer.world import Membership, World
 
 __all__ = ["CheckpointManager", "Identity", "Published", "Restored", "check_fence", "claim_generation"]
 
 FENCE_SECONDS = 5.0
 """How often rank 0 looks between saves whether a newer process has claimed the directory."""
+
+_JOIN_SECONDS = 0.02
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +87,20 @@ class CheckpointManager:
         """The newest checkpoint that this process has saved and reported; the same on every rank."""
         return self._published
 
+    def enter_world(self, *, failures: int) -> None:
+        """Begin to save in ``membership.world``, which is new. ``failures``: in a row so far, as the ranks have agreed."""
+        self._serial = 0
+        self._failures = failures
+
+    def leave_world(self) -> None:
+        """Give up a save that has not ended with its world. It is no failure: the next world saves again."""
+        self.abandon(patience_seconds=0.0)
+
+    @property
+    def failures(self) -> int:
+        """Saves that have failed in a row."""
+        return self._failures
+
     def save(
         self, step: int, state: Mapping[str, torch.Tensor], *, extra: dict[str, Any], best: bool = False, wait: bool = False
     ) -> float:
@@ -118,7 +134,7 @@ class CheckpointManager:
         background = BackgroundSave(run, name=f"checkpoint-{step}", yields=is_background)
         flight = self._flight = _Flight(background, time.monotonic() - started, best)
         if not is_background:
-            flight.background.join()
+            self._join(flight)
             flight.blocking_seconds = time.monotonic() - started
             self.wait()
         return flight.blocking_seconds
@@ -205,14 +221,25 @@ class CheckpointManager:
 
     def _land_flight(self) -> Outcome | None:
         """Wait for the save under way, if any, and report it; how it ended."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return None
-        flight.background.join()
+        self._join(flight)
+        self._flight = None
         outcome = self._report(flight)
         if self._failures >= self._settings.max_failures and outcome.fenced is None:
             raise SaveError(f"{self._directory}: {self._failures} saves in a row have failed; the last one: {outcome.reason}")
         return outcome
+
+    def _join(self, flight: _Flight) -> None:
+        """Wait for the end of a save. Raises PeerLostError when it cannot end because the world was given up."""
+        interrupt = self._membership.world.interrupt
+        if interrupt is None:
+            flight.background.join()
+        while not flight.background.is_done:
+            if interrupt is not None and interrupt.is_overdue:
+                raise PeerLostError("the group was given up during a save")
+            flight.background.join(_JOIN_SECONDS)
 
     def _report(self, flight: _Flight) -> Outcome:
         outcome = flight.background.outcome
@@ -230,7 +257,9 @@ class CheckpointManager:
             }
             self._on_event(EventType.SAVE, fields)
             return outcome
-        self._failures += 1
+        if not (outcome.is_peer_lost and self._membership.world.interrupt is not None):
+            # Else the world ends now, and the next one saves again.
+            self._failures += 1
         self._fenced = self._fenced or outcome.fenced
         fields = {"reason": outcome.reason, "failures": self._failures, "blocking_seconds": flight.blocking_seconds}
         self._on_event(EventType.SAVE_FAILED, fields)

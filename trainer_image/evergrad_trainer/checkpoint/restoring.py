@@ -18,8 +18,8 @@ from evergrad_trainer.checkpoint.manifest import Identity, InvalidCheckpointErro
 from evergrad_trainer.checkpoint.saving import ignore_solo_warning
 from evergrad_trainer.checkpoint.store import Candidate, Library
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
-from evergrad_trainer.distributed import World
 from evergrad_trainer.errors import CheckpointError, Problem, raise_if
+from evergrad_trainer.world import World
 
 NAMED_TENSORS = 5
 """How many tensor names an error lists of each kind."""

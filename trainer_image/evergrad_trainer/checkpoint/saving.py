@@ -65,12 +65,16 @@ class Published:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there are now."""
+    """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there are now.
+
+    ``is_peer_lost``: its group broke, which says nothing about the volume.
+    """
 
     published: Published | None = None
     kept: int = 0
     reason: str = ""
     fenced: FencedError | None = None
+    is_peer_lost: bool = False
 
 
 class BackgroundSave:
@@ -127,7 +131,8 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
         told, failed = writer.outcome, _describe_failures(error)
     except (OSError, RuntimeError, ValueError) as error:
         # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint stands.
-        told, failed = writer.outcome, Outcome(reason=f"rank {order.rank}: {error}")
+        lost = isinstance(error, RuntimeError)
+        told, failed = writer.outcome, Outcome(reason=f"rank {order.rank}: {error}", is_peer_lost=lost)
     if told is None:
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)

@@ -10,8 +10,8 @@ from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.restoring import Restored, Search, load_newest, open_table, read_state
-from evergrad_trainer.distributed import World
 from evergrad_trainer.errors import CheckpointError, Problem
+from evergrad_trainer.world import World
 
 WEIGHTS = "model."
 """Keys of a state that are the model's begin so."""

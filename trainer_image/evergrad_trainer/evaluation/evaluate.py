@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
-from evergrad_trainer.distributed import World
 from evergrad_trainer.objectives.causal_lm import LossSum
+from evergrad_trainer.world import World
 
 _ROUNDS_BETWEEN_STOP_CHECKS = 4
 

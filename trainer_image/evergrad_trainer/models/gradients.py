@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from evergrad_trainer.distributed import World
 from evergrad_trainer.errors import NonFiniteError, Problem
+from evergrad_trainer.world import World
 
 
 class GradientSum(Protocol):
@@ -28,7 +28,10 @@ class GradientSum(Protocol):
         """The slot's gradients are there."""
 
     def finish(self) -> None:
-        """Wait until ``parameter.grad`` is the sum over all slots of all ranks."""
+        """Wait until ``parameter.grad`` is the sum over all slots of all ranks. Raises PeerLostError."""
+
+    def forget(self) -> None:
+        """Let go of all buffers: a collective that never ended may still write into them."""
 
 
 class _Bucket:
@@ -66,17 +69,17 @@ class BucketedSum:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.nn.Parameter, _Bucket] = {}
-        self._group: dist.ProcessGroup | None = None
+        self._world: World | None = None
         self._works: list[dist.Work] = []
         self._is_armed = False
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def begin(self, world: World) -> None:
-        self._group = world.group
+        self._world = world
         self._works = []
         self._is_armed = False
-        if self._group is None:
+        if world.group is None:
             # Alone: autograd hands over its own gradients; buckets would only cost memory and a copy.
             self._buckets, self._bucket_of = [], {}
             for parameter in self._parameters:
@@ -92,19 +95,29 @@ class BucketedSum:
                 parameter.grad = view
 
     def before_backward(self, *, is_last: bool) -> None:
-        self._is_armed = is_last and self._group is not None
+        self._is_armed = is_last and bool(self._buckets)
 
     def after_backward(self) -> None:
         """Nothing to do: autograd has added to the buckets' views."""
 
     def finish(self) -> None:
-        if self._group is None:
-            return
         for bucket in self._buckets[len(self._works) :]:
             # A parameter that took no part in the last slot never fired its hook.
             self._reduce(bucket)
-        for work in self._works:
-            work.wait()
+        works, self._works = self._works, []
+        for work in works:
+            self._reducing_world.wait(work)
+
+    def forget(self) -> None:
+        self._works, self._buckets, self._bucket_of = [], [], {}
+        self._is_armed = False
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @property
+    def _reducing_world(self) -> World:
+        assert self._world is not None  # noqa: S101 - ``begin`` comes before everything else
+        return self._world
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if not self._is_armed:
@@ -115,9 +128,7 @@ class BucketedSum:
             self._reduce(self._buckets[len(self._works)])
 
     def _reduce(self, bucket: _Bucket) -> None:
-        work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
-        assert work is not None  # noqa: S101 - async_op=True returns a Work by contract
-        self._works.append(work)
+        self._works.append(self._reducing_world.start_sum(bucket.flat))
 
 
 class ExactSum:
@@ -134,12 +145,12 @@ class ExactSum:
         self._parameters = tuple(parameters)
         self._partition = _partition(self._parameters, bucket_bytes)
         self._sums: list[torch.Tensor] = []
-        self._group: dist.ProcessGroup | None = None
+        self._world: World | None = None
         self._scale = math.ldexp(1.0, self.GRID_BITS)
         self._largest = math.ldexp(1.0, 62 - self.GRID_BITS) / slots_per_step
 
     def begin(self, world: World) -> None:
-        self._group = world.group
+        self._world = world
         if not self._sums:
             self._sums = [
                 torch.zeros(sum(p.numel() for p in part) + 1, dtype=torch.int64, device=part[0].device)
@@ -167,13 +178,18 @@ class ExactSum:
     def finish(self) -> None:
         """Raises NonFiniteError, on all ranks together, where a gradient of any slot was out of range."""
         for total, part in zip(self._sums, self._partition, strict=True):
-            if self._group is not None:
-                dist.all_reduce(total, group=self._group)
+            if self._world is not None and self._world.group is not None:
+                self._world.wait(self._world.start_sum(total))
             if int(total[-1]):
                 raise NonFiniteError(self._out_of_range())
             flat = (total[:-1].double() / self._scale).to(part[0].dtype)
             for parameter, values in zip(part, flat.split([p.numel() for p in part]), strict=True):
                 parameter.grad = values.view_as(parameter)
+
+    def forget(self) -> None:
+        self._sums = []
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _out_of_range(self) -> Problem:
         return Problem(
@@ -203,6 +219,9 @@ class ShardedSum:
 
     def finish(self) -> None:
         """FSDP2 has waited for its reductions at the end of the backward pass."""
+
+    def forget(self) -> None:
+        """Nothing of its own: a sharded model does not outlive its group."""
 
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from evergrad_trainer.config.training import Training
-from evergrad_trainer.distributed import World
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
+from evergrad_trainer.world import World
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

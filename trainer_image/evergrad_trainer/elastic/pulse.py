@@ -1,0 +1,41 @@
+"""A worker's last signs of life, in memory that its supervisor shares: they can be read after a SIGKILL."""
+
+import multiprocessing
+import time
+
+_STEP, _SLOT, _BEGUN, _LONGEST = range(4)
+
+
+class Pulse:
+    """Which step and slot a worker computes, and how long its longest slot took. One writer, one reader."""
+
+    def __init__(self) -> None:
+        """In the supervisor, before the worker is started."""
+        self._values = multiprocessing.RawArray("d", [-1.0, -1.0, 0.0, 0.0])
+
+    def beat(self, step: int, slot: int) -> None:
+        """The worker is about to compute ``slot`` of ``step``."""
+        self.rest()
+        self._values[_STEP], self._values[_SLOT] = step, slot
+        self._values[_BEGUN] = time.monotonic()
+
+    def rest(self) -> None:
+        """The slot that was begun last is over; what follows is a wait."""
+        if self._values[_BEGUN]:
+            self._values[_LONGEST] = max(self._values[_LONGEST], time.monotonic() - self._values[_BEGUN])
+        self._values[_BEGUN] = 0.0
+
+    @property
+    def step(self) -> int:
+        """The step that was begun last; -1 before the first."""
+        return int(self._values[_STEP])
+
+    @property
+    def slot(self) -> int:
+        """The slot that was begun last; -1 before the first."""
+        return int(self._values[_SLOT])
+
+    @property
+    def longest_slot_seconds(self) -> float:
+        """Of all slots so far; 0 before the first."""
+        return float(self._values[_LONGEST])

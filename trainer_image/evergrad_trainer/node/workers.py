@@ -1,0 +1,165 @@
+"""Worker processes of a node: started warm, heard, watched, ended. No orphan is left, whatever ends first."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from typing import Literal, Protocol
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.elastic.channel import Channel, channel_pair
+from evergrad_trainer.elastic.pulse import Pulse
+
+StartMethod = Literal["fork", "forkserver", "spawn"]
+_PR_SET_PDEATHSIG = 1
+
+
+class Target(Protocol):
+    """What a worker process does; returns its exit code. ``variables`` are already in its environment."""
+
+    def __call__(self, channel: Channel, pulse: Pulse) -> int: ...
+
+
+@dataclass
+class Worker:
+    """One worker process as its supervisor knows it. ``serial`` counts the processes this node has started in this place."""
+
+    local_rank: int
+    serial: int
+    process: BaseProcess
+    channel: Channel
+    pulse: Pulse
+    output: int | None
+    """Read end of its stdout and stderr; None where it writes to the node's own."""
+    state: Literal["starting", "idle", "inside", "ended"] = "starting"
+    ready_generation: int = -1
+    """Newest change this worker has answered."""
+    inside_generation: int = -1
+    step: int = -1
+    rank: int = -1
+    last_heard: float = field(default_factory=time.monotonic)
+    failure: "WorkerFailure | None" = None
+    """What it said itself before it ended."""
+    was_killed: bool = False
+    """The supervisor ended it on purpose."""
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None  # noqa: S101 - a worker is made by starting its process
+        return self.process.pid
+
+    @property
+    def is_warm(self) -> bool:
+        return self.state in ("idle", "inside")
+
+    def kill(self) -> None:
+        """End it now. It may be frozen or stuck: SIGKILL needs no answer."""
+        self.was_killed = True
+        if self.process.is_alive():
+            os.kill(self.pid, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """A worker's own account of its end."""
+
+    error: str
+    text: str
+    exit_code: int
+    is_final: bool
+    is_agreed: bool
+
+
+def start_worker(
+    target: Target,
+    *,
+    local_rank: int,
+    serial: int,
+    variables: Mapping[str, str],
+    method: StartMethod,
+    captures_output: bool,
+) -> Worker:
+    """Start one worker. ``variables`` are set in its environment; with ``captures_output`` what it prints goes into a pipe."""
+    ours, theirs = channel_pair()
+    pulse = Pulse()
+    read_end, write_end = os.pipe() if captures_output else (None, None)
+    context = multiprocessing.get_context(method)
+    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end)
+    process: BaseProcess = context.Process(target=_worker_main, args=(start, ours), name=f"evergrad-worker-{local_rank}")  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    process.start()
+    theirs.close()
+    if write_end is not None:
+        os.close(write_end)
+    ours.socket.setblocking(False)
+    return Worker(local_rank, serial, process, ours, pulse, read_end)
+
+
+@dataclass(frozen=True)
+class _Start:
+    target: Target
+    channel: Channel
+    pulse: Pulse
+    variables: dict[str, str]
+    parent: int
+    output: int | None
+
+
+def _worker_main(start: _Start, other_end: Channel) -> None:
+    die_with_parent(start.parent)
+    # Out of the terminal's foreground group: Ctrl-C reaches the node alone, which asks its workers.
+    os.setpgid(0, 0)
+    _forget_parent(keep=(start.channel.socket.fileno(), start.output))
+    os.environ.update(start.variables)
+    code = int(ExitCode.INTERNAL)
+    try:
+        if start.output is not None:
+            os.dup2(start.output, 1)
+            os.dup2(start.output, 2)
+            os.close(start.output)
+        code = start.target(start.channel, start.pulse)
+    except BaseException:  # noqa: BLE001 - the end of a process: whatever it was is printed and becomes an exit code
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: after a lost peer the interpreter's own end can wait for threads stuck in a dead collective.
+        os._exit(code)
+
+
+def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
+    """Undo what a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to be closed."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN if number in (signal.SIGTERM, signal.SIGINT) else signal.SIG_DFL)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2 and descriptor not in keep and _is_foreign(descriptor):
+            os.close(descriptor)
+
+
+def _is_foreign(number: int) -> bool:
+    try:
+        kind = os.readlink(f"/proc/self/fd/{number}")
+    except OSError:
+        return False
+    return kind.startswith("socket:") or kind in ("anon_inode:[eventpoll]", "anon_inode:[pidfd]")
+
+
+def die_with_parent(parent: int) -> None:
+    """Be killed when the process that started this one ends, however it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(int(ExitCode.INTERNAL))
+
+
+def run_in_process(function: Callable[[], int]) -> Callable[[Channel, Pulse], int]:
+    """A target that needs neither channel nor pulse."""
+    return lambda channel, pulse: function()

@@ -1,0 +1,227 @@
+"""Who trains together right now, and the collectives between them.
+
+A ``World`` is one generation's group as one process sees it. The loop asks a ``Membership`` for it between two steps and nowhere
+else, so that group, rank and size may change there. Every wait for other processes that training does is in this module, so
+that each of them ends when the group is given up.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from evergrad_trainer.errors import PeerLostError
+
+_POLL_SECONDS = 0.0002
+_OVERDUE_SECONDS = 0.1
+"""How long after the group was given up a wait may last: its sockets are cut, so that most operations end by themselves."""
+
+
+class Interrupt:
+    """Says, from any thread, that a group is given up. ``set`` may be called from a thread while another waits."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def set(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    @property
+    def is_set(self) -> bool:
+        return self._since is not None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether operations have had their time to end by themselves."""
+        return self._since is not None and time.monotonic() - self._since > _OVERDUE_SECONDS
+
+
+class Pending(Protocol):
+    """An operation with other processes that was started: torch's ``Work``, or a thread that waits for one."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class _ThreadWork:
+    """A blocking call in a thread of its own, which is left behind if the call never ends."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._run, name="evergrad-exchange", daemon=True)
+        self._thread.start()
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            self._call()
+        except RuntimeError as error:
+            self._error = error
+
+
+@dataclass(frozen=True)
+class World:
+    """One generation's group as seen by one process. Groups are None in a world of one.
+
+    ``group`` carries the model's tensors on ``device``; ``control`` (always on CPU) small integers between steps;
+    ``checkpoint`` (always on CPU) belongs to the checkpoint thread alone. With an ``interrupt`` no wait outlives the group.
+    """
+
+    generation: int
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    checkpoint: dist.ProcessGroup | None = None
+    interrupt: Interrupt | None = None
+    unfinished: list[tuple[Pending, tuple[torch.Tensor, ...]]] = field(default_factory=list, compare=False)
+    """Collectives that were started and not waited for, with the tensors they may still write to."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process writes what exists once a run."""
+        return self.rank == 0
+
+    def sum_integers(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum an int64 CPU tensor over all ranks, in place (wrapping modulo 2**64); returns it."""
+        if self.control is not None:
+            self.wait(self._start(lambda: dist.all_reduce(values, group=self.control, async_op=True), values))
+        return values
+
+    def start_sum(self, values: torch.Tensor) -> dist.Work:
+        """Begin to sum ``values`` over all ranks, in place; :meth:`wait` for it. Only with a ``group``."""
+        return self._start(lambda: dist.all_reduce(values, group=self.group, async_op=True), values)
+
+    def wait(self, work: Pending) -> None:
+        """Wait for a collective. Raises PeerLostError when it failed, or cannot end because the group was given up."""
+        try:
+            if self.interrupt is not None:
+                # Not work.wait(): a peer that is gone or frozen may leave it waiting for the whole timeout of the group.
+                while not work.is_completed():
+                    if self.interrupt.is_overdue:
+                        raise PeerLostError("the group was given up during a collective")
+                    time.sleep(_POLL_SECONDS)
+            work.wait()
+        except RuntimeError as error:
+            raise PeerLostError(str(error)) from error
+        self.unfinished[:] = [entry for entry in self.unfinished if entry[0] is not work]
+
+    def send(self, values: torch.Tensor, *, to: int) -> None:
+        """Give ``values`` to one rank. Raises PeerLostError."""
+        self._exchange(lambda: dist.send(values, group=self.group, group_dst=to), values)
+
+    def receive(self, values: torch.Tensor, *, source: int) -> None:
+        """Fill ``values`` with what ``source`` sends. Raises PeerLostError."""
+        self._exchange(lambda: dist.recv(values, group=self.group, group_src=source), values)
+
+    def raise_if_given_up(self) -> None:
+        """Between two pieces of work: do not begin the next one for a group that is no more. Raises PeerLostError."""
+        if self.interrupt is not None and self.interrupt.is_set:
+            raise PeerLostError("the group was given up")
+
+    def confirm(self) -> None:
+        """Before an update: raise PeerLostError unless the sums it uses are known to be whole.
+
+        gloo raises from the collective itself. An aborted NCCL collective may return with half a sum and no error, so there
+        all ranks vote, once the stream has finished.
+        """
+        if self.group is None or self.device.type != "cuda":
+            return
+        torch.cuda.synchronize(self.device)
+        if not self.all_agree(self.interrupt is None or not self.interrupt.is_set):
+            raise PeerLostError("the group was given up during a collective")
+
+    def _start(self, begin: Callable[[], dist.Work | None], *tensors: torch.Tensor) -> dist.Work:
+        try:
+            work = begin()
+        except RuntimeError as error:
+            raise PeerLostError(str(error)) from error
+        assert work is not None  # noqa: S101 - async_op=True returns a Work by contract
+        if self.interrupt is not None:
+            self.unfinished.append((work, tensors))
+        return work
+
+    def _exchange(self, call: Callable[[], object], values: torch.Tensor) -> None:
+        """Point to point. gloo's own handles cannot be asked whether they are done, so that a thread waits for them."""
+        work = _ThreadWork(call)
+        if self.interrupt is not None:
+            self.unfinished.append((work, (values,)))
+        self.wait(work)
+
+    def all_agree(self, fine: bool) -> bool:
+        """Whether ``fine`` holds on every rank."""
+        return int(self.sum_integers(torch.tensor([0 if fine else 1]))) == 0
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank; the others' argument is ignored."""
+        if self.control is None:
+            return value
+        data = json.dumps(value).encode() if self.is_main else b""
+        size = self.sum_integers(torch.tensor([len(data)]))
+        buffer = torch.zeros(int(size), dtype=torch.uint8)
+        if self.is_main:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.wait(self._start(lambda: dist.broadcast(buffer, group=self.control, group_src=0, async_op=True), buffer))
+        return json.loads(bytes(buffer.tolist()))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every rank's JSON value on every rank, in rank order."""
+        if self.control is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        for rank, data in enumerate(self._all_gather_bytes(json.dumps(value).encode())):
+            values[rank] = json.loads(data)
+        return values
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        self.all_agree(True)
+
+    def _all_gather_bytes(self, data: bytes) -> list[bytes]:
+        sizes = torch.zeros(self.size, dtype=torch.int64)
+        sizes[self.rank] = len(data)
+        self.sum_integers(sizes)
+        longest = max(1, int(sizes.max()))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        if data:
+            padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
+        self.wait(self._start(lambda: dist.all_gather(rows, padded, group=self.control, async_op=True), padded, *rows))
+        return [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
+
+
+class Membership:
+    """The one place that knows the current world. Changes only between two steps."""
+
+    def __init__(self, world: World, *, is_changing: Callable[[], bool] = lambda: False) -> None:
+        """``is_changing``: whether this process was asked to leave the world at the next step boundary."""
+        self._world = world
+        self._is_changing = is_changing
+
+    @property
+    def world(self) -> World:
+        return self._world
+
+    def move_to(self, world: World) -> None:
+        """Go on in another world. Only between two steps."""
+        self._world = world
+
+    def is_changing(self) -> bool:
+        """Whether this process knows of a wish to go on in another world; the loop folds it into its agreed flags."""
+        return self._is_changing()
