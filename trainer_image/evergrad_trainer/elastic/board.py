@@ -1,7 +1,8 @@
 """The node's board: what workers of user scripts see of their node, and how they tell it where they are.
 
 One way is the record of ``evergrad.board_file``; the other a Unix socket that takes JSON lines: ``report`` (no answer),
-``commit`` (answered by ``{"granted": …}``) and ``guard`` (this worker stops in order; true while the connection lives).
+``commit`` (answered by ``{"granted": …}``), ``guard`` (this worker stops in order; true while the connection lives) and
+``stopping`` (it knows that it was asked to).
 """
 
 import asyncio
@@ -46,6 +47,7 @@ class NodeBoard:
         self._server: asyncio.Server | None = None
         self._record = -1
         self._guarded: dict[asyncio.StreamWriter, int] = {}
+        self._stopped_generation = 0
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
@@ -83,6 +85,10 @@ class NodeBoard:
         """Whether a worker of ``generation`` lives that stops in order when it is asked to."""
         return generation in self._guarded.values()
 
+    def has_stopped(self, generation: int) -> bool:
+        """Whether a worker of ``generation`` was told to stop, and knows."""
+        return self._stopped_generation == generation
+
     def announce(
         self, *, newest_generation: int, own_generation: int, contact: float, is_draining: bool, lease_seconds: float = 10.0
     ) -> None:
@@ -116,12 +122,15 @@ class NodeBoard:
             if type(message.get("step")) is not int:
                 raise ValueError("a report without a step")
             self._on_report(message)
-        elif kind in ("commit", "guard"):
+        elif kind in ("commit", "guard", "stopping"):
             generation = message.get("generation")
             if type(generation) is not int:
                 raise ValueError(f"{kind} without a generation")
             if kind == "guard":
                 self._guarded[writer] = generation
+                return
+            if kind == "stopping":
+                self._stopped_generation = max(self._stopped_generation, generation)
                 return
             granted = await self._may_commit(generation)
             writer.write(json.dumps({"granted": granted}).encode() + b"\n")

@@ -1,0 +1,283 @@
+"""Three functions for training scripts that run under Evergrad: ``report``, ``should_stop``, ``may_commit``.
+
+A script that calls them also runs without Evergrad: then ``report`` does nothing, ``should_stop`` only knows SIGTERM, and
+``may_commit`` is always True. See docs/elastic-scripts.md.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+from evergrad.board_file import (
+    DIRECTORY_VARIABLE,
+    GENERATION_VARIABLE,
+    MAX_LINE_BYTES,
+    SOCKET_NAME,
+    STOP_SECONDS_VARIABLE,
+    BoardError,
+    Notice,
+    read_notice,
+)
+
+__all__ = ["generation", "may_commit", "report", "should_stop"]
+
+_TERMINATED = 143
+"""Exit code of a worker that was told to stop and could not do so in order."""
+_LEASE_LOST = 75
+_POLL_SECONDS = 0.1
+_STOP_SECONDS = 25.0
+"""Below the 30 s after which torchrun kills a worker that was told to stop."""
+_ANSWER_SECONDS = 15.0
+
+
+def report(
+    step: int,
+    *,
+    total_steps: int | None = None,
+    loss: float | None = None,
+    tokens_per_second: float | None = None,
+    checkpoint_step: int | None = None,
+) -> None:
+    """Tell where training is. Never blocks and never fails; only what the world's rank 0 says is shown.
+
+    ``checkpoint_step``: the newest step whose checkpoint stands. Nodes that were held back until a checkpoint join then.
+    """
+    values = {
+        "step": step,
+        "total_steps": total_steps,
+        "loss": loss,
+        "tokens_per_second": tokens_per_second,
+        "checkpoint_step": checkpoint_step,
+    }
+    _worker().report({name: value for name, value in values.items() if value is not None})
+
+
+def should_stop() -> bool:
+    """Whether this rank was asked to stop: agree with the others, save, and end with exit code 75.
+
+    The first call (from the main thread) takes over SIGTERM and, under Evergrad, starts the guard: a thread that ends the
+    process when it was told to stop and its group is gone or 25 seconds have passed, or when the node has lost its lease.
+    """
+    worker = _worker()
+    worker.start_guard()
+    return worker.should_stop()
+
+
+def may_commit() -> bool:
+    """Whether this worker's generation may still write a checkpoint: ask just before the rename that makes it visible.
+
+    Waits for the coordinator's answer; False when there is none. A False is no failure: leave the checkpoint alone and go on.
+    """
+    return _worker().may_commit()
+
+
+def generation() -> int:
+    """The number of the group this worker belongs to; 0 without Evergrad."""
+    return _worker().generation
+
+
+class _Worker:
+    """This process as a worker of a node, or as a plain process where there is no board."""
+
+    def __init__(self) -> None:
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        self.process = os.getpid()
+        self._directory = Path(directory) if directory else None
+        self._reports: socket.socket | None = None
+        self._guard: _Guard | None = None
+        self.generation = self._find_generation()
+
+    def _find_generation(self) -> int:
+        given = os.environ.get(GENERATION_VARIABLE)
+        if given is not None:
+            return int(given)
+        notice = self.read()
+        return notice.own_generation if notice else 0
+
+    def read(self) -> Notice | None:
+        """What the board says; None without a board, or when its node has closed it."""
+        if self._directory is None:
+            return None
+        try:
+            return read_notice(self._directory)
+        except (OSError, BoardError):
+            return None
+
+    def report(self, values: dict[str, object]) -> None:
+        if self._directory is None:
+            return
+        rank = os.environ.get("RANK")
+        line = _line({"type": "report", "generation": self.generation, "rank": int(rank) if rank else None, **values})
+        try:
+            if self._reports is None:
+                self._reports = self.connect()
+                self._reports.setblocking(False)
+            self._reports.sendall(line)
+        except BlockingIOError:
+            pass  # the node is behind: a later report says more than this one
+        except OSError:
+            if self._reports is not None:
+                self._reports.close()
+            self._reports = None
+
+    def start_guard(self) -> None:
+        if self._guard is None:
+            self._guard = _Guard(self)
+
+    def should_stop(self) -> bool:
+        return self._guard is not None and self._guard.should_stop()
+
+    def may_commit(self) -> bool:
+        if self._directory is None:
+            return True
+        notice = self.read()
+        if notice is None or time.monotonic() - notice.contact > notice.lease_seconds:
+            return False
+        try:
+            with self.connect() as connection, connection.makefile("rb") as answers:
+                connection.settimeout(_ANSWER_SECONDS)
+                connection.sendall(_line({"type": "commit", "generation": self.generation}))
+                return json.loads(answers.readline(MAX_LINE_BYTES)).get("granted") is True
+        except (OSError, ValueError):
+            return False
+
+    def connect(self) -> socket.socket:
+        """A connection to the node's socket. Raises OSError."""
+        assert self._directory is not None  # noqa: S101 - all callers have looked
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.connect(str(self._directory / SOCKET_NAME))
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    @property
+    def has_board(self) -> bool:
+        return self._directory is not None
+
+
+class _Guard:
+    """Notices SIGTERM even while the main thread is inside a collective, and ends the process when it must not go on.
+
+    Python runs signal handlers only between the main thread's instructions; the wake-up descriptor is written by the C
+    handler at once.
+    """
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+        self._is_asked = threading.Event()
+        self._asked_at: float | None = None
+        self._is_told = False
+        self._stop_seconds = float(os.environ.get(STOP_SECONDS_VARIABLE, _STOP_SECONDS))
+        self._previous: Callable[[int, FrameType | None], object] | None = None
+        self._previous_descriptor = -1
+        self._connection: socket.socket | None = None
+        self._read_end, self._write_end = os.pipe()
+        for descriptor in (self._read_end, self._write_end):
+            os.set_blocking(descriptor, False)
+        self._take_signal()
+        if worker.has_board:
+            self._announce()
+            threading.Thread(target=self._watch, name="evergrad-guard", daemon=True).start()
+
+    def should_stop(self) -> bool:
+        if self._is_told:
+            return True
+        self._drain_pipe()
+        notice = self._worker.read()
+        self._is_told = self._is_asked.is_set() or (notice is not None and notice.is_draining)
+        if self._is_told:
+            # So that the node does not take the end of this script for the end of training.
+            self._tell("stopping")
+        return self._is_told
+
+    def _take_signal(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            print("evergrad: should_stop() was first called outside the main thread; SIGTERM stays as it is.", file=sys.stderr)
+            return
+        previous = signal.signal(signal.SIGTERM, self._handle)
+        self._previous = previous if callable(previous) else None
+        self._previous_descriptor = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._leave_child)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked.set()
+        if self._previous is not None:
+            self._previous(number, frame)
+
+    def _leave_child(self) -> None:
+        # A data loader's process must die by SIGTERM as ever, and must not write into our pipe.
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
+
+    def _announce(self) -> None:
+        """Tell the node that this worker stops in order, so that a change of the group that can wait does."""
+        try:
+            self._connection = self._worker.connect()
+        except OSError:
+            return
+        self._tell("guard")
+
+    def _tell(self, kind: str) -> None:
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.sendall(_line({"type": kind, "generation": self._worker.generation}))
+
+    def _drain_pipe(self) -> None:
+        try:
+            numbers = os.read(self._read_end, 256)
+        except BlockingIOError:
+            return
+        if signal.SIGTERM in numbers:
+            self._is_asked.set()
+        if self._previous_descriptor != -1:
+            os.write(self._previous_descriptor, numbers)
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_POLL_SECONDS)
+            self._drain_pipe()
+            now = time.monotonic()
+            if self._asked_at is None and self._is_asked.is_set():
+                self._asked_at = now
+            notice = self._worker.read()
+            if notice is not None and now - notice.contact > notice.lease_seconds:
+                _leave(_LEASE_LOST, "the node has had no contact with the coordinator for longer than its lease")
+            if self._asked_at is None:
+                continue
+            # While the group drains it still exists, though the next one is announced.
+            is_gone = notice is None or (notice.newest_generation > self._worker.generation and not notice.is_draining)
+            if is_gone:
+                _leave(_TERMINATED, "asked to stop, and the group is gone")
+            if now - self._asked_at > self._stop_seconds:
+                _leave(_TERMINATED, f"asked to stop {self._stop_seconds:g} s ago")
+
+
+def _leave(code: int, why: str) -> None:
+    os.write(2, f"evergrad: {why}; leaving with exit code {code}\n".encode())
+    os._exit(code)
+
+
+def _line(message: dict[str, object]) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode() + b"\n"
+
+
+_lock = threading.Lock()
+_current: _Worker | None = None
+
+
+def _worker() -> _Worker:
+    global _current  # noqa: PLW0603 - one process is one worker
+    with _lock:
+        if _current is None or _current.process != os.getpid():
+            _current = _Worker()
+        return _current

@@ -1,0 +1,221 @@
+"""torchrun's rendezvous backend ``evergrad``: torch's elastic agent as a node of the run's coordinator.
+
+    torchrun --nnodes=1:8 --rdzv-backend=evergrad --rdzv-endpoint=HOST:PORT --rdzv-id=RUN --max-restarts=1000000 script.py
+
+Loaded by every process that imports torch's rendezvous package, workers too, and while that import is under way: so only
+names of its api module are imported here, and what only an agent needs is imported by the handler.
+"""
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed import HashStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+
+if TYPE_CHECKING:
+    from evergrad_coordinator.protocol import Go
+    from evergrad_trainer.elastic.agent_link import AgentLink, NodeSettings
+
+BACKEND = "evergrad"
+_DEFAULT_LEASE_SECONDS = 10.0
+_OWN_KEYS = ("lease", "node", "token_file")
+_TORCH_KEYS = ("timeout",)
+"""What torchrun's launcher adds to the configuration by itself."""
+_WAIT_SECONDS = 1.0
+
+
+def entry_point() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What the distribution's metadata names: returns the creator of handlers."""
+    return create_handler
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The handler of this agent. Raises SystemExit(64) with all that is wrong with the arguments."""
+    from evergrad_coordinator.contract import ExitCode
+
+    try:
+        settings = parse_settings(parameters, dict(os.environ))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(int(ExitCode.USER_ERROR)) from None
+    return EvergradRendezvousHandler(settings)
+
+
+def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]) -> "NodeSettings":
+    """torchrun's arguments and our variables as settings. Raises ValueError that names every problem, one a line."""
+    from importlib.metadata import version
+
+    from evergrad_trainer.elastic.agent_link import NodeSettings
+
+    problems: list[str] = []
+    given = {str(key): value for key, value in parameters.config.items()}
+    for key in sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS}):
+        problems.append(f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}.")
+    host, _, port = parameters.endpoint.strip().rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        problems.append(f"--rdzv-endpoint {parameters.endpoint!r}: not HOST:PORT. Name the coordinator's host and port.")
+    if not parameters.run_id or parameters.run_id == "none":
+        problems.append("--rdzv-id: missing. Give the run's name, the same as the coordinator's --run.")
+    node = str(given.get("node") or environment.get("EVERGRAD_NODE") or environment.get("JOB_COMPLETION_INDEX") or "")
+    if not node:
+        problems.append("--rdzv-conf node: missing. Give this node's index: node=0, or EVERGRAD_NODE=0 in the environment.")
+    token_file = str(given.get("token_file") or environment.get("EVERGRAD_TOKEN_FILE") or "")
+    if token_file and not os.access(token_file, os.R_OK):
+        problems.append(f"--rdzv-conf token_file: {token_file} cannot be read.")
+    lease_seconds = _parse_positive(given.get("lease", _DEFAULT_LEASE_SECONDS))
+    if lease_seconds is None:
+        problems.append(f"--rdzv-conf lease: {given['lease']!r} is no number of seconds above zero.")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return NodeSettings(
+        run=parameters.run_id,
+        node=node,
+        host=host.strip("[]"),
+        port=int(port),
+        address=parameters.local_addr,
+        token_file=Path(token_file) if token_file else None,
+        lease_seconds=lease_seconds or _DEFAULT_LEASE_SECONDS,
+        fingerprint={"torch": version("torch")},
+    )
+
+
+class EvergradRendezvousHandler(RendezvousHandler):
+    """One for the life of an agent. The coordinator decides who is in a group, and how the run ends."""
+
+    def __init__(self, settings: "NodeSettings") -> None:
+        from evergrad_trainer.elastic.agent_link import AgentLink
+
+        self._settings = settings
+        self._process = os.getpid()
+        self._directory = Path(tempfile.mkdtemp(prefix="evergrad-"))
+        self._store: TCPStore | None = None
+        self._link: AgentLink = AgentLink(settings, directory=self._directory)
+        # All nodes start the same number of workers, so ranks need no exchange over a store of the agents.
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+        os.environ.update(self._link.board.environment)
+        self._link.start()
+        if threading.current_thread() is threading.main_thread():
+            # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.
+            signal.set_wakeup_fd(self._link.wakeup_write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget_in_child)
+        atexit.register(self._remove_directory)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: workers are clients of the store that rank 0's agent opened before it said ready."""
+        return True
+
+    def get_run_id(self) -> str:
+        return self._settings.run
+
+    def is_closed(self) -> bool:
+        return self._link.end is not None
+
+    def set_closed(self) -> None:
+        """Nothing: only the coordinator ends a run."""
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the workers have to be stopped, for whatever reason: torch restarts them without counting it."""
+        return int(self._link.should_restart_workers())
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Called with the old workers gone; returns when this node has its place in a new group.
+
+        Raises SystemExit with the coordinator's exit code when the run has ended, or this node is not wanted.
+        """
+        link = self._link
+        self._store = None
+        link.leave_group()
+        with link.changed:
+            answered = 0
+            while True:
+                if link.end is not None:
+                    raise SystemExit(link.end.exit_code)
+                if link.go is not None and link.go.generation >= link.newest and self._store is not None:
+                    go = link.go
+                    break
+                if link.plan is not None and link.plan.generation > answered:
+                    # A fresh store for each plan: whoever still knows an older one cannot reach it.
+                    answered = link.plan.generation
+                    self._store = self._open_store() if link.plan.is_member else None
+                    link.answer(link.plan, port=self._store.port if self._store is not None else 0)
+                    continue
+                link.changed.wait(_WAIT_SECONDS)
+            link.take_place(go)
+        os.environ["EVERGRAD_GENERATION"] = str(go.generation)
+        return self._build_info(go)
+
+    def shutdown(self) -> bool:
+        """Called by the agent when it ends without a signal."""
+        self._link.report_failure()
+        self._link.close()
+        self._remove_directory()
+        return True
+
+    def _open_store(self) -> TCPStore:
+        return TCPStore(self._link.find_address(), 0, is_master=True, wait_for_workers=False)
+
+    def _build_info(self, go: "Go") -> RendezvousInfo:
+        bootstrap = RendezvousStoreInfo(go.address, go.port)
+        return RendezvousInfo(_ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap)
+
+    def _forget_in_child(self) -> None:
+        try:
+            signal.set_wakeup_fd(-1)
+        except ValueError:
+            pass
+        # Not closed but replaced: objects copied by the fork close their numbers at some later time.
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self._link.inherited_descriptors():
+            os.dup2(null, descriptor)
+        os.close(null)
+
+    def _remove_directory(self) -> None:
+        if os.getpid() == self._process:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _ExitBarrierStore(HashStore):
+    """The agent's own store. With identical workers torch uses it for one thing: the barrier of agents whose workers ended well.
+
+    So its ``add`` is this node's vote, and its ``wait`` lasts until the coordinator has counted all.
+    """
+
+    def __init__(self, link: "AgentLink") -> None:
+        super().__init__()
+        self._link = link
+
+    def add(self, key: str, amount: int) -> int:
+        self._link.vote_done()
+        return 0
+
+    def wait(self, *_: object) -> None:
+        with self._link.changed:
+            while self._link.end is None:
+                self._link.changed.wait(_WAIT_SECONDS)
+            if self._link.end.exit_code != 0:
+                raise SystemExit(self._link.end.exit_code)
+
+
+def _parse_positive(value: object) -> float | None:
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if 0 < number < float("inf") else None
