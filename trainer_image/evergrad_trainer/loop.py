@@ -66,9 +66,9 @@ class Best:
         return than is None or (value < than if self.mode == "min" else value > than)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
-    """Everything the loop uses; put together in ``build.py``."""
+    """Everything the loop uses; put together in ``stages.py``. ``observers`` may be replaced between two worlds."""
 
     limits: Limits
     membership: Membership
@@ -155,17 +155,17 @@ def _leave(run: Run, reason: StopReason) -> StopReason:
     """Save what is not saved yet, or whose save has failed; wait for it, and say why the run leaves."""
     progress = run.progress
     run.checkpoints.wait()
-    progress.saved_step = _standing_step(run)
+    progress.saved_step = standing_step(run)
     if progress.saved_step != progress.finished_steps:
         _save(run, wait=True)
-        progress.saved_step = _standing_step(run)
+        progress.saved_step = standing_step(run)
     if reason == "stop_file" and run.membership.world.is_main:
         run.directory.consume_stop_file()
     emit(run, EventType.STOP, reason=reason, saved=progress.saved_step == progress.finished_steps)
     return reason
 
 
-def _standing_step(run: Run) -> int:
+def standing_step(run: Run) -> int:
     """Step of the newest checkpoint this process knows to be published; -1 without one."""
     published = run.checkpoints.published
     return max(run.progress.resumed_step, -1 if published is None else published.step)

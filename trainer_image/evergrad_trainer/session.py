@@ -1,113 +1,32 @@
-"""One training process: join → claim → build → restore → train → finish, and what its exit code says about it."""
+"""One training process whose world lasts as long as itself: join → claim → build → restore → train → finish."""
 
-import dataclasses
-import gc
-import logging
 import os
 import sys
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.build import Machinery, build_best, build_evaluator, build_limits, build_machinery, build_stepper
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
-from evergrad_trainer.checkpoint.weights import load_weights
-from evergrad_trainer.config.derive import HorizonNumbers
-from evergrad_trainer.config.identity import config_hash
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.data.build import Data
-from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.build import build_machinery
+from evergrad_trainer.checkpoint.manager import claim_generation
 from evergrad_trainer.distributed import choose_device, join_world, leave_world, read_launch, set_threads, with_generation
 from evergrad_trainer.elastic.signals import StopSignals
-from evergrad_trainer.errors import (
-    CheckpointError,
-    EvergradError,
-    FencedError,
-    InputError,
-    NonFiniteError,
-    PeerLostError,
-    Problem,
-    SaveError,
-)
-from evergrad_trainer.loop import Progress, Run, train
-from evergrad_trainer.models.build import ModelPlan
-from evergrad_trainer.models.weights import load_model_directory
+from evergrad_trainer.loop import train
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.build import build_observers
 from evergrad_trainer.observers.logs import setup_logging
-from evergrad_trainer.optim.adamw import set_finished_steps
-from evergrad_trainer.provenance.record import record_process
-from evergrad_trainer.recipes import RECIPES
-from evergrad_trainer.records import Event, EventType, RunInfo, StopReason
-from evergrad_trainer.resume import resolved_record
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.world import Membership, World
-
-_log = logging.getLogger(__name__)
-_AGREED = (NonFiniteError, FencedError, CheckpointError, SaveError)
-"""Errors that all ranks raise together, so that rank 0 speaks for them."""
-
-
-@dataclass(frozen=True)
-class SessionPlan:
-    """Everything decided before the first process group exists. ``marks``: Unix seconds at the end of each start-up phase."""
-
-    run: TrainingRun
-    base_directory: Path
-    run_directory: Path
-    prepared: Prepared
-    model: ModelPlan
-    numbers: HorizonNumbers
-    threads: int
-    stop_after_steps: int | None
-    command: tuple[str, ...]
-    process_start: float
-    marks: dict[str, float]
-
-
-@dataclass
-class _Session:
-    """What the stages of one process hand to each other."""
-
-    plan: SessionPlan
-    directory: RunDirectory
-    signals: StopSignals
-    membership: Membership
-    observers: Observer
-    data: Data
-    progress: Progress = field(default_factory=Progress)
-    marks: dict[str, float] = field(default_factory=dict)
-    metrics_address: str | None = None
-    waiting: list[Event] | None = field(default_factory=list)
-    """Events before the start event, which comes first; None once it is written."""
-
-    @property
-    def world(self) -> World:
-        return self.membership.world
-
-    def mark(self, phase: str) -> None:
-        self.marks[phase] = time.time()
-
-    def emit(self, type_: str, fields: dict[str, Any]) -> None:
-        """Tell the observers of a transition at the last finished step."""
-        step, generation = self.progress.finished_steps, self.world.generation
-        event = Event(type=type_, time=time.time(), step=step, generation=generation, fields=fields)
-        if self.waiting is not None:
-            self.waiting.append(event)
-        else:
-            self.observers.event(event)
-
-    def release_events(self) -> None:
-        """Write what has waited for the start event; from here on events are written as they come."""
-        waiting, self.waiting = self.waiting or [], None
-        for event in waiting:
-            # Dated now: in a log whose lines go back in time, the clock would seem to have been set.
-            self.observers.event(dataclasses.replace(event, step=self.progress.finished_steps, time=time.time()))
+from evergrad_trainer.stages import (
+    Session,
+    SessionPlan,
+    announce,
+    build_checkpoints,
+    build_run,
+    finish,
+    has_checkpoints,
+    open_data,
+    report_failure,
+    restore,
+)
+from evergrad_trainer.world import Membership
 
 
 def run_session(plan: SessionPlan) -> int:
@@ -115,7 +34,7 @@ def run_session(plan: SessionPlan) -> int:
     signals = StopSignals()
     signals.install()
     directory = RunDirectory(plan.run_directory)
-    session: _Session | None = None
+    session: Session | None = None
     logs = None
     try:
         directory.create()
@@ -123,7 +42,7 @@ def run_session(plan: SessionPlan) -> int:
         session = _open(plan, directory, signals)
         code = _run(session)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
-        code = _fail(session, error)
+        code = report_failure(session, error, rank=read_launch().rank)
     finally:
         signals.uninstall()
     if logs is not None:
@@ -136,7 +55,7 @@ def run_session(plan: SessionPlan) -> int:
     return int(code)
 
 
-def _open(plan: SessionPlan, directory: RunDirectory, signals: StopSignals) -> _Session:
+def _open(plan: SessionPlan, directory: RunDirectory, signals: StopSignals) -> Session:
     """Join the world and claim the directory: from here on an older process of this run cannot publish any more."""
     training = plan.run.training
     launch = read_launch()
@@ -153,249 +72,36 @@ def _open(plan: SessionPlan, directory: RunDirectory, signals: StopSignals) -> _
             directory, run=plan.run.metadata.name, training=training, stream=sys.stdout, should_stop=lambda: signals.is_requested
         )
         observers, address = built.observers, built.metrics_address
-    tokenizer = load_tokenizer(training.tokenizer, plan.base_directory)
-    data = RECIPES[training.recipe].open_data(training, plan.prepared, tokenizer)
-    return _Session(plan, directory, signals, Membership(world), observers, data, marks=marks, metrics_address=address)
+    return Session(
+        plan,
+        directory,
+        lambda: signals.is_requested,
+        Membership(world),
+        observers,
+        open_data(plan),
+        marks=marks,
+        metrics_address=address,
+    )
 
 
-def _run(session: _Session) -> ExitCode:
+def _run(session: Session) -> ExitCode:
     """Build, restore, train and finish. Errors leave through ``_fail``."""
     plan, training = session.plan, session.plan.run.training
-    has_checkpoints = bool(session.world.broadcast_json(_has_checkpoints(session.directory)))
-    machinery = build_machinery(training, plan.model, session.world, with_weights=not has_checkpoints)
+    are_there = bool(session.world.broadcast_json(has_checkpoints(session.directory)))
+    machinery = build_machinery(training, plan.model, session.world, with_weights=not are_there)
     session.mark("model")
-    checkpoints = CheckpointManager(
-        session.directory.checkpoints,
-        membership=session.membership,
-        settings=training.checkpoint,
-        identity=Identity(plan.run.metadata.name, config_hash(plan.run), session.data.fingerprint),
-        on_event=session.emit,
-    )
+    checkpoints = build_checkpoints(session)
     try:
-        _restore(session, machinery, checkpoints, has_checkpoints=has_checkpoints)
+        restore(session, machinery, checkpoints, has_checkpoints=are_there)
         session.mark("checkpoint")
-        _announce(session, machinery)
-        run = _build_run(session, machinery, checkpoints)
+        announce(session, machinery)
+        run = build_run(session, machinery, checkpoints)
         reason = train(run)
         is_saved = session.progress.saved_step == session.progress.finished_steps
         checkpoints.close()
     except BaseException:
         checkpoints.abandon()
         raise
-    code = _finish(session, reason, is_saved=is_saved)
+    code = finish(session, reason, is_saved=is_saved)
     leave_world(session.world)
     return code
-
-
-def _restore(session: _Session, machinery: Machinery, checkpoints: CheckpointManager, *, has_checkpoints: bool) -> None:
-    """Load the newest checkpoint, or the weights a fresh run begins with."""
-    init_from = session.plan.run.training.init_from
-    restored = checkpoints.restore(machinery.state())
-    if restored is not None:
-        extra = restored.extra
-        progress = session.progress
-        progress.finished_steps = progress.saved_step = progress.resumed_step = int(extra["step"])
-        session.progress.evaluated_step = int(extra["evaluated_step"])
-        session.progress.best = extra["best"]
-        set_finished_steps(machinery.optimizer, int(extra["step"]))
-        _check_cursor(session, extra)
-    elif has_checkpoints:
-        raise CheckpointError(
-            Problem(str(session.directory.checkpoints), "checkpoints were there at the start and are gone", "", "Start again")
-        )
-    elif init_from is not None:
-        path = session.plan.base_directory / init_from.path
-        if (path / "config.json").is_file():
-            load_model_directory(path, machinery.state(), config=session.plan.model.config)
-        else:
-            load_weights(path, machinery.state(), world=session.world)
-
-
-def _check_cursor(session: _Session, extra: dict[str, Any]) -> None:
-    """The cursor is a pure function of the step; a checkpoint that disagrees was written with another order."""
-    expected = session.data.train.cursor(session.progress.finished_steps)
-    if extra["cursor"] != expected:
-        raise CheckpointError(
-            Problem(
-                str(session.directory.checkpoints),
-                f"the checkpoint's cursor is {extra['cursor']} and this version's is {expected}",
-                "the sample order is not the one the run began with",
-                "Go on with the version of Evergrad that began this run",
-            )
-        )
-
-
-def _announce(session: _Session, machinery: Machinery) -> None:
-    """Rank 0 records who trains what, from where."""
-    if not session.world.is_main:
-        return
-    plan, progress, world = session.plan, session.progress, session.world
-    derived = {_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
-    base = os.path.relpath(plan.base_directory, plan.run_directory)
-    record = resolved_record(
-        plan.run, plan.prepared, base_directory=base, derived=derived, data_fingerprint=session.data.fingerprint
-    )
-    before = session.directory.read_resolved()
-    session.directory.write_resolved(record)
-    if session.directory.is_complete():
-        session.directory.unmark_complete()
-    record_process(session.directory, run=plan.run, command=plan.command, world_size=world.size, generation=world.generation)
-    runtime = plan.run.training.runtime
-    session.observers.run_start(
-        RunInfo(
-            name=plan.run.metadata.name,
-            generation=world.generation,
-            world_size=world.size,
-            total_steps=plan.numbers.total_steps,
-            start_step=progress.finished_steps,
-            tokens_per_step=plan.numbers.tokens_per_step,
-            samples_per_step=plan.numbers.samples_per_step,
-            parameters=sum(parameter.numel() for parameter in machinery.model.parameters()),
-            precision=runtime.precision,
-            parallelism=runtime.parallelism,
-            model=plan.model.name,
-            run_directory=str(plan.run_directory),
-            metrics_address=session.metrics_address,
-        )
-    )
-    start = {
-        "run": plan.run.metadata.name,
-        "process_start_time": plan.process_start,
-        "resumed_from": progress.finished_steps or None,
-        "total_steps": plan.numbers.total_steps,
-        "world_size": world.size,
-        "pid": os.getpid(),
-    }
-    session.observers.event(Event(EventType.START, time.time(), progress.finished_steps, world.generation, start))
-    session.release_events()
-    if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
-        session.emit(EventType.EXTENDED, {"from_steps": before["derived"]["totalSteps"], "to_steps": plan.numbers.total_steps})
-
-
-def _build_run(session: _Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
-    training, numbers = session.plan.run.training, session.plan.numbers
-    return Run(
-        limits=build_limits(training, total_steps=numbers.total_steps, stop_after_steps=session.plan.stop_after_steps),
-        membership=session.membership,
-        stepper=build_stepper(training, machinery, session.data.train, total_steps=numbers.total_steps),
-        stream=session.data.train,
-        checkpoints=checkpoints,
-        state=machinery.state,
-        evaluator=build_evaluator(training, machinery),
-        evaluation_sets=session.data.evaluation,
-        best=build_best(training),
-        observers=session.observers,
-        directory=session.directory,
-        tokens_per_step=numbers.tokens_per_step,
-        is_signalled=lambda: session.signals.is_requested,
-        on_first_step=lambda: _after_first_step(session),
-        progress=session.progress,
-    )
-
-
-def _after_first_step(session: _Session) -> None:
-    """Say what the start-up consisted of; from here on the garbage collector need not look at what start-up made."""
-    session.mark("first_step")
-    previous, phases = session.plan.process_start, {}
-    for phase, moment in session.marks.items():
-        phases[phase] = round(moment - previous, 6)
-        previous = moment
-    session.emit(EventType.PHASES, phases)
-    gc.enable()
-    gc.collect()
-    gc.freeze()
-
-
-def _finish(session: _Session, reason: StopReason, *, is_saved: bool) -> ExitCode:
-    """Mark a complete run, write the report, close the observers."""
-    code = ExitCode.DONE if reason == "complete" else ExitCode.STOPPED_SAVED
-    if not is_saved:
-        code = ExitCode.INTERNAL if reason == "complete" else ExitCode.STOPPED_UNSAVED
-    if not session.world.is_main:
-        return code
-    if code == ExitCode.DONE:
-        step = session.progress.finished_steps
-        session.emit(EventType.COMPLETE, {"total_steps": step})
-        session.directory.mark_complete(
-            {"run": session.plan.run.metadata.name, "step": step, "time": time.time(), "best": session.progress.best}
-        )
-    session.emit(EventType.END, {"exit_code": int(code)})
-    session.observers.close()
-    if reason == "signal":
-        # Whoever asked to stop may kill next: the state is saved, and a report can be made at any time.
-        print(f"stopped; for a report: evergrad report {session.directory.path}", flush=True)
-    else:
-        _write_report(session)
-    if not is_saved:
-        print("error: the state of the last steps could not be saved; the newest checkpoint is older", file=sys.stderr)
-    return code
-
-
-def _write_report(session: _Session) -> None:
-    from evergrad_trainer.report.build import write_report
-
-    try:
-        paths = write_report(session.directory.path)
-        print(f"report: {paths.html}", flush=True)
-    except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
-        _log.exception("the report could not be written")
-        print(
-            f"warning: the report could not be written: {error}. Try: evergrad report {session.directory.path}", file=sys.stderr
-        )
-
-
-def _fail(session: _Session | None, error: Exception) -> ExitCode:
-    """Report an error once: in the events, the log and on stderr. Wrong input has no traceback."""
-    code = error.exit_code if isinstance(error, EvergradError) else ExitCode.INTERNAL
-    rank = read_launch().rank
-    # For the file alone: the terminal gets its own, shorter words below.
-    _log.info("failed with %s: %s", type(error).__name__, error, exc_info=None if isinstance(error, InputError) else error)
-    if session is not None:
-        _close_quietly(session, error, code)
-    if isinstance(error, _AGREED) and rank != 0:
-        return code
-    where = f"rank {rank}: " if rank else ""
-    if isinstance(error, InputError):
-        for problem in error.problems:
-            print(f"error: {where}{problem}", file=sys.stderr)
-    elif isinstance(error, EvergradError):
-        print(f"error: {where}{error}", file=sys.stderr)
-    elif _is_lost_peer(error):
-        print(f"error: rank {rank}: the connection to another process was lost", file=sys.stderr)
-    else:
-        print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
-        traceback.print_exception(error)
-    return code
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """A connection that the other side has closed is a consequence, whose cause another rank tells."""
-    return isinstance(error, PeerLostError | RuntimeError) and any(
-        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")
-    )
-
-
-def _close_quietly(session: _Session, error: Exception, code: ExitCode) -> None:
-    """The last events of a failing process; a second failure here must not hide the first."""
-    calls: list[Callable[[], None]] = [
-        session.release_events,
-        lambda: session.emit(
-            EventType.FAILED, {"error": type(error).__name__, "message": str(error)[:4000], "exit_code": int(code)}
-        ),
-        lambda: session.emit(EventType.END, {"exit_code": int(code)}),
-        session.observers.close,
-    ]
-    for call in calls:
-        try:
-            call()
-        except Exception:  # noqa: BLE001 - the first error is the one that counts
-            _log.exception("while closing after an error")
-
-
-def _has_checkpoints(directory: RunDirectory) -> bool:
-    return any(directory.checkpoints.glob("step-*"))
-
-
-def _camel(name: str) -> str:
-    first, *rest = name.split("_")
-    return first + "".join(part.title() for part in rest)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -131,14 +132,29 @@ class StepParts:
     autocast: Callable[[], AbstractContextManager[object]]
 
 
+class Pulse(Protocol):
+    """Hears where a step is: a sign of life that survives the process."""
+
+    def beat(self, step: int, slot: int) -> None:
+        """``slot`` of ``step`` is about to be computed."""
+
+    def rest(self) -> None:
+        """This rank's own work is done; what follows are waits for others."""
+
+
+class _NoPulse:
+    def beat(self, step: int, slot: int) -> None: ...
+
+    def rest(self) -> None: ...
+
+
 class Stepper:
     """Runs steps. Holds nothing of a world: rank, size and group are read from the argument, each step anew."""
 
     def __init__(self, parts: StepParts, settings: StepSettings) -> None:
         self._parts = parts
         self._settings = settings
-        self.pulse: Callable[[int, int], None] = lambda step, slot: None
-        """Called with (step, slot) before each slot: a sign of life that survives the process."""
+        self.pulse: Pulse = _NoPulse()
 
     def forget_buffers(self) -> None:
         """Let go of the gradients' buffers: see :meth:`GradientSum.forget`."""
@@ -163,7 +179,7 @@ class Stepper:
         parts.gradients.begin(world)
         for slot, is_real, is_last in self._slots_of(world):
             world.raise_if_given_up()
-            self.pulse(step, slot)
+            self.pulse.beat(step, slot)
             batch = parts.prefetcher.take(step, slot, upcoming=self._upcoming(step, slot, world))
             clock.mark("data")
             try:
@@ -175,6 +191,7 @@ class Stepper:
             if is_real:
                 tally.add(batch, loss)
             clock.mark("forward_backward")
+        self.pulse.rest()
         totals = tally.exchange(busy_seconds=clock.last - clock.begun)
         # Before the sums are used: a loss names its slot and samples, a gradient cannot.
         self._check_losses(step, totals.losses)

@@ -22,15 +22,25 @@ def claim_generation(directory: Path) -> int:
         fsync_directory(directory / GENERATIONS)
         fsync_directory(directory)
     except OSError as error:
-        raise RunDirectoryError(
-            Problem(
-                str(directory),
-                "this start cannot be recorded",
-                why=str(error),
-                remedy="Give the run a directory that can be written and has free space",
-            )
-        ) from error
+        raise _not_recorded(directory, error) from error
     return generation
+
+
+def claim_exactly(directory: Path, generation: int) -> None:
+    """Claim ``generation``, whose number somebody else has given out, for this process.
+
+    Raises FencedError if it or a newer one is claimed already, RunDirectoryError if the directory cannot be written.
+    """
+    try:
+        (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
+        check_fence(directory, generation - 1)
+        write_new(directory / GENERATIONS / generation_name(generation), _claim())
+        fsync_directory(directory / GENERATIONS)
+    except FileExistsError:
+        check_fence(directory, generation - 1)
+        raise
+    except OSError as error:
+        raise _not_recorded(directory, error) from error
 
 
 def check_fence(directory: Path, generation: int, *, fresh: bool = False) -> None:
@@ -64,11 +74,19 @@ def _create_next(claims: Path) -> int:
     # Numbers are never removed, so that a stale listing cannot make a used one look free: the create refuses it.
     known = (parse_generation_name(name) for name in os.listdir(claims))
     generation = max((number for number in known if number is not None), default=0) + 1
-    claim = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
     while True:
         try:
-            write_new(claims / generation_name(generation), json.dumps(claim).encode() + b"\n")
+            write_new(claims / generation_name(generation), _claim())
         except FileExistsError:
             generation += 1
         else:
             return generation
+
+
+def _claim() -> bytes:
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode() + b"\n"
+
+
+def _not_recorded(directory: Path, error: OSError) -> RunDirectoryError:
+    what, remedy = "this start cannot be recorded", "Give the run a directory that can be written and has free space"
+    return RunDirectoryError(Problem(str(directory), what, why=str(error), remedy=remedy))

@@ -13,7 +13,7 @@ import torch
 
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
-from evergrad_trainer.checkpoint.generations import check_fence, claim_generation
+from evergrad_trainer.checkpoint.generations import check_fence, claim_exactly, claim_generation
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.checkpoint.restoring import Restored, Search, load_newest
@@ -32,7 +32,7 @@ from evergrad_trainer.errors import FencedError, PeerLostError, Problem, SaveErr
 from evergrad_trainer.records import EventType
 from evergrad_trainer.world import Membership, World
 
-__all__ = ["CheckpointManager", "Identity", "Published", "Restored", "check_fence", "claim_generation"]
+__all__ = ["CheckpointManager", "Identity", "Published", "Restored", "check_fence", "claim_exactly", "claim_generation"]
 
 FENCE_SECONDS = 5.0
 """How often rank 0 looks between saves whether a newer process has claimed the directory."""

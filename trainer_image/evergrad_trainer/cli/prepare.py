@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Returns 0 when everything is prepared, 75 after Ctrl-C: what is finished is kept. Raises DataError, ConfigurationError."""
     loaded = load_from(args)
+    if loaded.run.spec.script is not None:
+        _say_nothing_to_prepare(loaded.run.metadata.name, as_json=args.json)
+        return int(ExitCode.DONE)
     training, base_directory = loaded.run.training, loaded.base_directory
     begun = time.monotonic()
     try:
@@ -64,6 +67,13 @@ def execute(args: argparse.Namespace) -> int:
         print(line)
     print(f"prepared in {duration(time.monotonic() - begun)}, in {directory}")
     return int(ExitCode.DONE)
+
+
+def _say_nothing_to_prepare(name: str, *, as_json: bool) -> None:
+    text = f"{name} is a script, which reads its data itself: there is nothing to prepare"
+    print(json.dumps({"sources": [], "evaluation": []}, indent=2) if as_json else text, flush=True)
+    if as_json:
+        print(text, file=sys.stderr)
 
 
 def prepare_with_progress(

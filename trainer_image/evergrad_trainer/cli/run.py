@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.cli.manifest_arguments import load_from
-from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
+from evergrad_trainer.cli.run_arguments import (
+    add_run_arguments,
+    check_arguments_of_script,
+    machine_and_workers,
+    run_directory_of,
+)
 from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.errors import ConfigurationError, InputError, Problem, raise_if
 from evergrad_trainer.machine import Machine, process_start_time
@@ -21,7 +26,7 @@ from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from evergrad_trainer.models.build import ModelPlan
-    from evergrad_trainer.session import SessionPlan
+    from evergrad_trainer.stages import SessionPlan
 
 NAME = "run"
 HELP = "train a TrainingRun on this machine; started again, it goes on where it stopped"
@@ -45,6 +50,11 @@ def execute(args: argparse.Namespace) -> int:
     """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
     loaded = load_from(args)
     _check_arguments(args)
+    if loaded.run.spec.script is not None:
+        check_arguments_of_script(args)
+        from evergrad_trainer.elastic.nodes import run_script  # type: ignore[import-not-found]
+
+        return int(run_script(args, loaded))
     directory = RunDirectory(run_directory_of(args, loaded.run))
     standing = inspect_directory(directory, loaded.run, extend=args.extend)
     if standing.state == "complete":
@@ -94,7 +104,7 @@ def _plan(
     from evergrad_trainer.data.prepare import check_unchanged
     from evergrad_trainer.data.tokenizers import load_tokenizer
     from evergrad_trainer.recipes import RECIPES
-    from evergrad_trainer.session import SessionPlan
+    from evergrad_trainer.stages import SessionPlan
 
     training, base = loaded.run.training, loaded.base_directory
     prepared_directory = directory.path.parent / ".prepared"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments
 from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
 from evergrad_trainer.machine import Machine, observe_machine
 
 
@@ -17,6 +18,17 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_arguments_of_script(args: argparse.Namespace) -> None:
+    """What only a typed run knows is refused, not passed over. Raises ConfigurationError."""
+    why = "the steps of a script are its own"
+    problems = [
+        Problem(option, "has no meaning for spec.script", why, "Leave it out, or give the script an argument of its own")
+        for option, is_given in (("--stop-after-steps", args.stop_after_steps is not None), ("--extend", args.extend))
+        if is_given
+    ]
+    raise_if(problems, ConfigurationError)
+
+
 def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:
     """``--run-directory``, else ``runs/<name>`` below the current directory."""
     return Path(args.run_directory) if args.run_directory is not None else Path("runs") / run.metadata.name
@@ -27,7 +39,7 @@ def machine_and_workers(args: argparse.Namespace, run: TrainingRun) -> tuple[Mac
     # torch takes a second to import, which `evergrad --help` need not wait for.
     from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators
 
-    wants_cpu = run.training.runtime.device == "cpu"
+    wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
     memory = accelerator_memory_bytes() if accelerators else None
     machine = observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory)

@@ -1,8 +1,10 @@
-"""``evergrad validate``: is this manifest right? Needs no data, no model and no device."""
+"""``evergrad validate``: is this manifest right? Needs no data, no model and no device; of a script, the file beside it."""
 
 import argparse
 import json
+import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any, TextIO
 
 import yaml
@@ -13,7 +15,9 @@ from evergrad_trainer.config.derive import slots_per_step
 from evergrad_trainer.config.identity import config_hash, to_wire
 from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.config.training import Training
 from evergrad_trainer.errors import ConfigurationError, Problem
+from evergrad_trainer.script_files import portable_problems
 
 NAME = "validate"
 HELP = "check a TrainingRun and say everything that is wrong with it"
@@ -38,6 +42,10 @@ def execute(args: argparse.Namespace) -> int:
     except ConfigurationError as error:
         _print_problems(error.problems, as_json=args.json)
         return int(error.exit_code)
+    script = loaded.run.spec.script
+    if script is not None and (missing := portable_problems(script, base_directory=loaded.base_directory)):
+        _print_problems(missing, as_json=args.json)
+        return int(ExitCode.USER_ERROR)
     if args.json:
         document = {"valid": True, "problems": [], "configHash": config_hash(loaded.run), "resolved": to_wire(loaded.run)}
         _print(json.dumps(document, indent=2))
@@ -48,7 +56,7 @@ def execute(args: argparse.Namespace) -> int:
     return int(ExitCode.DONE)
 
 
-def _print_problems(problems: tuple[Problem, ...], *, as_json: bool) -> None:
+def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
     if as_json:
         listed = [_as_json(problem) for problem in problems]
         _print(json.dumps({"valid": False, "problems": listed}, indent=2))
@@ -68,17 +76,27 @@ def _as_json(problem: Problem) -> dict[str, Any]:
 
 
 def _summary(loaded: LoadedManifest) -> str:
-    training = loaded.run.training
+    what = _describe_script(loaded.run) if loaded.run.spec.script is not None else _describe_training(loaded.run)
+    return f"valid: {loaded.run.metadata.name} ({loaded.path}); {what}"
+
+
+def _describe_script(run: TrainingRun) -> str:
+    nodes, program = run.spec.nodes, run.script.program
+    number = f"{nodes.min}" if nodes.max in (None, nodes.min) else f"{nodes.min} to {nodes.max}"
+    workers = "" if run.spec.workers_per_node is None else f" with {run.spec.workers_per_node} workers each"
+    noun = "node" if number == "1" else "nodes"
+    return f"runs the {program.kind} {shlex.join([program.name, *program.arguments])} on {number} {noun}{workers}"
+
+
+def _describe_training(run: TrainingRun) -> str:
+    training = run.training
     slots = slots_per_step(training.batching)
     sources = ", ".join(source.name for source in training.data.sources)
-    return (
-        f"valid: {loaded.run.metadata.name} ({loaded.path}); {_horizon(loaded.run)}, "
-        f"{training.batching.global_batch_size} samples a step in {slots} slots, trained on {sources}"
-    )
+    return f"{_horizon(training)}, {training.batching.global_batch_size} samples a step in {slots} slots, trained on {sources}"
 
 
-def _horizon(run: TrainingRun) -> str:
-    horizon = run.training.horizon
+def _horizon(training: Training) -> str:
+    horizon = training.horizon
     if horizon.steps is not None:
         return f"{horizon.steps} steps"
     return f"{horizon.tokens} tokens" if horizon.tokens is not None else f"{horizon.epochs:g} epochs"

@@ -156,6 +156,10 @@ class Channel:
             return False
         return True
 
+    def observe(self, kind: str, record: dict[str, Any]) -> None:
+        """Pass a record on for the node's metrics; none is worth waiting for."""
+        self.send(Observed(kind, record), wait=False)
+
     def receive(self, timeout_seconds: float | None = None) -> Record | None:
         """The next record, or None after ``timeout_seconds``. Raises EOFError when the other end is gone."""
         if not select.select([self.socket], [], [], timeout_seconds)[0]:

@@ -42,6 +42,10 @@ class Guard:
         """Whether the running group is to be left at the next step boundary."""
         return self._inside is not None and self._newest.generation > self._inside
 
+    def is_changing_from(self, generation: int) -> bool:
+        """Whether a newer generation than that is planned, or the run is over."""
+        return self._newest.generation > generation or isinstance(self._order, Finish | Depart)
+
     def await_order(self, *, step: int) -> Order:
         """Out of every group, holding the state after ``step``: say so for each change, until told what to do."""
         answered = -1

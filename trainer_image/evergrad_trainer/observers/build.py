@@ -28,24 +28,27 @@ def build_observers(
     training: Training,
     stream: TextIO,
     should_stop: Callable[[], bool] = lambda: False,
+    relay: Observer | None = None,
 ) -> BuiltObservers:
     """The run's JSON lines first, since they are the record; then the log and the progress;
     the endpoint comes last because closing it may linger.
 
-    ``stream``: where progress goes; a bar if it is a terminal. ``should_stop`` cuts the endpoint's lingering short.
+    ``stream``: where progress goes; a bar if it is a terminal. ``should_stop`` cuts the endpoint's lingering short. With a
+    ``relay`` the records go there, and the endpoint is somebody else's.
     Raises RunDirectoryError and ConfigurationError.
     """
-    before = read_before(directory)
     observers: list[Observer] = [RunLog(directory), EventLog(), build_progress(stream, every=training.logging.every.steps)]
     address = None
-    if training.metrics.port is not None:
+    if relay is not None:
+        observers.append(relay)
+    elif training.metrics.port is not None:
         from evergrad_trainer.observers.prometheus import PrometheusExporter
 
         exporter = PrometheusExporter(
             run,
             port=training.metrics.port,
             linger_seconds=training.metrics.linger_seconds,
-            before=before,
+            before=read_before(directory),
             should_stop=should_stop,
         )
         observers.append(exporter)

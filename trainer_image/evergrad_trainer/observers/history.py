@@ -225,3 +225,9 @@ def _tail(path: Path, num_bytes: int) -> Iterator[dict[str, Any]]:
         row = parse_object(line)
         if row is not None:
             yield row
+
+
+def last_step(directory: RunDirectory, *, tail_bytes: int = 64 << 10) -> int:
+    """Step of the last row of metrics.jsonl; 0 without one."""
+    steps = [int(row["step"]) for row in _tail(directory.metrics, tail_bytes) if "step" in row]
+    return steps[-1] if steps else 0

@@ -42,8 +42,13 @@ class Logs:
         logging.captureWarnings(False)
 
 
-def setup_logging(directory: RunDirectory, *, rank: int, node: int = 0, level: int = logging.INFO) -> Logs:
-    """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and rank 0's warnings to stderr. Raises RunDirectoryError."""
+def setup_logging(
+    directory: RunDirectory, *, rank: int, node: int = 0, level: int = logging.INFO, on_terminal: bool | None = None
+) -> Logs:
+    """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and warnings to stderr if ``on_terminal`` (default: rank 0's).
+
+    Raises RunDirectoryError.
+    """
     path = directory.logs / f"node-{node}-rank-{rank}.log"
     with reported(path, what="cannot be opened for appending"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +56,7 @@ def setup_logging(directory: RunDirectory, *, rank: int, node: int = 0, level: i
     prefix = f"%(asctime)s.%(msecs)03d node {node} rank {rank} %(levelname)s %(name)s: %(message)s"
     file.setFormatter(logging.Formatter(prefix, datefmt="%Y-%m-%dT%H:%M:%S"))
     handlers: list[logging.Handler] = [file]
-    if rank == 0:
+    if rank == 0 if on_terminal is None else on_terminal:
         terminal = _StderrHandler()
         terminal.setLevel(logging.WARNING)
         terminal.setFormatter(_TerminalFormatter())

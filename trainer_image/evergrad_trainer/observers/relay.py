@@ -1,0 +1,40 @@
+"""Passes rank 0's records on to the process that serves the node's metrics."""
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+from evergrad_trainer.observers.base import BaseObserver, Observer
+from evergrad_trainer.observers.events import event_row, parse_event_row
+from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
+
+
+class Relay(BaseObserver):
+    """The sending side. ``send(kind, record)``: ``kind`` is the observer's method, ``record`` its argument as JSON values."""
+
+    def __init__(self, send: Callable[[str, dict[str, Any]], None]) -> None:
+        self._send = send
+
+    def run_start(self, info: RunInfo) -> None:
+        self._send("run_start", asdict(info))
+
+    def step_end(self, record: StepRecord) -> None:
+        self._send("step_end", dict(record.__dict__))
+
+    def evaluation_end(self, record: EvaluationRecord) -> None:
+        self._send("evaluation_end", dict(record.__dict__))
+
+    def event(self, event: Event) -> None:
+        self._send("event", event_row(event))
+
+
+def tell(observer: Observer, kind: str, record: dict[str, Any]) -> None:
+    """The receiving side: give a passed-on record to an observer as if it had been there."""
+    if kind == "run_start":
+        observer.run_start(RunInfo(**record))
+    elif kind == "step_end":
+        observer.step_end(StepRecord(**record))
+    elif kind == "evaluation_end":
+        observer.evaluation_end(EvaluationRecord(**record))
+    elif kind == "event":
+        observer.event(parse_event_row(record))
