@@ -1,4 +1,4 @@
-"""Raw TrainingRun, as the API server has validated it → frozen dataclasses. Pure; what is trained stays opaque."""
+"""Raw TrainingRun, as the API server has validated it → frozen dataclasses. Pure; a typed recipe stays opaque."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,8 +65,30 @@ class FailurePolicy:
 
 
 @dataclass(frozen=True)
+class Metrics:
+    """A script's Prometheus endpoint: none without a ``port``; 0 is any free one."""
+
+    port: int | None
+    linger_seconds: int
+
+
+@dataclass(frozen=True)
+class Script:
+    """A command of the user's own, as it would follow torchrun, started once a worker."""
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    working_directory: str
+    grace_period_seconds: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
 class RunSpec:
-    """``spec``. ``workers_per_node`` is None where the accelerators decide. ``training`` is the trainer's alone."""
+    """``spec``, with exactly one of ``training``, which is the trainer's alone, and ``script``; the other is None.
+
+    ``workers_per_node`` is None where the accelerators decide.
+    """
 
     nodes: Nodes
     workers_per_node: int | None
@@ -75,7 +97,8 @@ class RunSpec:
     template: Template
     suspend: bool
     failure_policy: FailurePolicy
-    training: Mapping[str, Any] = field(repr=False)
+    training: Mapping[str, Any] | None = field(repr=False)
+    script: Script | None
 
 
 @dataclass(frozen=True)
@@ -107,8 +130,11 @@ def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
 
 def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
     """``spec`` of a run. Raises SpecError."""
-    if not isinstance(raw.get("training"), Mapping):
-        raise SpecError("spec.training", "is missing or not a mapping")
+    kinds = [key for key in ("training", "script") if raw.get(key) is not None]
+    if len(kinds) != 1:
+        raise SpecError("spec", "has both training and script" if kinds else "has neither training nor script")
+    (kind,) = kinds
+    content = _mapping(raw, kind, "spec.")
     return RunSpec(
         nodes=_parse_nodes(_mapping(raw, "nodes", "spec.")),
         workers_per_node=_count(raw, "workersPerNode", "spec."),
@@ -117,7 +143,8 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
         template=_parse_template(_mapping(raw, "template", "spec.")),
         suspend=_switch(raw, "suspend", "spec."),
         failure_policy=_parse_failure_policy(_mapping(raw, "failurePolicy", "spec.")),
-        training=raw["training"],
+        training=content if kind == "training" else None,
+        script=_parse_script(content) if kind == "script" else None,
     )
 
 
@@ -164,6 +191,25 @@ def _parse_template(raw: Mapping[str, Any]) -> Template:
 def _parse_failure_policy(raw: Mapping[str, Any]) -> FailurePolicy:
     most = _count(raw, "maxFailuresWithoutProgress", "spec.failurePolicy.")
     return FailurePolicy(max_failures_without_progress=3 if most is None else most)
+
+
+def _parse_script(raw: Mapping[str, Any]) -> Script:
+    where = "spec.script."
+    command, grace = raw.get("command"), _count(raw, "gracePeriodSeconds", where)
+    if not isinstance(command, list | tuple) or not command or not all(isinstance(word, str) for word in command):
+        raise SpecError(f"{where}command", "is not a list of texts")
+    return Script(
+        command=tuple(command),
+        env=_texts(raw, "env", where),
+        working_directory=_text(raw, "workingDirectory", where) or ".",
+        grace_period_seconds=30 if grace is None else grace,
+        metrics=_parse_metrics(_mapping(raw, "metrics", where)),
+    )
+
+
+def _parse_metrics(raw: Mapping[str, Any]) -> Metrics:
+    where = "spec.script.metrics."
+    return Metrics(port=_count(raw, "port", where), linger_seconds=_count(raw, "lingerSeconds", where) or 0)
 
 
 def _mapping(raw: Mapping[str, Any], key: str, where: str) -> Mapping[str, Any]:

@@ -10,12 +10,14 @@ from typing import Literal
 
 from evergrad_trainer.config.derive import HorizonNumbers, slots_per_step
 from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.config.script import Script
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.preparation.sources import evaluation_files, source_problems, training_files
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import InputError, Problem
 from evergrad_trainer.machine import Machine, free_bytes
 from evergrad_trainer.models.build import DTYPES, ModelPlan, count_parameters, plan_model
+from evergrad_trainer.script_files import is_module_found, script_problems
 
 Level = Literal["ok", "warning", "error"]
 _ACTIVATIONS_PER_LAYER = 17
@@ -57,7 +59,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Examination:
-    """All findings, and the model's plan if its configuration could be read."""
+    """All findings, and the model's plan if its configuration could be read (a script has none)."""
 
     findings: tuple[Finding, ...]
     plan: ModelPlan | None
@@ -65,6 +67,13 @@ class Examination:
 
 def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, machine: Machine, num_workers: int) -> Examination:
     """Every check that does not need the data's content. Reads files and builds no model; writes only a probe file."""
+    if run.spec.script is not None:
+        findings = [
+            *check_script(run.spec.script, base_directory),
+            *check_script_workers(run, machine, num_workers=num_workers),
+            *check_run_directory(run_directory, None, keep=0),
+        ]
+        return Examination(tuple(findings), None)
     training = run.training
     findings = [
         *check_files(training, base_directory),
@@ -83,6 +92,31 @@ def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, mach
         findings += [*check_model(training, facts), *check_memory(training, facts, machine, num_workers=num_workers)]
     findings += check_run_directory(run_directory, facts, keep=training.checkpoint.keep)
     return Examination(tuple(findings), plan)
+
+
+def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
+    """The program and its working directory are there. A module is only looked for, since an import hook may know it."""
+    problems = script_problems(script, base_directory=base_directory)
+    yield from (Finding("error", problem) for problem in problems)
+    program = script.program
+    if program.kind == "module" and not is_module_found(script, base_directory=base_directory):
+        why = "it is neither in the working directory nor on this interpreter's path"
+        remedy = "Check its name and workingDirectory, or install it"
+        yield Finding("warning", Problem("spec.script.command[1]", f"the module {program.name!r} was not found", why, remedy))
+    elif not problems:
+        yield Finding("ok", Problem("spec.script.command", f"the {program.kind} {program.name} is there"))
+
+
+def check_script_workers(run: TrainingRun, machine: Machine, *, num_workers: int) -> Iterator[Finding]:
+    """How many processes the script will see, and whether this machine has an accelerator for each of them."""
+    least, most = run.spec.nodes.min, run.spec.nodes.max or run.spec.nodes.min
+    if 0 < machine.num_accelerators < num_workers:
+        what = f"{num_workers} workers share {machine.num_accelerators} accelerators"
+        remedy = f"Use at most {machine.num_accelerators} workers a node, or leave workersPerNode out"
+        yield Finding("warning", Problem("spec.workersPerNode", what, "the script chooses the device by LOCAL_RANK", remedy))
+        return
+    worlds = f"{least * num_workers}" if least == most else f"{least * num_workers} to {most * num_workers}"
+    yield Finding("ok", Problem("spec.nodes", f"{worlds} workers in all, {num_workers} a node"))
 
 
 def model_facts(plan: ModelPlan, training: Training) -> ModelFacts:

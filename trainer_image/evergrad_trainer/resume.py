@@ -14,7 +14,10 @@ _HORIZON = "spec.training.horizon"
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its horizon then."""
+    """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its horizon then.
+
+    For a script both are unknown: None and 0.
+    """
 
     state: Literal["fresh", "begun", "complete"]
     total_steps: int = 0
@@ -41,6 +44,9 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
                 "Choose another --run-directory, or use that run's manifest",
             )
         )
+    _check_kind(before, run, where)
+    if run.spec.script is not None:
+        return _inspect_script(directory, before, run)
     changes = changed_fields(recipe_of(before), recipe_of(run))
     horizon = [change for change in changes if change[0].startswith(_HORIZON)]
     problems = problems_of_changes([change for change in changes if change not in horizon], directory=where)
@@ -57,6 +63,26 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     raise_if(problems, RunDirectoryError)
     state: Literal["begun", "complete"] = "complete" if directory.is_complete() and not horizon else "begun"
     return Standing(state, total_steps=int(resolved["derived"]["totalSteps"]), recorded=Prepared.from_json(resolved["prepared"]))
+
+
+def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
+    """A typed run stays one, and so does a script: neither can read what the other saved."""
+    began, now = ("training" if one.spec.script is None else "script" for one in (before, run))
+    if began != now:
+        raise RunDirectoryError(
+            Problem(
+                f"spec.{now}",
+                f"this manifest has {now}, but the run in {where} began with {began}",
+                "neither can go on with what the other saved",
+                f"Set {began} again, or give this run a name of its own",
+            )
+        )
+
+
+def _inspect_script(directory: RunDirectory, before: TrainingRun, run: TrainingRun) -> Standing:
+    changes = changed_fields(recipe_of(before), recipe_of(run), where="spec.script")
+    raise_if(problems_of_changes(changes, directory=str(directory.path)), RunDirectoryError)
+    return Standing("complete" if directory.is_complete() else "begun")
 
 
 def _read_run(directory: RunDirectory, resolved: dict[str, Any]) -> TrainingRun:
@@ -100,6 +126,11 @@ def resolved_record(
         "dataFingerprint": data_fingerprint,
         "prepared": prepared.to_json(),
     }
+
+
+def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str, Any]:
+    """What ``run.json`` holds for a script; ``base_directory`` as above."""
+    return {"format": 1, "manifest": to_wire(run), "baseDirectory": base_directory, "configHash": config_hash(run)}
 
 
 def _inspect_unknown(directory: RunDirectory) -> Standing:

@@ -12,15 +12,19 @@ import yaml
 from evergrad_operator.errors import OperatorError, SpecError
 from evergrad_operator.spec import (
     FailurePolicy,
+    Metrics,
     Nodes,
     Resources,
     RunSpec,
+    Script,
     Storage,
     Template,
     TrainingRun,
     parse_run,
 )
 from evergrad_trainer.config import manifest as model
+from evergrad_trainer.config import script as script_model
+from evergrad_trainer.config import training as training_model
 from evergrad_trainer.config.fields import fields_of, walk_fields
 from evergrad_trainer.config.identity import to_wire
 from evergrad_trainer.config.loader import load_manifest
@@ -33,6 +37,14 @@ MINIMAL: dict[str, Any] = {
     "kind": "TrainingRun",
     "metadata": {"name": "docs-lm"},
     "spec": {"training": yaml.safe_load(BASE.read_text())["spec"]["training"]},
+}
+
+FULL_SCRIPT: dict[str, Any] = {
+    "command": ["train.py", "--epochs", "3"],
+    "env": {"A": "1"},
+    "workingDirectory": "/code",
+    "gracePeriodSeconds": "1k",
+    "metrics": {"port": "9.1k", "lingerSeconds": 5},
 }
 
 FULL_TEMPLATE: dict[str, Any] = {
@@ -61,7 +73,28 @@ def test_the_example_is_read_into_values() -> None:
     assert run.spec.storage == Storage(size="20Gi", storage_class_name="shared", claim_name=None)
     assert run.spec.suspend is False
     assert run.spec.failure_policy == FailurePolicy(max_failures_without_progress=3)
-    assert run.spec.training["recipe"] == "pretrain"
+    assert run.spec.training is not None and run.spec.training["recipe"] == "pretrain"
+    assert run.spec.script is None
+
+
+def of_script(**script: Any) -> dict[str, Any]:
+    return {**MINIMAL, "spec": {"script": script}}
+
+
+def test_a_script_is_read_into_values() -> None:
+    spec = parse_run(of_script(**FULL_SCRIPT)).spec
+    assert spec.training is None
+    assert spec.script == Script(
+        command=("train.py", "--epochs", "3"),
+        env={"A": "1"},
+        working_directory="/code",
+        grace_period_seconds=1000,
+        metrics=Metrics(port=9100, linger_seconds=5),
+    )
+
+
+def test_a_script_of_a_command_alone_has_defaults() -> None:
+    assert parse_run(of_script(command=["x"])).spec.script == Script(("x",), {}, ".", 30, Metrics(None, 0))
 
 
 def test_what_the_api_server_adds_is_read_too() -> None:
@@ -93,9 +126,16 @@ def test_values_are_frozen() -> None:
         ("metadata", {}, "metadata.name: is missing. Install the CRD that belongs to this operator"),
         ("metadata", {"name": 3}, "metadata.name: is not a text"),
         ("metadata", {"name": "a", "labels": {"x": 1}}, "metadata.labels.x: is not a text"),
-        ("spec", {}, "spec.training: is missing or not a mapping"),
+        ("spec", {}, "spec: has neither training nor script"),
+        ("spec", {"training": {}, "script": {"command": ["a"]}}, "spec: has both training and script"),
+        ("spec", {"script": {}}, "spec.script.command: is not a list of texts"),
+        ("spec", {"script": {"command": []}}, "spec.script.command: is not a list of texts"),
+        ("spec", {"script": {"command": "train.py"}}, "spec.script.command: is not a list of texts"),
+        ("spec", {"script": {"command": ["a", 3]}}, "spec.script.command: is not a list of texts"),
+        ("spec", {"script": {"command": ["a"], "env": {"A": 1}}}, "spec.script.env.A: is not a text"),
+        ("spec", {"script": {"command": ["a"], "gracePeriodSeconds": "soon"}}, "spec.script.gracePeriodSeconds: is not a whole"),
         ("spec", [], "spec: is not a mapping"),
-        ("spec.training", [], "spec.training: is missing or not a mapping"),
+        ("spec.training", [], "spec.training: is not a mapping"),
         ("spec.nodes", [1], "spec.nodes: is not a mapping"),
         ("spec.nodes", {"min": "many"}, "spec.nodes.min: is not a whole number"),
         ("spec.nodes", {"min": 1.5}, "spec.nodes.min: is not a whole number"),
@@ -146,25 +186,41 @@ class Recording(Mapping[str, Any]):
         return len(self._value)
 
 
-def test_every_field_of_the_envelope_is_read() -> None:
-    wire = to_wire(load_manifest(BASE).run)
+def asked_for() -> set[str]:
+    """Every path the operator asks for, of a typed run or of a script."""
     asked: set[str] = set()
-    parse_run(Recording(wire, "", asked))
+    for run in (load_manifest(BASE).run, parse_trainer_run(of_script(**FULL_SCRIPT))):
+        parse_run(Recording(to_wire(run), "", asked))
+    return asked
+
+
+def test_every_field_of_the_envelope_is_read() -> None:
+    asked = asked_for()
     envelope = {field.path for field in walk_fields(model.TrainingRun) if not field.path.startswith("spec.training.")}
     assert envelope - asked == {"apiVersion", "kind"}
 
 
 def test_nothing_is_read_that_the_model_does_not_have() -> None:
-    asked: set[str] = set()
-    parse_run(Recording(to_wire(load_manifest(BASE).run), "", asked))
     known = {field.path for field in walk_fields(model.TrainingRun)}
-    entries = ("metadata.labels.", "metadata.annotations.", "spec.resources.requests.", "spec.resources.limits.")
-    assert {path for path in asked if not path.startswith(entries)} - known == {"metadata.uid", "metadata.generation"}
+    entries = (
+        *("metadata.labels.", "metadata.annotations.", "spec.resources.requests.", "spec.resources.limits."),
+        "spec.script.env.",
+    )
+    assert {path for path in asked_for() if not path.startswith(entries)} - known == {"metadata.uid", "metadata.generation"}
 
 
 def test_defaults_are_the_same_on_both_sides() -> None:
     resolved = to_wire(parse_trainer_run(MINIMAL))
     assert _without_training(parse_run(MINIMAL)) == _without_training(parse_run(resolved))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [{"command": ["a"]}, FULL_SCRIPT, {"command": ["-m", "a"], "env": None, "metrics": None, "gracePeriodSeconds": None}],
+    ids=["command alone", "all", "nulls"],
+)
+def test_both_sides_read_the_same_script(script: dict[str, Any]) -> None:
+    assert parse_run(of_script(**script)) == parse_run(to_wire(parse_trainer_run(of_script(**script))))
 
 
 def _without_training(run: TrainingRun) -> TrainingRun:
@@ -179,6 +235,8 @@ def _without_training(run: TrainingRun) -> TrainingRun:
         (model.Storage, Storage),
         (model.Template, Template),
         (model.FailurePolicy, FailurePolicy),
+        (script_model.Script, Script),
+        (training_model.Metrics, Metrics),
         (model.Spec, RunSpec),
     ],
 )
@@ -188,7 +246,8 @@ def test_each_section_has_the_same_fields_in_the_same_order(section: type[model.
 
 def test_every_section_of_the_envelope_has_a_counterpart() -> None:
     assert set(fields_of(model.Spec)) == {
-        *("nodes", "workersPerNode", "resources", "storage", "template", "suspend", "failurePolicy", "training"),
+        *("nodes", "workersPerNode", "resources", "storage", "template", "suspend", "failurePolicy"),
+        *("training", "script"),
     }
 
 

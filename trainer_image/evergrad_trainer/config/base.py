@@ -36,7 +36,8 @@ class FieldValueError(NumberError):
     """A value is refused for a reason of its own. ``what``, ``why`` and ``remedy`` are parts of a Problem."""
 
 
-def _check_local_path(path: str) -> str:
+def check_local_path(path: str) -> str:
+    """``path`` itself. Raises FieldValueError for a URL, a ``~`` and what cannot be a path."""
     if _URL.match(path):
         remedy = "Download it and name its path"
         raise FieldValueError(f"{show(path)} is a URL", "only local files and directories are read", remedy)
@@ -51,5 +52,5 @@ def _check_local_path(path: str) -> str:
 
 Switch = Annotated[bool, Strict()]
 """true or false and nothing that looks like it."""
-LocalPath = Annotated[str, AfterValidator(_check_local_path)]
+LocalPath = Annotated[str, AfterValidator(check_local_path)]
 """A path of this machine (or pod): no URL, no ``~``, no control characters."""

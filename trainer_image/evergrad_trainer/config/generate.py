@@ -57,14 +57,15 @@ def build_reference() -> str:
 
 
 def _chapters() -> Iterator[tuple[str, list[Field]]]:
-    """The envelope first, then each section of ``spec.training``."""
+    """The envelope first, then each section of ``spec.training``, then ``spec.script``."""
     fields = list(walk_fields(TrainingRun))
-    inside = "spec.training."
-    yield "The object and its envelope", [field for field in fields if not field.path.startswith(inside)]
+    inside, script = "spec.training.", "spec.script."
+    yield "The object and its envelope", [field for field in fields if not field.path.startswith((inside, script))]
     own = [field for field in fields if field.path.startswith(inside)]
     for section in dict.fromkeys(field.path.removeprefix(inside).partition(".")[0].removesuffix("[]") for field in own):
         start = f"{inside}{section}"
         yield f"`{start}`", [field for field in own if field.path == start or field.path.startswith((f"{start}.", f"{start}[]"))]
+    yield "`spec.script`", [field for field in fields if field.path.startswith(script)]
 
 
 def _row(field: Field) -> str:

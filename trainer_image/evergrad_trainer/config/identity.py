@@ -5,9 +5,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.config.manifest import KINDS, TrainingRun
 from evergrad_trainer.config.numbers import show
 from evergrad_trainer.config.rules_data import OF_SCHEDULE, OF_SOURCES, without_meaningless
+from evergrad_trainer.config.script import Script
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.config.validation import parse_run
 from evergrad_trainer.config.view import without_nulls
@@ -28,6 +29,10 @@ RECIPE_SECTIONS: Final = (
 OPERATIONAL_SECTIONS: Final = ("stop", "checkpoint", "evaluation", "initFrom", "runtime", "logging", "metrics")
 """Sections that may change from one start to the next."""
 _OPERATIONAL_DATA: Final = ("preparedDirectory",)
+RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
+"""Fields of ``spec.script`` that decide the result, as far as can be known."""
+OPERATIONAL_OF_SCRIPT: Final = ("gracePeriodSeconds", "metrics")
+"""Fields of ``spec.script`` that may change from one start to the next."""
 
 ABSENT: Final = "(absent)"
 """Stands for a value on the side that does not have the field at all."""
@@ -39,14 +44,20 @@ Change = tuple[str, Any, Any]
 def to_wire(run: TrainingRun) -> dict[str, Any]:
     """The whole resolved run as JSON values, camelCase: a manifest that loads to the same run."""
     wire: dict[str, Any] = run.model_dump(mode="json", by_alias=True)
-    training = wire["spec"]["training"]
+    wire["spec"] = {key: value for key, value in wire["spec"].items() if key not in KINDS or value is not None}
+    if (training := wire["spec"].get("training")) is not None:
+        _drop_meaningless(training)
+    return wire
+
+
+def _drop_meaningless(training: dict[str, Any]) -> None:
+    """Take away what a file must not say from ``spec.training`` on the wire."""
     training["schedule"] = without_meaningless(training["schedule"], OF_SCHEDULE)
     training["data"]["sources"] = [without_meaningless(source, OF_SOURCES) for source in training["data"]["sources"]]
     training["evaluation"]["sources"] = [
         {key: value for key, value in without_meaningless(source, OF_SOURCES).items() if key != "weight"}
         for source in training["evaluation"]["sources"]
     ]
-    return wire
 
 
 def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
@@ -55,10 +66,13 @@ def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
 
 
 def recipe_of(run: TrainingRun) -> dict[str, Any]:
-    """The part of ``spec.training`` that decides the result and must not change while the run exists, camelCase.
+    """What decides the result and must not change while the run exists: that part of ``training`` or ``script``, camelCase.
 
     Without nulls, so that a field that a newer version adds, unset, does not change the hash of an older run.
     """
+    if run.spec.script is not None:
+        script = without_nulls(to_wire(run)["spec"]["script"], Script)
+        return {field: script[field] for field in RECIPE_OF_SCRIPT}
     training = without_nulls(to_wire(run)["spec"]["training"], Training)
     recipe = {section: training[section] for section in RECIPE_SECTIONS}
     recipe["data"] = {key: value for key, value in recipe["data"].items() if key not in _OPERATIONAL_DATA}
@@ -73,12 +87,12 @@ def config_hash(run: TrainingRun) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Change]:
+def changed_fields(old: Mapping[str, Any], new: Mapping[str, Any], *, where: str = "spec.training") -> list[Change]:
     """Every field of two recipes that differs, with both values; lists of different length differ as a whole.
 
-    Empty exactly when the recipes are equal, so that a refused resume always names a field.
+    ``where``: the section both were taken from. Empty exactly when they are equal, so that a refused resume always names a field.
     """
-    return _changes(old, new, "spec.training")
+    return _changes(old, new, where)
 
 
 def _changes(old: Any, new: Any, path: str) -> list[Change]:

@@ -1,13 +1,18 @@
-"""The whole TrainingRun: the envelope Kubernetes users know around ``spec.training``."""
+"""The whole TrainingRun: the envelope Kubernetes users know around ``spec.training`` or ``spec.script``."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from evergrad_trainer.config.base import Section, Switch
 from evergrad_trainer.config.numbers import Count
 from evergrad_trainer.config.quantities import DNS_LABEL, LONGEST_LABEL, Quantity
+from evergrad_trainer.config.script import Script
 from evergrad_trainer.config.training import Training
+from evergrad_trainer.errors import ConfigurationError, Problem
+
+KINDS: Final = ("training", "script")
+"""What a run can be: its ``spec`` has exactly one of these."""
 
 
 class Metadata(Section):
@@ -93,6 +98,10 @@ class FailurePolicy(Section):
 class Spec(Section):
     """What should run, and on what."""
 
+    model_config = ConfigDict(
+        json_schema_extra={"oneOf": [{"required": [kind], "properties": {kind: {"type": "object"}}} for kind in KINDS]}
+    )
+
     nodes: Nodes = Nodes()
     """How many machines share the run."""
     workers_per_node: Count | None = Field(default=None, ge=1, le=64)
@@ -107,8 +116,10 @@ class Spec(Section):
     """Stop with state saved and release the nodes; false goes on."""
     failure_policy: FailurePolicy = FailurePolicy()
     """When a failing run is given up."""
-    training: Training
-    """The typed recipe."""
+    training: Training | None = None
+    """The typed recipe. A run has either this or script."""
+    script: Script | None = None
+    """A command of your own instead of training: whatever torchrun could start."""
 
 
 class TrainingRun(Section):
@@ -125,5 +136,18 @@ class TrainingRun(Section):
 
     @property
     def training(self) -> Training:
-        """The typed recipe."""
+        """The typed recipe. Raises ConfigurationError for the run of a script."""
+        if self.spec.training is None:
+            raise ConfigurationError(_wrong_kind("training", "this run is a script", "a typed run"))
         return self.spec.training
+
+    @property
+    def script(self) -> Script:
+        """The user's own command. Raises ConfigurationError for a typed run."""
+        if self.spec.script is None:
+            raise ConfigurationError(_wrong_kind("script", "this run has a typed recipe", "the run of a script"))
+        return self.spec.script
+
+
+def _wrong_kind(key: str, why: str, needed: str) -> Problem:
+    return Problem(f"spec.{key}", "is not set", why, f"What was asked for needs {needed}")

@@ -53,6 +53,11 @@ _OTHER_TRAINERS_WORDS: Final = {
     "numepochs": "epochs",
     "numtrainepochs": "epochs",
     "perdevicetrainbatchsize": "microBatchSize",
+    "args": "command",
+    "entrypoint": "command",
+    "environment": "env",
+    "cwd": "workingDirectory",
+    "workdir": "workingDirectory",
 }
 _LONGEST_KEY_COMPARED = 64
 

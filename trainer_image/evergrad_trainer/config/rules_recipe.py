@@ -66,8 +66,8 @@ def divisors_of(number: int) -> set[int]:
 
 
 def slots_of(view: View) -> tuple[int, int, int] | None:
-    """(M, G, b) where they are known and M is whole."""
-    if (found := view.known(_GLOBAL, _MICRO)) is None or found[0] % found[1]:
+    """(M, G, b) where they are known and M is whole; a script has no slots."""
+    if view.get(TRAINING) is None or (found := view.known(_GLOBAL, _MICRO)) is None or found[0] % found[1]:
         return None
     whole, micro = found
     return whole // micro, whole, micro
@@ -176,8 +176,13 @@ def check_runtime(view: View) -> Iterator[Problem]:
 
 def check_metrics(view: View) -> Iterator[Problem]:
     """An endpoint that does not exist cannot stay."""
-    path = f"{TRAINING}.metrics.lingerSeconds"
-    found = view.known(path, f"{TRAINING}.metrics.port")
+    yield from check_endpoint(view, f"{TRAINING}.metrics")
+
+
+def check_endpoint(view: View, section: str) -> Iterator[Problem]:
+    """The same of the metrics section at ``section``."""
+    path = f"{section}.lingerSeconds"
+    found = view.known(path, f"{section}.port")
     if found is not None and found[0] > 0 and found[1] is None:
         yield Problem(path, "has no meaning without metrics.port", "there is no endpoint", "Add metrics.port, or remove it")
 

@@ -5,13 +5,14 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
-from evergrad_trainer.config import rules_data, rules_envelope, rules_recipe, rules_template
+from evergrad_trainer.config import rules_data, rules_envelope, rules_recipe, rules_script, rules_template
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.problems import at_most, problems_of
 from evergrad_trainer.config.view import View, without_nulls
 from evergrad_trainer.errors import ConfigurationError, Problem
 
-RULES: Final = (*rules_envelope.RULES, *rules_template.RULES, *rules_recipe.RULES, *rules_data.RULES)
+RULES: Final = (*rules_envelope.RULES, *rules_template.RULES, *rules_script.RULES)
+RULES_OF_TRAINING: Final = (*rules_recipe.RULES, *rules_data.RULES)
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
@@ -32,6 +33,6 @@ def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]
     except ValidationError as error:
         problems += problems_of(error, pruned)
     view = View(pruned)
-    for rule in RULES:
+    for rule in RULES if view.get("spec.training") is None else (*RULES, *RULES_OF_TRAINING):
         problems += rule(view)
     return run, problems

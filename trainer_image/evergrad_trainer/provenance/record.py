@@ -30,9 +30,8 @@ def record_process(
 
     ``command``: the words of the command line. Raises RunDirectoryError when the file cannot be read or written.
     """
-    entry = describe_process(
-        command=command, seed=run.training.reproducibility.seed, world_size=world_size, generation=generation
-    )
+    seed = None if run.spec.training is None else run.spec.training.reproducibility.seed
+    entry = describe_process(command=command, seed=seed, world_size=world_size, generation=generation)
     before = read_processes(directory)
     document = {"format": FORMAT, "processes": [*before, entry]}
     write_atomically(directory.provenance, dumps_strict(document, indent=2) + "\n")
@@ -51,8 +50,8 @@ def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
     return processes
 
 
-def describe_process(*, command: Sequence[str], seed: int, world_size: int, generation: int) -> dict[str, Any]:
-    """This process in JSON values, without secrets, host name, user name or home directory."""
+def describe_process(*, command: Sequence[str], seed: int | None, world_size: int, generation: int) -> dict[str, Any]:
+    """This process in JSON values, without secrets, host name, user name or home directory. ``seed``: None for a script."""
     return {
         "time": time.time(),
         "generation": generation,
