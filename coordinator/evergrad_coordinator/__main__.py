@@ -1,0 +1,214 @@
+"""``python -m evergrad_coordinator``: arguments, wiring, exit code."""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.http import StatusServer
+from evergrad_coordinator.journal import FileStore, GenerationStore, JournalError, MemoryStore
+from evergrad_coordinator.membership import Membership
+from evergrad_coordinator.server import Server
+from evergrad_coordinator.state import MAX_GENERATION, Settings
+
+_TIMES = {
+    "start_wait": "for --expect nodes at the start",
+    "debounce": "events so close together are one change",
+    "silence": "a node that says nothing for so long is lost",
+    "lease": "workers stop so long after their last contact",
+    "ready_limit": "for a node to be out of its group",
+    "soft_limit": "for a group to reach a step boundary",
+    "up_limit": "for a group to come up",
+    "longest_hold": "that a join waits for a checkpoint",
+}
+
+
+def log_line(event: str, **fields: object) -> None:
+    """One JSON object on stderr."""
+    print(json.dumps({"time": round(time.time(), 3), "event": event, **fields}), file=sys.stderr, flush=True)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Exit code 64 for what argparse cannot read."""
+    parser = argparse.ArgumentParser(prog="python -m evergrad_coordinator", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--run", required=True, help="name of the run; nodes of another are refused")
+    parser.add_argument("--min", type=int, required=True, help="fewest nodes that train")
+    parser.add_argument("--max", type=int, required=True, help="most nodes that train; others are spares")
+    parser.add_argument("--expect", type=int, help="nodes to wait for at the start (default: --max)")
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--status-port", type=int, default=0)
+    parser.add_argument("--address-file", type=Path, help="gets {port, statusPort} once both listen")
+    parser.add_argument("--state", type=Path, help="file of the newest generation; also the lock of the run")
+    parser.add_argument("--first-generation", type=int, default=0, help="newest generation known from elsewhere")
+    parser.add_argument("--epoch", type=int, default=0, help="high bits of all generations")
+    parser.add_argument("--token-file", type=Path, help="nodes must say what it holds")
+    parser.add_argument("--recovery", choices=["in-process", "fresh"], default="in-process")
+    parser.add_argument("--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint")
+    parser.add_argument("--exit-when-empty", action="store_true", help="end with 75 or 76 when all nodes have left")
+    parser.add_argument("--max-failures", type=int, default=Settings.max_failures_without_progress)
+    parser.add_argument("--max-members", type=int, default=Settings.max_members)
+    parser.add_argument("--linger", type=float, default=3.0, help="seconds for late joiners after the end")
+    for name, text in _TIMES.items():
+        default = getattr(Settings, f"{name}_seconds")
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", type=float, default=default, metavar="SECONDS", help=f"{text} ({default:g})"
+        )
+    try:
+        return parser.parse_args(arguments)
+    except SystemExit as stop:
+        raise SystemExit(ExitCode.USER_ERROR if stop.code else 0) from None
+
+
+def find_problems(options: argparse.Namespace) -> list[str]:
+    """All that is wrong with the arguments, in words."""
+    problems = []
+    if options.min < 1:
+        problems.append(f"--min: {options.min} is below 1. Give at least 1.")
+    if options.max < options.min:
+        problems.append(
+            f"--max: {options.max} is below --min {options.min}. Raise --max to at least {options.min}, or lower --min."
+        )
+    if options.expect is not None and not options.min <= options.expect <= max(options.min, options.max):
+        problems.append(f"--expect: {options.expect} is not within --min {options.min} and --max {options.max}.")
+    if options.max > options.max_members:
+        problems.append(
+            f"--max: {options.max} is above --max-members {options.max_members}. Raise --max-members, or lower --max."
+        )
+    problems += [
+        f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0. Give seconds."
+        for name in (*_TIMES, "linger")
+        if not 0 <= getattr(options, name) < 1e9
+        or (getattr(options, name) == 0 and name not in ("linger", "debounce", "start_wait"))
+    ]
+    for name, most in (
+        ("first_generation", MAX_GENERATION),
+        ("epoch", 2**19),
+        ("max_failures", 2**31),
+        ("port", 65535),
+        ("status_port", 65535),
+    ):
+        if not 0 <= getattr(options, name) <= most:
+            problems.append(f"--{name.replace('_', '-')}: {getattr(options, name)} is not within 0 and {most}.")
+    if options.hold_joins and options.recovery != "fresh":
+        problems.append("--hold-joins: only fresh workers have joins to hold. Add --recovery fresh, or leave it out.")
+    return problems
+
+
+def read_token(path: Path | None) -> str:
+    """The run's secret; empty without a file. Raises OSError or UnicodeDecodeError."""
+    return "" if path is None else path.read_text(encoding="utf-8").strip()
+
+
+def build_settings(options: argparse.Namespace, token: str) -> Settings:
+    """Arguments → settings."""
+    return Settings(
+        run=options.run,
+        min_nodes=options.min,
+        max_nodes=options.max,
+        expect=options.expect or options.max,
+        recovery=options.recovery,
+        token=token,
+        hold_joins=options.hold_joins,
+        max_failures_without_progress=options.max_failures,
+        epoch=options.epoch,
+        exit_when_empty=options.exit_when_empty,
+        max_members=options.max_members,
+        **{f"{name}_seconds": getattr(options, name) for name in _TIMES},
+    )
+
+
+async def serve(options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int) -> int:
+    """Until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
+    server = Server(Membership(settings, generation=generation, now=time.monotonic()), store, log=log_line)
+    status = StatusServer(server)
+    loop = asyncio.get_running_loop()
+    over, stopped = asyncio.Event(), asyncio.Event()
+
+    def stop() -> None:
+        stopped.set()
+        over.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        port = await server.listen(options.host, options.port)
+        status_port = await status.listen(options.host, options.status_port)
+        if options.address_file:
+            write_address(options.address_file, {"port": port, "statusPort": status_port})
+    except OSError as error:
+        log_line(
+            "failed",
+            message=f"{options.host}: cannot listen or say where; {error}. Choose other ports or another --address-file.",
+        )
+        return ExitCode.USER_ERROR
+    log_line("listening", run=settings.run, port=port, statusPort=status_port, generation=generation)
+    server.finished.add_done_callback(lambda _: over.set())
+    await over.wait()
+    if server.finished.done():
+        code = server.finished.result()
+        await linger(server, options.linger, stopped)
+    else:
+        # Nodes are not told: they wait for the next coordinator and go on training for a lease.
+        code = ExitCode.STOPPED_SAVED
+    status.close()
+    await server.close()
+    log_line("exit", exitCode=int(code))
+    return int(code)
+
+
+async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None:
+    """For ``seconds``, and until all nodes have hung up, but not for ever: one that was told and stays is not waited for."""
+    until = time.monotonic() + seconds
+    at_most = until + 5
+    while not stopped.is_set() and time.monotonic() < (at_most if server.num_connections else until):
+        await asyncio.sleep(0.02)
+
+
+def write_address(path: Path, address: dict[str, int]) -> None:
+    """Readers see nothing or all of it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(address) + "\n", encoding="ascii")
+    temporary.replace(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command."""
+    options = parse_arguments(arguments)
+    problems = find_problems(options)
+    try:
+        token = read_token(options.token_file)
+    except (OSError, UnicodeDecodeError) as error:
+        problems.append(f"--token-file: {options.token_file} cannot be read; {error}. Give a readable text file.")
+    if problems:
+        for problem in problems:
+            log_line("failed", message=problem)
+        return ExitCode.USER_ERROR
+    try:
+        store: GenerationStore = FileStore(options.state) if options.state else MemoryStore()
+        generation = prepare_generation(store, options.first_generation)
+    except (JournalError, OSError) as error:
+        log_line("failed", message=str(error))
+        return ExitCode.INTERNAL
+    try:
+        return asyncio.run(serve(options, build_settings(options, token), store, generation))
+    finally:
+        store.close()
+
+
+def prepare_generation(store: GenerationStore, first: int) -> int:
+    """The newest number known; the store is brought up to it, so that its next compare-and-set fits."""
+    known = store.load()
+    if first > known and not store.advance(known, first):
+        raise JournalError("another coordinator advanced the generation at the same moment. Only one may run.")
+    return max(known, first)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

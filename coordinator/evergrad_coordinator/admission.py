@@ -1,0 +1,96 @@
+"""Who may join: the checks of a hello. Pure."""
+
+import hmac
+from typing import Any
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.protocol import PROTOCOL_VERSION, Hello, Message, Refused
+from evergrad_coordinator.state import MAX_GENERATION, Settings
+
+MAX_NAME = 63
+MAX_ADDRESS = 255
+MAX_WORKERS = 4096
+
+
+def refuse(hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | None) -> Refused | None:
+    """Why this node cannot join, or None. ``fingerprint``: of the group's first member."""
+    for check in (_find_wrong_run, _find_wrong_values, _find_wrong_kind):
+        if found := check(hello, settings):
+            return _build(*found)
+    if fingerprint is not None and (found := _find_difference(hello.fingerprint, fingerprint)):
+        return _build(*found)
+    return None
+
+
+def refuse_crowd(settings: Settings) -> Refused:
+    """No place for one more node."""
+    return _build("TooManyMembers", f"hello: the group has {settings.max_members} nodes, spares included. Start fewer.")
+
+
+def _build(reason: str, message: str) -> Refused:
+    return Refused(reason=reason, message=message, exit_code=ExitCode.USER_ERROR)
+
+
+def _find_wrong_run(hello: Hello, settings: Settings) -> tuple[str, str] | None:
+    if hello.protocol != PROTOCOL_VERSION:
+        text = f"hello.protocol: {hello.protocol}; this coordinator speaks {PROTOCOL_VERSION}. Use one Evergrad in all pods."
+        return "ProtocolVersion", text
+    if not hmac.compare_digest(hello.token.encode(), settings.token.encode()):
+        return "WrongToken", "hello.token: not this run's. Give the node the token file its coordinator was given."
+    if hello.run != settings.run:
+        text = f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator is of {settings.run}. Correct the address or the name."
+        return "WrongRun", text
+    return None
+
+
+def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | None:
+    del settings
+    generations = [hello.known_generation, *([hello.had.generation] if hello.had else [])]
+    checks = [
+        ("node", hello.node, 0 < len(hello.node) <= MAX_NAME and hello.node.isprintable(), f"1 to {MAX_NAME} characters"),
+        ("incarnation", "…", 0 < len(hello.incarnation) <= MAX_NAME, f"1 to {MAX_NAME} characters"),
+        ("address", "…", 0 < len(hello.address) <= MAX_ADDRESS, f"1 to {MAX_ADDRESS} characters"),
+        ("workers", str(hello.workers), 0 <= hello.workers <= MAX_WORKERS, f"0 to {MAX_WORKERS}"),
+        ("generation", "…", all(0 <= one < MAX_GENERATION for one in generations), f"0 to {MAX_GENERATION}"),
+    ]
+    for name, shown, is_right, wanted in checks:
+        if not is_right:
+            return "WrongValue", f"hello.{name}: {shown[:MAX_NAME]} is not allowed; it must be {wanted}. Correct the node."
+    return None
+
+
+def _find_wrong_kind(hello: Hello, settings: Settings) -> tuple[str, str] | None:
+    if hello.recovery == settings.recovery:
+        return None
+    text = f"hello.recovery: {hello.recovery}; the group's is {settings.recovery}. Start all nodes of a run with one manifest."
+    return "RecoveryDiffers", text
+
+
+def _find_difference(mine: dict[str, str], group: dict[str, str]) -> tuple[str, str] | None:
+    for key in sorted(mine.keys() | group.keys()):
+        if mine.get(key) != group.get(key):
+            ours, theirs = (str(one.get(key, "nothing"))[:MAX_ADDRESS] for one in (mine, group))
+            text = f"hello.fingerprint.{key[:MAX_NAME]}: {ours}; the group's first member has {theirs}. All nodes need the same."
+            return "FingerprintDiffers", text
+    return None
+
+
+_BOUNDS = {
+    "generation": (0, MAX_GENERATION),
+    "workers": (0, MAX_WORKERS),
+    "port": (0, 65535),
+    "step": (-1, MAX_GENERATION),
+    "total_steps": (0, MAX_GENERATION),
+    "checkpoint_step": (-1, MAX_GENERATION),
+    "rank": (-1, MAX_GENERATION),
+    "time_since": (0, MAX_GENERATION),
+}
+
+
+def find_bad_value(message: Message) -> str | None:
+    """The first field that is out of its bounds, in words; None if all are right."""
+    for name, (least, most) in _BOUNDS.items():
+        value: Any = getattr(message, name, None)
+        if value is not None and not least <= value <= most:
+            return f"{message.TYPE}.{name}: {value} is not within {least} and {most}"
+    return None

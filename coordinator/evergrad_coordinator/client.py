@@ -1,0 +1,183 @@
+"""A node's side: one connection to the coordinator that comes back by itself, for ever."""
+
+import asyncio
+import contextlib
+import random
+import socket
+import time
+from collections.abc import Callable
+
+from evergrad_coordinator.protocol import (
+    MAX_LINE_BYTES,
+    Commit,
+    End,
+    Hello,
+    Message,
+    Permit,
+    Ping,
+    Pong,
+    ProtocolError,
+    Refused,
+    Welcome,
+    decode_from_coordinator,
+    encode,
+)  # fmt: skip
+
+PING_SECONDS = 0.5
+SILENCE_SECONDS = 3.0
+CONNECT_SECONDS = 3.0
+COMMIT_SECONDS = 2.0
+UNSENT_BYTES = 1024 * 1024
+
+
+def _nothing() -> None:
+    pass
+
+
+class CoordinatorClient:
+    """Runs in whatever loop awaits ``run``; all methods belong to that loop's thread.
+
+    ``hello`` is asked at each connection, so that it says what is true then. ``on_message`` gets every message of the coordinator
+    but answers to ``commit`` and ``ping``; ``on_connected`` is called after each welcome: the owner says its state again there.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        hello: Callable[[], Hello],
+        on_message: Callable[[Message], None],
+        on_connected: Callable[[], None] = _nothing,
+    ) -> None:
+        self._host, self._port = host, port
+        self._hello, self._on_message, self._on_connected = hello, on_message, on_connected
+        self._writer: asyncio.StreamWriter | None = None
+        self._is_welcome = False
+        self._is_over = False
+        self._heard_at: float | None = None
+        self._session_heard_at = 0.0
+        self._commits: dict[int, asyncio.Future[bool]] = {}
+        self._num_commits = 0
+        self._wake = asyncio.Event()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the coordinator has said welcome on a connection that still stands."""
+        return self._is_welcome
+
+    @property
+    def seconds_since_contact(self) -> float:
+        """Since anything was heard from it; infinite if never."""
+        return float("inf") if self._heard_at is None else time.monotonic() - self._heard_at
+
+    def fileno(self) -> int:
+        """The connection's descriptor, -1 without one. A forked child closes it, or the end of its parent stays hidden."""
+        return -1 if self._writer is None else int(self._writer.get_extra_info("socket").fileno())
+
+    async def run(self) -> None:
+        """Until ``close``, or until ``refused`` or ``end`` was delivered."""
+        try:
+            while not self._is_over:
+                with contextlib.suppress(OSError, ProtocolError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+                    await self._run_session()
+                if not self._is_over:
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(self._wake.wait(), 0.1 + random.random() * 0.1)
+        finally:
+            self._is_over = True
+            self._disconnect()
+
+    def send(self, message: Message) -> bool:
+        """False when not connected; the message is then gone."""
+        return self._is_welcome and self._write(message)
+
+    async def commit(self, generation: int) -> bool:
+        """Whether ``generation`` may still write. False also when nobody answers."""
+        self._num_commits += 1
+        request = self._num_commits
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._commits[request] = answer
+        try:
+            if not self.send(Commit(request=request, generation=generation)):
+                return False
+            return await asyncio.wait_for(answer, COMMIT_SECONDS)
+        except TimeoutError:
+            return False
+        finally:
+            del self._commits[request]
+
+    def close(self) -> None:
+        """End the connection, once what was sent is written, and ``run``."""
+        self._is_over = True
+        self._wake.set()
+        if self._writer is not None:
+            self._writer.close()
+        self._is_welcome = False
+
+    # ---- one connection ----------------------------------------------------------------------------------------------
+
+    async def _run_session(self) -> None:
+        connecting = asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
+        reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+        self._writer = writer
+        pinger: asyncio.Task[None] | None = None
+        try:
+            writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._session_heard_at = time.monotonic()
+            self._write(self._hello())
+            pinger = asyncio.create_task(self._ping())
+            while not self._is_over and (line := await reader.readline()):
+                self._take(line)
+        finally:
+            if pinger is not None:
+                pinger.cancel()
+            self._disconnect()
+
+    async def _ping(self) -> None:
+        """Also the watchdog. It reads the clock after the reader had its turn, so an owner that blocks the loop loses nothing."""
+        misses = 0
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            if self._is_welcome:
+                self._write(Ping())
+            misses = misses + 1 if time.monotonic() - self._session_heard_at > SILENCE_SECONDS else 0
+            if misses > 1 and self._writer is not None:
+                self._writer.transport.abort()
+
+    def _take(self, line: bytes) -> None:
+        message = decode_from_coordinator(line)
+        self._heard_at = self._session_heard_at = time.monotonic()
+        if isinstance(message, Permit):
+            answer = self._commits.get(message.request)
+            if answer is not None and not answer.done():
+                answer.set_result(message.granted)
+            return
+        if isinstance(message, Pong):
+            return
+        if isinstance(message, Refused | End):
+            self._is_over = True
+        if isinstance(message, Welcome):
+            self._is_welcome = True
+        self._on_message(message)
+        if isinstance(message, Welcome):
+            self._on_connected()
+
+    def _write(self, message: Message) -> bool:
+        writer = self._writer
+        if writer is None or writer.is_closing():
+            return False
+        writer.write(encode(message))
+        if writer.transport.get_write_buffer_size() > UNSENT_BYTES:  # the coordinator hangs: better a new connection
+            writer.transport.abort()
+            return False
+        return True
+
+    def _disconnect(self) -> None:
+        self._is_welcome = False
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+        for answer in self._commits.values():
+            if not answer.done():
+                answer.set_result(False)

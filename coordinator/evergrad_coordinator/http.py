@@ -1,0 +1,102 @@
+"""A very small HTTP/1.1 server for ``GET`` of /status, /healthz, /readyz and /metrics. Bounded in size, time and number."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Callable
+
+from evergrad_coordinator.server import Server
+from evergrad_coordinator.status import build_metrics, build_status
+
+MAX_REQUEST_BYTES = 8192
+MAX_CONNECTIONS = 64
+REQUEST_SECONDS = 5.0
+_TEXT = "text/plain; charset=utf-8"
+_METRICS = "text/plain; version=0.0.4; charset=utf-8"
+_JSON = "application/json"
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+Answer = tuple[int, str, str]
+
+
+class StatusServer:
+    """Answers one request a connection."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._listener: asyncio.Server | None = None
+        self._num_open = 0
+        self._pages: dict[str, Callable[[], Answer]] = {
+            "/status": self._status,
+            "/healthz": lambda: (200, _TEXT, "ok\n"),
+            "/readyz": self._ready,
+            "/metrics": self._metrics,
+        }
+
+    async def listen(self, host: str, port: int) -> int:
+        """Begin to serve; the port. Raises OSError."""
+        self._listener = await asyncio.start_server(self._serve, host, port, limit=MAX_REQUEST_BYTES)
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        """Stop listening."""
+        if self._listener:
+            self._listener.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._num_open += 1
+        try:
+            if self._num_open <= MAX_CONNECTIONS:
+                async with asyncio.timeout(REQUEST_SECONDS):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(self._answer(head))
+                    await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            writer.transport.abort()
+        finally:
+            self._num_open -= 1
+            with contextlib.suppress(OSError):
+                writer.close()
+
+    def _answer(self, head: bytes) -> bytes:
+        words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            status, kind, body = 400, _TEXT, "not an HTTP/1.1 request\n"
+        elif words[0] not in ("GET", "HEAD"):
+            status, kind, body = 405, _TEXT, "only GET and HEAD\n"
+        else:
+            page = self._pages.get(words[1].partition("?")[0])
+            status, kind, body = page() if page else (404, _TEXT, f"there are {', '.join(self._pages)}\n")
+        data = body.encode()
+        lines = [
+            f"HTTP/1.1 {status} {_REASONS[status]}",
+            f"Content-Type: {kind}",
+            f"Content-Length: {len(data)}",
+            *(["Allow: GET, HEAD"] if status == 405 else []),
+            "Cache-Control: no-store",
+            "Connection: close",
+            "",
+            "",
+        ]
+        return "\r\n".join(lines).encode("latin-1") + (b"" if words[0] == "HEAD" else data)
+
+    def _status(self) -> Answer:
+        status = build_status(self._server.membership, now=time.monotonic())
+        return 200, _JSON, json.dumps(status, allow_nan=False) + "\n"
+
+    def _ready(self) -> Answer:
+        if self._server.is_writable:
+            return 200, _TEXT, "ok\n"
+        return 503, _TEXT, "the newest generation cannot be stored\n"
+
+    def _metrics(self) -> Answer:
+        server, counters = self._server, self._server.counters
+        edge = {
+            "connections": server.num_connections,
+            "connections_total": counters.connections,
+            "messages_total": counters.messages,
+            "internal_errors_total": counters.internal_errors,
+            "journal_failures_total": counters.persist_failures,
+            "journal_writable": int(server.is_writable),
+        }
+        return 200, _METRICS, build_metrics(server.membership, edge, counters.rejected, now=time.monotonic())

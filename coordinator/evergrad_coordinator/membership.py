@@ -1,0 +1,544 @@
+"""The rules of generations: events in, effects out. No clock, no sockets, no randomness: the same events give the same effects.
+
+Level, not edge: an event only notes what is known now and asks for a review; the review compares the group that should be with
+the group that is, and makes a plan if they differ. ``planning`` says who should be in it.
+"""
+
+from evergrad_coordinator import admission, planning
+from evergrad_coordinator.accounting import Accounting
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.failures import Failure, FailureBudget
+from evergrad_coordinator.gathering import Gathering
+from evergrad_coordinator.protocol import (
+    Broken,
+    Commit,
+    End,
+    Hello,
+    Leave,
+    Message,
+    Permit,
+    Plan,
+    Refused,
+    Welcome,
+)  # fmt: skip
+from evergrad_coordinator.reports import handle_report
+from evergrad_coordinator.state import (
+    Close,
+    Effect,
+    Finish,
+    Key,
+    Log,
+    Node,
+    Persist,
+    Place,
+    Proposal,
+    Send,
+    Settings,
+    Training,
+    World,
+    node_order,
+)  # fmt: skip
+
+TICK_SECONDS = 0.25
+"""A tick is due at least so often."""
+_FREE_PLANS = 5
+_LONGEST_DELAY_SECONDS = 2.0
+
+
+class Membership:
+    """One run's group. Every method that takes an event returns the effects, to be carried out in their order."""
+
+    def __init__(self, settings: Settings, *, generation: int, now: float) -> None:
+        self.settings = settings
+        self.generation = generation
+        """Newest number: durable before any effect behind its Persist."""
+        self.nodes: dict[str, Node] = {}
+        self.world: World | None = None
+        self.proposal: Proposal | None = None
+        self.training = Training()
+        self.accounting = Accounting()
+        self.budget = FailureBudget(settings.max_failures_without_progress, settings.recovery)
+        self.gathering: Gathering | None = Gathering(adopts_until=now + settings.lease_seconds if generation else None)
+        self.finished: End | None = None
+        self.saver: Key | None = None
+        self.saved_step = -1
+        self.has_boundary = False
+        self.was_left = False
+        """The last node to go had been asked to."""
+        self.fence_until = 0.0
+        self._peers: dict[int, Node] = {}
+        self._heard = 0
+        self._fingerprint: dict[str, str] | None = None
+        self._incarnations: dict[str, str] = {}
+        self._banned: dict[str, None] = {}
+        self._steps: dict[Key, int] = {}
+        self._saving_generation = 0
+        self._fruitless = 0
+        self._planned_at = float("-inf")
+        self._growth_since: float | None = None
+        self._review_at: float | None = None
+        self._ticked_at = now
+        self._effects: list[Effect] = []
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def hello(self, peer: int, hello: Hello, *, now: float) -> list[Effect]:
+        """The first message of a connection."""
+        refusal = self._admit(hello)
+        if refusal is not None:
+            self.send(peer, refusal)
+            self._effects.append(Close(peer, getattr(refusal, "reason", "")))
+            self.log("refused", node=hello.node[:64], reason=getattr(refusal, "reason", ""))
+        elif self._is_superseded(hello):
+            self._effects.append(Close(peer, "superseded"))
+            self.log("superseded", node=hello.node[:64], known=hello.known_generation)
+        else:
+            self._join(peer, hello, now)
+        return self._take()
+
+    def receive(self, peer: int, message: Message, *, now: float) -> list[Effect]:
+        """Any later message. A ``ping`` counts as contact and is answered by the edge."""
+        node = self._peers.get(peer)
+        if node is None or self.finished:
+            return self._take()
+        node.seen = now
+        if bad := admission.find_bad_value(message):
+            self.drop(node, bad, now)
+        elif isinstance(message, Commit):
+            self.send(peer, Permit(request=message.request, granted=self.may_commit(node, message.generation)))
+        else:
+            handle_report(self, node, message, now)
+        return self._take()
+
+    def lost(self, peer: int, why: str, *, now: float) -> list[Effect]:
+        """The connection has ended."""
+        node = self._peers.get(peer)
+        if node is not None:
+            self.remove(node, why, now)
+        return self._take()
+
+    def tick(self, *, now: float) -> list[Effect]:
+        """Time has passed."""
+        gap, self._ticked_at = now - self._ticked_at, now
+        if self.finished:
+            return self._take()
+        if gap > 4 * TICK_SECONDS:  # this process itself did not run: what was said meanwhile is still unread
+            for node in self.nodes.values():
+                node.seen += gap
+        self._check_silence(now)
+        self._check_limits(now)
+        if self._review_at is not None and self._review_at <= now and not self.finished:
+            self._review(now)
+        return self._take()
+
+    def next_tick(self, *, now: float) -> float:
+        """When the next tick is due."""
+        return now + TICK_SECONDS if self._review_at is None else min(self._review_at, now + TICK_SECONDS)
+
+    # ---- what reports use --------------------------------------------------------------------------------------------
+
+    def send(self, peer: int, message: Message) -> None:
+        """Effect: one message."""
+        self._effects.append(Send(peer, message))
+
+    def log(self, event: str, **fields: object) -> None:
+        """Effect: one line of the log."""
+        self._effects.append(Log(event, {"generation": self.generation, **fields}))
+
+    def ask_review(self, at: float) -> None:
+        """Compare what should be with what is, not later than ``at``."""
+        self._review_at = at if self._review_at is None else min(self._review_at, at)
+
+    def change(self, now: float) -> None:
+        """Something about the group has changed; what else happens at the same moment is waited for."""
+        self.ask_review(now + self.settings.debounce_seconds)
+
+    def drop(self, node: Node, why: str, now: float) -> None:
+        """End a node's connection; it counts as lost."""
+        self._effects.append(Close(node.peer, why))
+        self.remove(node, why, now)
+
+    def remove(self, node: Node, why: str, now: float) -> None:
+        """The node is not connected any more."""
+        del self._peers[node.peer]
+        del self.nodes[node.name]
+        self.log("gone", node=node.name, why=why)
+        if node.step is not None and len(self._steps) < 4 * self.settings.max_members:
+            self._steps[node.key] = node.step
+        world, proposal = self.world, self.proposal
+        if world and node.key in world.places and node.key not in world.out:
+            world.last_contact[node.key] = node.seen
+            if not world.is_over and node.key not in world.done:
+                self.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
+        if self.saver == node.key:
+            self.saver = None
+        if proposal and node.key not in proposal.members:
+            proposal.waits_for.discard(node.key)
+        self.change(now)
+        if not self.nodes:
+            self._become_empty(node, now)
+        elif proposal and not proposal.waits_for:
+            self.settle(now)
+
+    def break_world(self, failure: Failure, *, now: float) -> None:
+        """The newest generation cannot go on."""
+        if self.world is None:
+            return
+        self.world.is_broken = True
+        self.accounting.begin(failure.report.cause, at=failure.at)
+        self.budget.report(failure, self.training)
+        self.change(now)
+
+    def may_commit(self, node: Node, generation: int) -> bool:
+        """Whether ``generation`` may still write: the running one unless a hard plan is pending, or what the saver saves."""
+        if node.key == self.saver and generation == self._saving_generation:
+            return True
+        world = self.world
+        is_running = world is not None and not world.is_over and world.generation == generation and node.key in world.places
+        return is_running and not (self.proposal and self.proposal.hard)
+
+    def settle(self, now: float) -> None:
+        """All that were asked are ready: leavers may go, and the members begin, if they are enough."""
+        proposal = self.proposal
+        if proposal is None or proposal.waits_for:
+            return
+        members = [self.nodes[name] for name, _ in proposal.members if name in self.nodes]
+        if tuple(node.key for node in members) != proposal.members or not all(_takes_part(node, proposal) for node in members):
+            self.change(now)
+            return
+        is_going = len(members) >= self._needed
+        self._release(now, staying=members if is_going else [])
+        if is_going and self._waits_for_saver(members):
+            return
+        if is_going:
+            self._go(members, now)
+            return
+        self.proposal = None
+        if self.world:
+            self.world.is_over = True
+        self.log("waiting", ready=len(members), needed=self._needed)
+
+    def finish(self, exit_code: int, reason: str, message: str = "") -> None:
+        """The run is over, for all."""
+        self.finished = End(exit_code=exit_code, reason=reason, message=message)
+        for node in self.nodes.values():
+            self.send(node.peer, self.finished)
+        self.log("finished", exitCode=exit_code, reason=reason, message=message)
+        self._effects.append(Finish(exit_code))
+
+    # ---- joining -----------------------------------------------------------------------------------------------------
+
+    def _admit(self, hello: Hello) -> Refused | End | None:
+        if refused := admission.refuse(hello, self.settings, fingerprint=None if self.finished else self._fingerprint):
+            return refused
+        if self.finished:
+            return self.finished
+        if hello.incarnation in self._banned:
+            return End(
+                exit_code=ExitCode.STOPPED_SAVED, reason="replaced", message="a newer process of this node has taken its place"
+            )
+        if hello.node not in self.nodes and len(self.nodes) >= self.settings.max_members:
+            return admission.refuse_crowd(self.settings)
+        return None
+
+    def _is_superseded(self, hello: Hello) -> bool:
+        """Whether the node has heard a later epoch: this coordinator was replaced, and must not number anything above it."""
+        newest = max(hello.known_generation, hello.had.generation if hello.had else 0)
+        return self.settings.epoch > 0 and newest >> 32 > self.settings.epoch
+
+    def _join(self, peer: int, hello: Hello, now: float) -> None:
+        step = self._replace(hello, now)
+        if self.finished:  # the process that was replaced was the last one, and leaving
+            self.send(peer, self.finished)
+            self._effects.append(Close(peer, "finished"))
+            return
+        node = Node(peer, hello.node, hello.incarnation, hello.address, hello.workers, now, had=hello.had)
+        node.step = self._steps.pop(node.key, step)
+        node.group = hello.had.generation if hello.had else 0
+        self._heard = max(self._heard, hello.known_generation, node.group)
+        self._fingerprint = hello.fingerprint if self._fingerprint is None else self._fingerprint
+        self._peers[peer] = self.nodes[node.name] = node
+        self.log("hello", node=node.name, workers=node.workers, had=node.group)
+        welcome = Welcome(self.generation, self.settings.lease_seconds, self.settings.silence_seconds)
+        self.send(peer, welcome)
+        self._place_again(node, now)
+        if self.gathering and node.is_candidate:
+            self.gathering.first_seen = now if self.gathering.first_seen is None else self.gathering.first_seen
+        self.change(now)
+
+    def _replace(self, hello: Hello, now: float) -> int | None:
+        """Newest incarnation wins for good. Returns the step in the memory of the same incarnation's older connection."""
+        old, known = self.nodes.get(hello.node), self._incarnations.get(hello.node)
+        while len(self._incarnations) >= 4 * self.settings.max_members:
+            del self._incarnations[next(iter(self._incarnations))]
+        while len(self._banned) >= 4 * self.settings.max_members:
+            del self._banned[next(iter(self._banned))]
+        self._incarnations[hello.node] = hello.incarnation
+        if known is not None and known != hello.incarnation:
+            self._banned[known] = None
+            if old is not None:
+                self.send(old.peer, End(ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place"))
+                self.drop(old, "replaced", now)
+            return None
+        if old is None:
+            return None
+        self._effects.append(Close(old.peer, "reconnected"))
+        del self._peers[old.peer]
+        return old.step
+
+    def _place_again(self, node: Node, now: float) -> None:
+        """Tell a node that comes (back) what it missed, and note what it lost meanwhile."""
+        world, proposal = self.world, self.proposal
+        if world and node.key in world.places and node.key not in world.out and not self.gathering:
+            place, had = world.places[node.key], node.had
+            if had is None or (had.generation, had.first_rank, had.workers) != (
+                world.generation,
+                place.first_rank,
+                place.workers,
+            ):
+                world.out.add(node.key)
+                world.is_broken = True
+                self.accounting.begin("node_lost", at=now)
+        if proposal:
+            if node.key in proposal.members or node.group:
+                proposal.waits_for.add(node.key)
+            self._announce(node, proposal)
+        elif world and not world.is_over and 0 < node.group < world.generation:
+            self.send(node.peer, Plan(world.generation, hard=True, is_member=False, reason="this group has been replaced"))
+
+    def _become_empty(self, last: Node, now: float) -> None:
+        self._fingerprint = None
+        self.proposal = None
+        self.was_left = last.is_leaving or last.released_at is not None
+        is_gone = self.world is None or self.world.places.keys() <= self.world.out
+        # All connections at once: more likely ours failed than all nodes. They may come back as they were.
+        self.gathering = Gathering(adopts_until=None if is_gone else now + self.settings.lease_seconds)
+        if self.world and is_gone:
+            self.world.is_over = True
+        self.log("empty", wasLeft=self.was_left)
+        if self.settings.exit_when_empty and self.was_left:
+            held = max(self._steps.values(), default=-1)
+            is_saved = self.settings.recovery == "fresh" or self.saved_step >= held
+            code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
+            self.finish(code, "stopped", "all nodes have left")
+
+    # ---- review ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _needed(self) -> int:
+        """So many nodes make a group; whoever finishes what others already have ended may run below the minimum."""
+        return 1 if self.world and self.world.done else self.settings.min_nodes
+
+    def _review(self, now: float) -> None:
+        self._review_at = None
+        if self.budget.is_exhausted:
+            self.finish(ExitCode.INTERNAL, "FailuresWithoutProgress", self.budget.describe())
+            return
+        if self.gathering and not self._has_gathered(now):
+            return
+        nodes = self.nodes.values()
+        members = planning.choose_members(nodes, world=self.world, proposal=self.proposal, max_nodes=self.settings.max_nodes)
+        is_enough = len(members) >= self._needed
+        if self._is_settled(members, now):
+            return
+        if not self.proposal and not is_enough and not any(self._must_be_asked(node) for node in nodes):
+            self._release(now, staying=[])
+            return
+        if is_enough and (until := self._wait_until(members, now)) > now:
+            if until < float("inf"):
+                self.ask_review(until)
+            return
+        self._plan(members, now)
+
+    def _has_gathered(self, now: float) -> bool:
+        """Whether the wait for nodes is over; tries to take over a group that runs."""
+        gathering = self.gathering
+        if gathering is None:
+            return True
+        places = planning.find_running(self.nodes.values(), generation=self.generation) if gathering.adopts_until else None
+        if places and not (self.world and self.world.is_broken):
+            self._adopt(places, now)
+            return True
+        until = gathering.ends_at(self.nodes.values(), self.settings)
+        if until <= now:
+            self._give_up_adoption()
+            return True
+        if until < float("inf"):
+            self.ask_review(until)
+        if gathering.adopts_until is None:
+            self._release(now, staying=[])
+        return False
+
+    def _give_up_adoption(self) -> None:
+        self.gathering = None
+        world = self.world
+        if world is None or world.is_over:
+            return
+        world.is_broken = True
+        world.out |= {node.key for node in self.nodes.values() if node.key in world.places and node.group != world.generation}
+
+    def _is_settled(self, members: tuple[Node, ...], now: float) -> bool:
+        """Whether the group is, or is about to become, what it should be."""
+        world, proposal = self.world, self.proposal
+        if any(node.group > self.generation for node in self.nodes.values()):
+            return False
+        if proposal:
+            return tuple(node.key for node in members) == proposal.members and (proposal.hard or not self._must_be_hard())
+        if world is None or world.is_over or world.is_broken:
+            return False
+        if not planning.is_intact(world, members):
+            return planning.is_growth(world, members) and self._holds_growth(now)
+        self._growth_since = None
+        self._release(now, staying=None)
+        return True
+
+    def _holds_growth(self, now: float) -> bool:
+        """Whether new members wait: for the start that is under way, or with fresh workers for a checkpoint."""
+        world = self.world
+        if world is None or not world.is_up:
+            return True  # `up` asks for a review
+        settings = self.settings
+        if not settings.hold_joins or settings.recovery != "fresh" or len(world.places) < settings.expect or self.has_boundary:
+            return False
+        self._growth_since = now if self._growth_since is None else self._growth_since
+        until = self._growth_since + settings.longest_hold_seconds
+        if until > now:
+            self.ask_review(until)
+        return until > now
+
+    def _must_be_asked(self, node: Node) -> bool:
+        """Whether only its ``ready`` can tell: its workers are in a group, or it leaves and may hold the newest state."""
+        may_hold = self.settings.recovery == "in-process" and self.generation > 0 and node.step is None and node.workers > 0
+        return node.group > 0 or (node.is_leaving and node.released_at is None and may_hold)
+
+    def _must_be_hard(self) -> bool:
+        nodes = self.nodes.values()
+        if not any(node.group for node in nodes):
+            return False
+        world = self.world
+        return world is None or (
+            not world.is_over and (world.is_broken or not world.is_up or bool(planning.find_lost(world, nodes)))
+        )
+
+    def _wait_until(self, members: tuple[Node, ...], now: float) -> float:
+        """When a plan of ``members`` may be made at the earliest; infinity for what an event ends."""
+        self.fence_until = 0.0
+        world = self.world
+        if world and not any(node.key in world.places for node in members):
+            # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last contact.
+            contacts = [world.last_contact.get(key, now) for key in planning.find_lost(world, self.nodes.values())]
+            self.fence_until = max(contacts, default=float("-inf")) + self.settings.lease_seconds + 1
+        if self._waits_for_saver(members):
+            return float("inf")
+        delay = 0.0
+        if self._fruitless > _FREE_PLANS:
+            delay = min(_LONGEST_DELAY_SECONDS, self.settings.debounce_seconds * 2 ** min(self._fruitless - _FREE_PLANS, 16))
+        return max(self.fence_until, self._planned_at + delay)
+
+    def _waits_for_saver(self, members: tuple[Node, ...] | list[Node]) -> bool:
+        return self.saver is not None and not any(node.step is not None and node.step >= 0 for node in members)
+
+    # ---- acts --------------------------------------------------------------------------------------------------------
+
+    def _adopt(self, places: dict[Key, Place], now: float) -> None:
+        self.gathering = None
+        self.world = World(self.generation, places, started_at=now, up_at=now, up=set(places))
+        self.log("adopted", nodes=len(places), worldSize=self.world.size)
+        for node in list(self.nodes.values()):
+            if node.key in places and node.early_broken:
+                handle_report(self, node, node.early_broken, now)
+        self.accounting.end(now=now)
+
+    def _plan(self, members: tuple[Node, ...], now: float) -> None:
+        world, old = self.world, self.generation
+        cause, reason = planning.describe_change(world, members, self.nodes.values())
+        is_fruitful = (
+            world is not None and world.up_at is not None and (now - world.up_at > 10 or self.training.step > world.up_step)
+        )
+        self._fruitless = 0 if is_fruitful else self._fruitless + 1
+        self._planned_at = now
+        self.generation = max(self.generation, self._heard, self.settings.epoch << 32) + 1
+        self._effects.append(Persist(old, self.generation))
+        keys = tuple(node.key for node in members)
+        waits_for = set(keys) | {node.key for node in self.nodes.values() if self._must_be_asked(node)}
+        self.proposal = Proposal(self.generation, keys, self._must_be_hard(), cause, reason, now, waits_for)
+        self.log("plan", hard=self.proposal.hard, members=len(keys), reason=reason)
+        for node in self.nodes.values():
+            node.ready = None
+            self._announce(node, self.proposal)
+        self.settle(now)
+
+    def _announce(self, node: Node, proposal: Proposal) -> None:
+        is_member = node.key in proposal.members
+        self.send(node.peer, Plan(proposal.generation, hard=proposal.hard, is_member=is_member, reason=proposal.reason))
+
+    def _go(self, members: list[Node], now: float) -> None:
+        places = planning.assign_places(members)
+        self.world = World(self.generation, places, started_at=now)
+        self.proposal, self.gathering = None, None
+        self.has_boundary, self._growth_since = False, None
+        self._steps.clear()
+        self.log("go", nodes=len(places), worldSize=self.world.size)
+        for node, message in planning.build_go(self.generation, members, places):
+            node.group, node.workers, node.had = self.generation, message.workers, None
+            self.send(node.peer, message)
+
+    def _release(self, now: float, *, staying: list[Node] | None) -> None:
+        """Let leavers go that are in no group. ``staying``: who goes on; None for a group that runs, which holds the state."""
+        leavers = [node for node in self.nodes.values() if node.is_leaving and node.released_at is None and node.group == 0]
+        saver = None
+        if staying is not None and self.saver is None and self.settings.recovery == "in-process":
+            saver = planning.choose_saver(leavers, staying=staying, saved_step=self.saved_step)
+        if saver is not None:
+            self.saver, self._saving_generation = saver.key, self.generation
+        for node in leavers:
+            node.released_at = now
+            self.send(node.peer, Leave(self.generation, save=node is saver))
+            self.log("leave", node=node.name, save=node is saver)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def _check_silence(self, now: float) -> None:
+        limit = self.settings.silence_seconds
+        for node in [node for node in self.nodes.values() if now - node.seen > limit]:
+            self.drop(node, "silent", now)
+        held = self.settings.soft_limit_seconds
+        for node in [node for node in self.nodes.values() if node.released_at is not None and now - node.released_at > held]:
+            self.drop(node, "told to leave and did not", now)
+
+    def _check_limits(self, now: float) -> None:
+        proposal, world = self.proposal, self.world
+        if proposal and now - proposal.made_at > min(self.settings.ready_limit_seconds, self.settings.soft_limit_seconds):
+            self._check_answers(proposal, now)
+        if (
+            world
+            and not (world.is_up or world.is_over or world.is_broken)
+            and now - world.started_at > self.settings.up_limit_seconds
+        ):
+            missing = min((key[0] for key in world.places.keys() - world.up), key=node_order)
+            text = f"the group was not complete {self.settings.up_limit_seconds:g} s after its start: node {missing} was not up"
+            report = Broken(world.generation, "setup_failed", rank=-1, step=self.training.step, message=text)
+            self.break_world(Failure(missing, now, report), now=now)
+
+    def _check_answers(self, proposal: Proposal, now: float) -> None:
+        for name, incarnation in list(proposal.waits_for):
+            node = self.nodes.get(name)
+            if node is None or node.incarnation != incarnation:
+                continue
+            is_patient = not proposal.hard and node.group > 0
+            limit = self.settings.soft_limit_seconds if is_patient else self.settings.ready_limit_seconds
+            if now - proposal.made_at <= limit:
+                continue
+            if is_patient and self.world:
+                self.world.is_broken = True
+                self.change(now)
+            else:
+                self.drop(node, "not ready in time", now)
+
+    def _take(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+
+def _takes_part(node: Node, proposal: Proposal) -> bool:
+    return node.is_candidate and node.ready is not None and node.ready.generation == proposal.generation

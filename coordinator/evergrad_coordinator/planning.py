@@ -1,0 +1,126 @@
+"""Who is in the next group, at which ranks, and which leaving node saves. Pure functions."""
+
+from collections.abc import Iterable, Sequence
+
+from evergrad_coordinator.protocol import Go
+from evergrad_coordinator.state import Key, Node, Place, Proposal, World, node_order
+
+
+def choose_members(nodes: Iterable[Node], *, world: World | None, proposal: Proposal | None, max_nodes: int) -> tuple[Node, ...]:
+    """Members of the running world first, then those already planned, then spares; sorted by index.
+
+    Once members have ended well (fresh workers), the group only shrinks: those that have not, or failing that whoever can take
+    over the work of one that was lost.
+    """
+    candidates = [node for node in nodes if node.is_candidate]
+    in_world = world.places.keys() if world else frozenset[Key]()
+    planned = frozenset(proposal.members) if proposal else frozenset[Key]()
+    if world and world.done:
+        remaining = [node for node in candidates if node.key in in_world]
+        candidates = remaining or candidates[: 1 if _is_work_lost(world, candidates) else 0]
+
+    def priority(node: Node) -> tuple[int, tuple[int, int, str]]:
+        return (0 if node.key in in_world else 1 if node.key in planned else 2), node_order(node.name)
+
+    chosen = sorted(candidates, key=priority)[:max_nodes]
+    return tuple(sorted(chosen, key=lambda node: node_order(node.name)))
+
+
+def _is_work_lost(world: World, candidates: Sequence[Node]) -> bool:
+    return bool(candidates) and not world.places.keys() <= world.done
+
+
+def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
+    """Members that are gone although nobody knows that their workers are. One that had ended well is not missed."""
+    return world.places.keys() - {node.key for node in connected} - world.out - world.done
+
+
+def is_intact(world: World, members: Sequence[Node]) -> bool:
+    """Whether ``members`` are exactly those that run, with as many workers each."""
+    wanted = {node.key: node.workers for node in members}
+    return wanted == {key: place.workers for key, place in world.places.items() if key not in world.done}
+
+
+def is_growth(world: World, members: Sequence[Node]) -> bool:
+    """Whether every running worker stays and only some are added."""
+    wanted = {node.key: node.workers for node in members}
+    return all(wanted.get(key, 0) >= place.workers for key, place in world.places.items())
+
+
+def assign_places(members: Sequence[Node]) -> dict[Key, Place]:
+    """Consecutive ranks, in the order of ``members``."""
+    places, first = {}, 0
+    for node in members:
+        workers = node.ready.workers if node.ready else node.workers
+        places[node.key] = Place(first, workers)
+        first += workers
+    return places
+
+
+def build_go(generation: int, members: Sequence[Node], places: dict[Key, Place]) -> list[tuple[Node, Go]]:
+    """The messages that start a group; the store is that of its first node."""
+    first = members[0]
+    if first.ready is None:
+        raise ValueError(f"node {first.name}: no store before it is ready")
+    world_size = sum(place.workers for place in places.values())
+    return [
+        (
+            node,
+            Go(
+                generation=generation,
+                first_rank=places[node.key].first_rank,
+                workers=places[node.key].workers,
+                world_size=world_size,
+                node_rank=number,
+                num_nodes=len(members),
+                address=first.address,
+                port=first.ready.port,
+            ),
+        )
+        for number, node in enumerate(members)
+    ]
+
+
+def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] | None:
+    """The places of ``generation`` as its nodes report them; None unless they cover every rank exactly once."""
+    members = [node for node in nodes if node.had is not None and node.had.generation == generation]
+    places = {node.key: Place(node.had.first_rank, node.had.workers) for node in members if node.had}
+    sizes = {node.had.world_size for node in members if node.had}
+    first = 0
+    for place in sorted(places.values(), key=lambda one: one.first_rank):
+        if place.first_rank != first or place.workers < 1:
+            return None
+        first += place.workers
+    return places if sizes == {first} else None
+
+
+def choose_saver(leavers: Sequence[Node], *, staying: Sequence[Node], saved_step: int) -> Node | None:
+    """The leaving node that saves: the newest state, lowest index among equals, if nobody in ``staying`` goes on with a state."""
+    if any(node.step is not None and node.step >= 0 for node in staying):
+        return None
+    newest = max((node.step for node in leavers if node.step is not None), default=-1)
+    if newest < 0 or newest <= saved_step:
+        return None
+    return min((node for node in leavers if node.step == newest), key=lambda node: node_order(node.name))
+
+
+def describe_change(world: World | None, members: Sequence[Node], nodes: Iterable[Node]) -> tuple[str, str]:
+    """Cause (as accounted) and reason (for people) of a plan that makes ``members`` out of ``world``."""
+    nodes = list(nodes)
+    if world is None or world.is_over:
+        return "node_joined", f"{len(members)} nodes are here"
+    if lost := find_lost(world, nodes):
+        return "node_lost", f"{_name(lost)} lost"
+    if world.is_broken:
+        return "peer_lost", f"generation {world.generation} broke"
+    if leaving := [node.key for node in nodes if node.is_leaving and node.key in world.places]:
+        return "node_left", f"{_name(leaving)} leaving"
+    if joined := [node.key for node in members if node.key not in world.places]:
+        return "node_joined", f"{_name(joined)} joined"
+    return "capacity_changed", "the number of workers changed"
+
+
+def _name(keys: Iterable[Key]) -> str:
+    names = sorted((name for name, _ in keys), key=node_order)
+    shown = ", ".join(names[:8]) + (" …" if len(names) > 8 else "")
+    return f"node{'s' if len(names) > 1 else ''} {shown}"

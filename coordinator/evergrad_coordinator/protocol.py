@@ -1,0 +1,479 @@
+"""The messages between a run's coordinator and its nodes: one JSON object a line over TCP, each a frozen dataclass here.
+
+A node connects, says ``hello`` and is answered by ``welcome`` or ``refused``. Every change of the group is two-phase: ``plan``
+to all → ``ready`` from all members → ``go``. Generations only grow; what names an older one is ignored.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+PROTOCOL_VERSION = 1
+MAX_LINE_BYTES = 64 * 1024
+"""Longest message in either direction, with its newline."""
+MAX_TEXT = 4096
+"""Longest text in a message; a ``message`` that is longer is cut by the sender."""
+MAX_INTEGER = 2**53 - 1
+"""Largest magnitude of a whole number: what every JSON reader holds exactly."""
+
+Recovery = Literal["in-process", "fresh"]
+"""in-process: workers outlive a change of the group. fresh: each generation has its own workers."""
+Cause = Literal["worker_crash", "out_of_memory", "peer_lost", "user_error", "setup_failed", "stuck"]
+"""Why a generation broke, as its node sees it. ``peer_lost`` is a consequence and never the cause of a run's failure."""
+
+
+class ProtocolError(ValueError):
+    """A line that is no message of this protocol."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """Base of all messages. ``TYPE`` is the value of ``type`` on the wire."""
+
+    TYPE: ClassVar[str]
+
+
+# ---- node → coordinator ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Had(Message):
+    """The place a node holds in a running generation: ranks ``first_rank`` … ``first_rank + workers - 1`` of ``world_size``."""
+
+    TYPE = "had"
+    generation: int
+    first_rank: int
+    workers: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Hello(Message):
+    """First message of a connection, also after a reconnect. ``workers``: how many are warm now (0: it only shows itself).
+
+    ``incarnation`` is unique to a process; the newest incarnation of a node wins. ``fingerprint`` must be equal in all members of
+    a group: torch, configuration, image.
+    """
+
+    TYPE = "hello"
+    run: str
+    node: str
+    incarnation: str
+    address: str
+    workers: int
+    recovery: Recovery
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    token: str = ""
+    had: Had | None = None
+    known_generation: int = 0
+    """Newest generation this node has ever heard of, from any coordinator."""
+    protocol: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True)
+class Ping(Message):
+    """Sent twice a second; answered by ``pong``."""
+
+    TYPE = "ping"
+
+
+@dataclass(frozen=True)
+class Capacity(Message):
+    """The number of this node's warm workers has changed."""
+
+    TYPE = "capacity"
+    workers: int
+
+
+@dataclass(frozen=True)
+class Ready(Message):
+    """This node's workers are out of every group older than ``generation``, and ``workers`` of them would take part in it.
+
+    ``port``: of a fresh store at the node's address. ``step``: newest finished step held in memory, -1 for none.
+    """
+
+    TYPE = "ready"
+    generation: int
+    workers: int
+    port: int
+    step: int = -1
+
+
+@dataclass(frozen=True)
+class Up(Message):
+    """The group of ``generation`` exists and goes on after ``step``."""
+
+    TYPE = "up"
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Broken(Message):
+    """``generation`` cannot go on. ``exit_code``: of the worker (negative: its signal), None where none has ended.
+
+    ``is_final``: no retry can cure it (exit 64), so the run ends. ``time_since`` seconds ago by the node's own clock.
+    """
+
+    TYPE = "broken"
+    generation: int
+    cause: Cause
+    rank: int = -1
+    step: int = -1
+    exit_code: int | None = None
+    message: str = ""
+    is_final: bool = False
+    time_since: float = 0.0
+
+
+@dataclass(frozen=True)
+class Leaving(Message):
+    """This node was asked to go (SIGTERM). It stays a member until the next group without it begins, or it is gone."""
+
+    TYPE = "leaving"
+    reason: str = "preemption"
+
+
+@dataclass(frozen=True)
+class Left(Message):
+    """Last words of a node that leaves as told. ``is_saved``: it was told to save, and has."""
+
+    TYPE = "left"
+    generation: int
+    is_saved: bool
+
+
+@dataclass(frozen=True)
+class Boundary(Message):
+    """A checkpoint of ``step`` stands: joins that were held may happen now."""
+
+    TYPE = "boundary"
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Done(Message):
+    """All of this node's workers have ended well (fresh workers only)."""
+
+    TYPE = "done"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Result(Message):
+    """The run's end is committed: training is complete (``exit_code`` 0), or stopped for all as agreed (75, 76)."""
+
+    TYPE = "result"
+    generation: int
+    step: int
+    exit_code: int = 0
+    reason: str = "complete"
+
+
+@dataclass(frozen=True)
+class Progress(Message):
+    """Where training is; from rank 0's node, at most twice a second. None where it is not known."""
+
+    TYPE = "progress"
+    generation: int
+    step: int
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    checkpoint_step: int | None = None
+
+
+@dataclass(frozen=True)
+class Commit(Message):
+    """May ``generation`` still write? Answered by ``permit`` with the same ``request``."""
+
+    TYPE = "commit"
+    request: int
+    generation: int
+
+
+# ---- coordinator → node ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Welcome(Message):
+    """The hello was accepted. Workers must stop after ``lease_seconds`` without contact."""
+
+    TYPE = "welcome"
+    generation: int
+    lease_seconds: float
+    silence_seconds: float
+
+
+@dataclass(frozen=True)
+class Refused(Message):
+    """The hello was not accepted; the connection closes. The node ends with ``exit_code``."""
+
+    TYPE = "refused"
+    reason: str
+    message: str
+    exit_code: int
+
+
+@dataclass(frozen=True)
+class Plan(Message):
+    """Leave the running group and say ready for ``generation``. ``hard``: now, a member is gone; else at a step boundary.
+
+    ``is_member`` is False for nodes that will not be in it: spares, and those that leave.
+    """
+
+    TYPE = "plan"
+    generation: int
+    hard: bool
+    is_member: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Go(Message):
+    """All members are ready: this node's workers are ranks ``first_rank`` … of ``world_size``; the store is at address:port."""
+
+    TYPE = "go"
+    generation: int
+    first_rank: int
+    workers: int
+    world_size: int
+    node_rank: int
+    num_nodes: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Leave(Message):
+    """A node that is leaving may go. ``save``: it holds the newest state and nobody goes on; it saves first, alone."""
+
+    TYPE = "leave"
+    generation: int
+    save: bool
+
+
+@dataclass(frozen=True)
+class End(Message):
+    """The run is over for this node: end with ``exit_code``."""
+
+    TYPE = "end"
+    exit_code: int
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class Pong(Message):
+    """Answer to ``ping``; ``generation`` is the newest."""
+
+    TYPE = "pong"
+    generation: int
+
+
+@dataclass(frozen=True)
+class Permit(Message):
+    """Answer to ``commit``."""
+
+    TYPE = "permit"
+    request: int
+    granted: bool
+
+
+FROM_NODES: tuple[type[Message], ...] = (
+    Hello, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress, Commit,
+)  # fmt: skip
+FROM_COORDINATOR: tuple[type[Message], ...] = (Welcome, Refused, Plan, Go, Leave, End, Pong, Permit)
+
+
+# ---- the translator --------------------------------------------------------------------------------------------------
+
+
+def to_camel(name: str) -> str:
+    """The wire's name of a field: ``first_rank`` → ``firstRank``."""
+    head, *rest = name.split("_")
+    return head + "".join(part.capitalize() for part in rest)
+
+
+def encode(message: Message) -> bytes:
+    """One line with its newline. A ``message`` text that is too long is cut.
+
+    Raises:
+        ProtocolError: a number is not finite, or the line would be longer than ``MAX_LINE_BYTES``.
+    """
+    text = json.dumps({"type": message.TYPE, **_to_wire(message)}, separators=(",", ":"))
+    if "NaN" in text or "Infinity" in text:
+        _refuse_numbers(message)
+    line = text.encode("ascii") + b"\n"
+    if len(line) > MAX_LINE_BYTES:
+        raise ProtocolError(f"{message.TYPE}: {len(line)} bytes are more than the {MAX_LINE_BYTES} of a line. Shorten its texts.")
+    return line
+
+
+def decode_from_node(line: bytes) -> Message:
+    """What a node has sent. Raises ProtocolError, naming the field, for anything else."""
+    return _decode(line, _NODE_TYPES)
+
+
+def decode_from_coordinator(line: bytes) -> Message:
+    """What the coordinator has sent. Raises ProtocolError, naming the field, for anything else."""
+    return _decode(line, _COORDINATOR_TYPES)
+
+
+_NODE_TYPES = {kind.TYPE: kind for kind in FROM_NODES}
+_COORDINATOR_TYPES = {kind.TYPE: kind for kind in FROM_COORDINATOR}
+_Reader = Callable[[Any, str], Any]
+
+
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    wire: str
+    read: _Reader
+    is_required: bool
+
+
+def _to_wire(message: Message) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for one in _fields(type(message)):
+        value = getattr(message, one.name)
+        if isinstance(value, Message):
+            value = _to_wire(value)
+        elif one.name == "message":
+            value = value[:MAX_TEXT]
+        found[one.wire] = value
+    return found
+
+
+def _refuse_numbers(message: Message) -> None:
+    for one in _fields(type(message)):
+        value = getattr(message, one.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ProtocolError(f"{message.TYPE}.{one.wire}: {value} is no number JSON knows. Send null or leave it out.")
+
+
+def _decode(line: bytes, known: Mapping[str, type[Message]]) -> Message:
+    if len(line) > MAX_LINE_BYTES:
+        raise ProtocolError(f"line: more than {MAX_LINE_BYTES} bytes")
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+        raise ProtocolError(f"line: not JSON; {type(error).__name__}") from None
+    if not isinstance(found, dict):
+        raise ProtocolError("line: not a JSON object")
+    name = found.get("type")
+    kind = known.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ProtocolError(f"type: {_show(name)} is none of {', '.join(known)}")
+    return _build(kind, found, kind.TYPE)
+
+
+def _build(kind: type[Message], found: dict[str, Any], where: str) -> Message:
+    values = {}
+    for one in _fields(kind):
+        if one.wire in found:
+            values[one.name] = one.read(found[one.wire], f"{where}.{one.wire}")
+        elif one.is_required:
+            raise ProtocolError(f"{where}.{one.wire}: missing")
+    return kind(**values)
+
+
+_known_fields: dict[type[Message], tuple[_Field, ...]] = {}
+
+
+def _fields(kind: type[Message]) -> tuple[_Field, ...]:
+    if kind not in _known_fields:
+        _known_fields[kind] = _find_fields(kind)
+    return _known_fields[kind]
+
+
+def _find_fields(kind: type[Message]) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(kind)
+    return tuple(
+        _Field(
+            name=one.name,
+            wire=to_camel(one.name),
+            read=_reader(hints[one.name]),
+            is_required=one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING,
+        )
+        for one in dataclasses.fields(kind)
+    )
+
+
+def _reader(hint: Any) -> _Reader:
+    if hint in _SCALARS:
+        return _SCALARS[hint]
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return functools.partial(_read_choice, choices=arguments)
+    if origin is types.UnionType and types.NoneType in arguments:
+        inner = _reader(next(one for one in arguments if one is not types.NoneType))
+        return lambda value, where: None if value is None else inner(value, where)
+    if origin is dict:
+        return _read_texts
+    if isinstance(hint, type) and issubclass(hint, Message):
+        return functools.partial(_read_message, kind=hint)
+    raise TypeError(f"{hint}: no field of a message may have this type")
+
+
+def _read_integer(value: Any, where: str) -> int:
+    if type(value) is not int:
+        raise ProtocolError(f"{where}: {_show(value)} is not a whole number")
+    if abs(value) > MAX_INTEGER:
+        raise ProtocolError(f"{where}: beyond {MAX_INTEGER}")
+    return value
+
+
+def _read_number(value: Any, where: str) -> float:
+    if type(value) not in (int, float) or (type(value) is int and abs(value) > MAX_INTEGER) or not math.isfinite(value):
+        raise ProtocolError(f"{where}: {_show(value)} is not a finite number")
+    return float(value)
+
+
+def _read_text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ProtocolError(f"{where}: {_show(value)} is not a text")
+    if len(value) > MAX_TEXT:
+        raise ProtocolError(f"{where}: longer than {MAX_TEXT} characters")
+    if not value.isascii() and any("\ud800" <= one <= "\udfff" for one in value):
+        raise ProtocolError(f"{where}: not Unicode")
+    return value
+
+
+def _read_flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ProtocolError(f"{where}: {_show(value)} is neither true nor false")
+    return value
+
+
+def _read_choice(value: Any, where: str, *, choices: tuple[str, ...]) -> str:
+    if not isinstance(value, str) or value not in choices:
+        raise ProtocolError(f"{where}: {_show(value)} is none of {', '.join(choices)}")
+    return value
+
+
+def _read_texts(value: Any, where: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where}: {_show(value)} is not an object")
+    return {_read_text(key, where): _read_text(one, f"{where}.{key[:40]}") for key, one in value.items()}
+
+
+def _read_message(value: Any, where: str, *, kind: type[Message]) -> Message:
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{where}: {_show(value)} is not an object")
+    return _build(kind, value, where)
+
+
+def _show(value: Any) -> str:
+    return ascii(value)[:60] if isinstance(value, str | int | float | bool | None) else type(value).__name__
+
+
+_SCALARS: dict[Any, _Reader] = {int: _read_integer, float: _read_number, str: _read_text, bool: _read_flag}

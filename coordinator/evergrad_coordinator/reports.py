@@ -1,0 +1,175 @@
+"""What each message of a joined node changes. Pure; the other half of ``membership``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.failures import Failure
+from evergrad_coordinator.protocol import (
+    Boundary,
+    Broken,
+    Capacity,
+    Done,
+    Leaving,
+    Left,
+    Message,
+    Progress,
+    Ready,
+    Result,
+    Up,
+)  # fmt: skip
+from evergrad_coordinator.state import Node, World
+
+if TYPE_CHECKING:
+    from evergrad_coordinator.membership import Membership
+
+
+def handle_report(group: Membership, node: Node, message: Message, now: float) -> None:
+    """Note what ``node`` says; what names another generation than the newest group's is ignored."""
+    handle = _HANDLERS.get(type(message))
+    if handle is not None:
+        handle(group, node, message, now)
+
+
+def _find_world(group: Membership, node: Node, generation: int) -> World | None:
+    """The newest group, if that is what the message names and the node is in it."""
+    world = group.world
+    return world if world and world.generation == generation and node.key in world.places else None
+
+
+def _on_capacity(group: Membership, node: Node, message: Capacity, now: float) -> None:
+    node.workers = message.workers
+    if group.gathering and group.gathering.first_seen is None and node.is_candidate:
+        group.gathering.first_seen = now
+    group.change(now)
+
+
+def _on_ready(group: Membership, node: Node, message: Ready, now: float) -> None:
+    if message.generation > group.generation:
+        return
+    node.step = message.step
+    world, proposal = group.world, group.proposal
+    if node.group < message.generation:
+        node.group = 0
+    if world and world.generation < message.generation and node.key in world.places and node.key not in world.out:
+        world.out.add(node.key)
+        if proposal and not world.is_over:
+            group.accounting.begin(proposal.cause, at=now)
+    if proposal is None or message.generation != proposal.generation:
+        if node.is_leaving:
+            group.change(now)
+        return
+    node.ready, node.workers = message, message.workers
+    if node.key in proposal.waits_for:
+        proposal.waits_for.discard(node.key)
+        group.settle(now)
+
+
+def _on_up(group: Membership, node: Node, message: Up, now: float) -> None:
+    world = _find_world(group, node, message.generation)
+    if world is None or world.is_over:
+        return
+    world.up.add(node.key)
+    node.step = max(message.step, node.step if node.step is not None else -1)
+    group.training.step = message.step
+    group.budget.observe(group.training)
+    if not world.is_up and world.up >= world.places.keys():
+        world.up_at, world.up_step = now, message.step
+        group.accounting.end(now=now)
+        group.log("up", step=message.step)
+        group.change(now)
+
+
+def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> None:
+    if group.gathering and node.had and node.had.generation == message.generation:
+        node.early_broken = message
+        if not message.is_final:
+            return
+    elif _find_world(group, node, message.generation) is None:
+        return
+    group.log("broken", node=node.name, rank=message.rank, cause=message.cause, exitCode=message.exit_code, step=message.step)
+    failure = Failure(node.name, now - message.time_since, message)
+    group.break_world(failure, now=now)
+    if message.is_final:
+        text = (
+            message.message
+            or f"rank {message.rank} (node {node.name}) ended with exit code {message.exit_code}: no retry can cure it"
+        )
+        group.finish(ExitCode.USER_ERROR, "UserError", text)
+
+
+def _on_leaving(group: Membership, node: Node, message: Leaving, now: float) -> None:
+    if node.is_leaving:
+        return
+    node.is_leaving = True
+    group.log("leaving", node=node.name, reason=message.reason[:100])
+    group.change(now)
+
+
+def _on_left(group: Membership, node: Node, message: Left, now: float) -> None:
+    node.is_leaving = True
+    if group.world and node.key in group.world.places:
+        group.world.out.add(node.key)
+    if message.is_saved and group.saver == node.key:
+        group.saved_step = max(group.saved_step, node.step if node.step is not None else -1)
+    group.drop(node, "left", now)
+
+
+def _on_boundary(group: Membership, node: Node, message: Boundary, now: float) -> None:
+    if _find_world(group, node, message.generation) is None:
+        return
+    group.training.checkpoint_step = max(group.training.checkpoint_step, message.step)
+    group.budget.observe(group.training)
+    group.has_boundary = True
+    group.change(now)
+
+
+def _on_done(group: Membership, node: Node, message: Done, now: float) -> None:
+    world = _find_world(group, node, message.generation)
+    if world is None or group.settings.recovery != "fresh":
+        return
+    world.done.add(node.key)
+    world.out.add(node.key)
+    node.is_done, node.group = True, 0
+    if world.done >= world.places.keys():
+        group.finish(ExitCode.DONE, "Complete", "all workers ended well")
+        return
+    group.change(now)
+
+
+def _on_result(group: Membership, node: Node, message: Result, now: float) -> None:
+    del now
+    is_adoptable = group.gathering and node.had and node.had.generation == message.generation == group.generation
+    if not is_adoptable and _find_world(group, node, message.generation) is None:
+        return
+    group.training.step = max(group.training.step, message.step)
+    if 0 <= message.exit_code <= 255:
+        group.finish(message.exit_code, message.reason[:100] or "complete")
+
+
+def _on_progress(group: Membership, node: Node, message: Progress, now: float) -> None:
+    if _find_world(group, node, message.generation) is None:
+        return
+    training = group.training
+    training.step, training.updated_at = message.step, now
+    for name in ("total_steps", "loss", "tokens_per_second", "eta_seconds", "checkpoint_step"):
+        value = getattr(message, name)
+        if value is not None:
+            setattr(training, name, value)
+    group.budget.observe(training)
+
+
+_HANDLERS: dict[type[Message], Callable[[Membership, Node, Any, float], None]] = {
+    Capacity: _on_capacity,
+    Ready: _on_ready,
+    Up: _on_up,
+    Broken: _on_broken,
+    Leaving: _on_leaving,
+    Left: _on_left,
+    Boundary: _on_boundary,
+    Done: _on_done,
+    Result: _on_result,
+    Progress: _on_progress,
+}

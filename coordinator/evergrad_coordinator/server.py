@@ -1,0 +1,334 @@
+"""The coordinator's edge: sockets, time and journal around ``membership``. A bad peer loses its connection and nothing else."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+import time
+import typing
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.journal import GenerationStore, JournalError
+from evergrad_coordinator.membership import Membership
+from evergrad_coordinator.protocol import (
+    MAX_LINE_BYTES,
+    Hello,
+    Message,
+    Ping,
+    Pong,
+    ProtocolError,
+    decode_from_node,
+    encode,
+)  # fmt: skip
+from evergrad_coordinator.state import Close, Effect, Finish, Log, Persist, Send
+
+LogLine = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one peer, and all that have not said hello, may take."""
+
+    hello_seconds: float = 5.0
+    unknown_peers: int = 1024
+    """Connections that have not said hello; the oldest makes way for one more."""
+    unsent_bytes: int = 1024 * 1024
+    messages: int = 1000
+    """At once; ``messages_per_second`` in the long run."""
+    messages_per_second: float = 100.0
+    closing_seconds: float = 5.0
+    persist_retry_seconds: float = 0.5
+    log_lines_per_second: float = 20.0
+
+
+@dataclass
+class Counters:
+    """What happened at the edge, for /metrics."""
+
+    connections: int = 0
+    messages: int = 0
+    rejected: dict[str, int] = field(default_factory=dict)
+    internal_errors: int = 0
+    persist_failures: int = 0
+
+
+class Peer(asyncio.Protocol):
+    """One connection: bytes to lines, and nothing that grows without bound."""
+
+    def __init__(self, server: "Server") -> None:
+        self._server = server
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._allowed = float(server.limits.messages)
+        self._allowed_at = time.monotonic()
+        self.number = 0
+        self.has_joined = False
+        self.connected_at = self._allowed_at
+        self.is_closing = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Begin."""
+        self._transport = typing.cast(asyncio.Transport, transport)
+        with contextlib.suppress(OSError):
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._server.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        """Take all whole lines."""
+        buffer, start = self._buffer, 0
+        buffer += data
+        while not self.is_closing and (end := buffer.find(b"\n", start)) >= 0:
+            line = bytes(buffer[start:end])
+            start = end + 1
+            self._server.take_line(self, line)
+        if self.is_closing:
+            buffer.clear()
+            return
+        del buffer[:start]
+        if len(buffer) >= MAX_LINE_BYTES:
+            self._server.reject(self, "line_too_long")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._buffer.clear()
+        self._server.forget(self, "connection closed" if exc is None else type(exc).__name__)
+
+    def is_within_rate(self, now: float, *, burst: int, rate: float) -> bool:
+        """Whether one more message is acceptable."""
+        self._allowed = min(float(burst), self._allowed + (now - self._allowed_at) * rate) - 1
+        self._allowed_at = now
+        return self._allowed >= 0
+
+    def write(self, data: bytes, *, limit: int) -> bool:
+        """False if the peer does not read what it is sent."""
+        if self._transport is None or self._transport.is_closing():
+            return True
+        self._transport.write(data)
+        return self._transport.get_write_buffer_size() <= limit
+
+    def close(self, *, patience: float) -> None:
+        """End it once everything is written, or without that after ``patience`` seconds."""
+        self.is_closing = True
+        if self._transport is None:
+            return
+        self._transport.close()
+        if patience <= 0:
+            self._transport.abort()
+        elif self._transport.get_write_buffer_size():
+            asyncio.get_running_loop().call_later(patience, self._transport.abort)
+
+    @property
+    def host(self) -> str:
+        """Numeric address of the other side."""
+        name = self._transport.get_extra_info("peername") if self._transport else None
+        return str(name[0]) if name else ""
+
+
+class Server:
+    """Feeds ``membership`` with what arrives and carries out what it answers, in order."""
+
+    def __init__(self, membership: Membership, store: GenerationStore, *, log: LogLine, limits: Limits | None = None) -> None:
+        self.membership = membership
+        self.limits = limits or Limits()
+        self.counters = Counters()
+        self.is_writable = True
+        """Whether the journal took the newest number."""
+        self.finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._store = store
+        self._log = log
+        self._peers: dict[int, Peer] = {}
+        self._unknown: dict[int, Peer] = {}
+        self._effects: deque[Effect] = deque()
+        self._persisting: asyncio.Task[None] | None = None
+        self._announced = membership.generation
+        self._pong = encode(Pong(self._announced))
+        self._timer: asyncio.TimerHandle | None = None
+        self._listener: asyncio.Server | None = None
+        self._log_allowance = (self.limits.log_lines_per_second, 0.0)
+
+    @property
+    def num_connections(self) -> int:
+        """Open connections, with those that have not said hello."""
+        return len(self._peers)
+
+    async def listen(self, host: str, port: int) -> int:
+        """Begin to serve; the port. Raises OSError."""
+        allow_many_files()
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._report_error)
+        self._listener = await loop.create_server(lambda: Peer(self), host, port, backlog=4096)
+        self._tick()
+        return int(self._listener.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening and end all connections."""
+        if self._timer:
+            self._timer.cancel()
+        if self._persisting:
+            self._persisting.cancel()
+        if self._listener:
+            self._listener.close()
+        for peer in list(self._peers.values()):
+            peer.close(patience=1.0)
+        await asyncio.sleep(0)
+
+    # ---- called by peers ---------------------------------------------------------------------------------------------
+
+    def add(self, peer: Peer) -> None:
+        """A new connection."""
+        self.counters.connections += 1
+        peer.number = self.counters.connections
+        self._peers[peer.number] = self._unknown[peer.number] = peer
+        if len(self._unknown) > self.limits.unknown_peers:
+            self.reject(next(iter(self._unknown.values())), "too_many_connections")
+
+    def forget(self, peer: Peer, why: str) -> None:
+        """A connection has ended."""
+        if self._peers.pop(peer.number, None) is None:
+            return
+        self._unknown.pop(peer.number, None)
+        if peer.has_joined:
+            self._apply(self.membership.lost(peer.number, why, now=time.monotonic()))
+
+    def take_line(self, peer: Peer, line: bytes) -> None:
+        """One line from a peer."""
+        now, limits = time.monotonic(), self.limits
+        if not peer.is_within_rate(now, burst=limits.messages, rate=limits.messages_per_second):
+            self.reject(peer, "too_many_messages")
+            return
+        try:
+            message = decode_from_node(line)
+        except ProtocolError as error:
+            self.reject(peer, "malformed", str(error))
+            return
+        self.counters.messages += 1
+        if isinstance(message, Hello) == peer.has_joined:
+            self.reject(peer, "malformed", f"{message.TYPE}: {'said twice' if peer.has_joined else 'before hello'}")
+        elif isinstance(message, Hello):
+            peer.has_joined = True
+            self._unknown.pop(peer.number, None)
+            self._apply(self.membership.hello(peer.number, message, now=now))
+        else:
+            effects = self.membership.receive(peer.number, message, now=now)
+            if isinstance(message, Ping):
+                self._write(peer, self._pong)
+            self._apply(effects)
+
+    def reject(self, peer: Peer, reason: str, detail: str = "") -> None:
+        """End a connection that breaks the rules."""
+        self.counters.rejected[reason] = self.counters.rejected.get(reason, 0) + 1
+        self._log_bounded("rejected", peer=peer.host, reason=reason, detail=detail[:200])
+        peer.close(patience=0)
+        self.forget(peer, reason)
+
+    # ---- effects -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, effects: Iterable[Effect]) -> None:
+        self._effects.extend(effects)
+        if self._persisting is None:
+            self._carry_out()
+        self._schedule()
+
+    def _carry_out(self) -> None:
+        while self._effects:
+            effect = self._effects.popleft()
+            match effect:
+                case Send(number, message):
+                    self._send(number, message)
+                case Close(number, why):
+                    self._close(number, why)
+                case Log(event, fields):
+                    self._log(event, **fields) if event in _RARE else self._log_bounded(event, **fields)
+                case Finish(exit_code):
+                    if not self.finished.done():
+                        self.finished.set_result(exit_code)
+                case Persist(expected, generation):
+                    self._persisting = asyncio.get_running_loop().create_task(self._persist(expected, generation))
+                    return
+
+    async def _persist(self, expected: int, generation: int) -> None:
+        """Everything behind waits: no number is heard before it is durable."""
+        while True:
+            try:
+                is_ours = await asyncio.to_thread(self._store.advance, expected, generation)
+                break
+            except (OSError, JournalError) as error:
+                self.is_writable = False
+                self.counters.persist_failures += 1
+                self._log_bounded("journal_failed", error=str(error), newGeneration=generation)
+                await asyncio.sleep(self.limits.persist_retry_seconds)
+        self.is_writable = True
+        if not is_ours:
+            self._log("superseded", message="another coordinator has taken the next generation: this one ends")
+            self._effects.clear()
+            if not self.finished.done():
+                self.finished.set_result(ExitCode.INTERNAL)
+            return  # and _persisting stays: nothing is carried out any more
+        self._announced = generation
+        self._pong = encode(Pong(generation))
+        self._persisting = None
+        self._carry_out()
+
+    def _send(self, number: int, message: Message) -> None:
+        peer = self._peers.get(number)
+        if peer is not None:
+            self._write(peer, encode(message))
+
+    def _write(self, peer: Peer, data: bytes) -> None:
+        if not peer.write(data, limit=self.limits.unsent_bytes):
+            self.reject(peer, "does_not_read")
+
+    def _close(self, number: int, why: str) -> None:
+        peer = self._peers.get(number)
+        if peer is not None:
+            self._log_bounded("closed", peer=peer.host, why=why)
+            peer.close(patience=self.limits.closing_seconds)
+
+    # ---- time --------------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        self._timer = None
+        late = [peer for peer in self._unknown.values() if now - peer.connected_at > self.limits.hello_seconds]
+        for peer in late:
+            self.reject(peer, "no_hello")
+        self._apply(self.membership.tick(now=now))
+
+    def _schedule(self) -> None:
+        at = self.membership.next_tick(now=time.monotonic())
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._tick)
+
+    # ---- the log -----------------------------------------------------------------------------------------------------
+
+    def _log_bounded(self, event: str, **fields: object) -> None:
+        """What a peer can cause at will must not fill a disk."""
+        left, at = self._log_allowance
+        now = time.monotonic()
+        left = min(4 * self.limits.log_lines_per_second, left + (now - at) * self.limits.log_lines_per_second)
+        if left >= 1:
+            self._log(event, **fields)
+            left -= 1
+        self._log_allowance = (left, now)
+
+    def _report_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+        del loop
+        self.counters.internal_errors += 1
+        error = context.get("exception")
+        self._log_bounded("internal_error", message=str(context.get("message")), error=repr(error))
+
+
+_RARE = frozenset({"plan", "go", "up", "adopted", "finished", "waiting", "empty"})
+
+
+def allow_many_files() -> None:
+    """As many connections as the system lets this process have: usual soft limits are 1024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,187 @@
+"""The values membership is made of: settings, connected nodes, the running world, a proposal, and effects."""
+
+from dataclasses import dataclass, field
+
+from evergrad_coordinator.protocol import Broken, Had, Message, Ready, Recovery
+
+MAX_GENERATION = 2**52
+"""Generations stay below: whoever claims more is not believed, and there is always room above."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Bounds and times of one run. Times in seconds."""
+
+    run: str
+    min_nodes: int
+    max_nodes: int
+    expect: int
+    """So many nodes are waited for at the start, ``start_wait_seconds`` long."""
+    recovery: Recovery = "in-process"
+    token: str = ""
+    start_wait_seconds: float = 30.0
+    debounce_seconds: float = 0.03
+    silence_seconds: float = 3.0
+    lease_seconds: float = 10.0
+    ready_limit_seconds: float = 35.0
+    soft_limit_seconds: float = 120.0
+    up_limit_seconds: float = 60.0
+    hold_joins: bool = False
+    longest_hold_seconds: float = 600.0
+    max_failures_without_progress: int = 3
+    epoch: int = 0
+    exit_when_empty: bool = False
+    max_members: int = 4096
+
+
+# ---- effects: what the edge does, in this order ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """A message to one connection."""
+
+    peer: int
+    message: Message
+
+
+@dataclass(frozen=True)
+class Close:
+    """The connection ends once what was sent before has left."""
+
+    peer: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Persist:
+    """``generation`` is durable before any later effect happens."""
+
+    expected: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """One line of the log."""
+
+    event: str
+    fields: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The run is over for everybody."""
+
+    exit_code: int
+
+
+Effect = Send | Close | Persist | Log | Finish
+
+
+# ---- nodes and groups ------------------------------------------------------------------------------------------------
+
+Key = tuple[str, str]
+"""A node and its incarnation: the same pod index started anew is somebody else."""
+
+
+@dataclass
+class Node:
+    """One connected node."""
+
+    peer: int
+    name: str
+    incarnation: str
+    address: str
+    workers: int
+    seen: float
+    had: Had | None = None
+    group: int = 0
+    """Generation that this node's workers are in; 0 for none."""
+    ready: Ready | None = None
+    step: int | None = None
+    """Newest finished step in this node's memory, -1 for none; None before it has said so."""
+    is_leaving: bool = False
+    released_at: float | None = None
+    is_done: bool = False
+    early_broken: Broken | None = None
+    """Said before its generation was known here."""
+
+    @property
+    def key(self) -> Key:
+        """Node and incarnation."""
+        return self.name, self.incarnation
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it may be a member of the next group."""
+        return self.workers > 0 and not self.is_leaving and not self.is_done
+
+
+@dataclass(frozen=True)
+class Place:
+    """A member's ranks: ``first_rank`` … ``first_rank + workers - 1``."""
+
+    first_rank: int
+    workers: int
+
+
+@dataclass
+class World:
+    """The newest group that was told to go (or was found running)."""
+
+    generation: int
+    places: dict[Key, Place]
+    started_at: float
+    up_at: float | None = None
+    up_step: int = -1
+    is_broken: bool = False
+    is_over: bool = False
+    """Nobody's workers are in it any more."""
+    up: set[Key] = field(default_factory=set)
+    out: set[Key] = field(default_factory=set)
+    """Members whose workers are known to be gone from it."""
+    done: set[Key] = field(default_factory=set)
+    last_contact: dict[Key, float] = field(default_factory=dict)
+    """Of members that are not connected."""
+
+    @property
+    def is_up(self) -> bool:
+        """Whether all of its members have said so."""
+        return self.up_at is not None
+
+    @property
+    def size(self) -> int:
+        """Its number of ranks."""
+        return sum(place.workers for place in self.places.values())
+
+
+@dataclass
+class Proposal:
+    """A plan that was announced and has not gone yet."""
+
+    generation: int
+    members: tuple[Key, ...]
+    hard: bool
+    cause: str
+    reason: str
+    made_at: float
+    waits_for: set[Key]
+
+
+@dataclass
+class Training:
+    """What nodes have said about the training itself."""
+
+    step: int = -1
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    checkpoint_step: int = -1
+    updated_at: float | None = None
+
+
+def node_order(name: str) -> tuple[int, int, str]:
+    """Sorts pod indices as numbers, anything else after them."""
+    return (0, int(name), name) if name.isascii() and name.isdigit() else (1, 0, name)

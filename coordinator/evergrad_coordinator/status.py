@@ -1,0 +1,220 @@
+"""What the run looks like from outside: one JSON object and the metrics of ``GET /metrics``. Pure; ``http`` serves it."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.membership import Membership
+from evergrad_coordinator.protocol import MAX_TEXT
+from evergrad_coordinator.state import node_order
+
+MAX_LISTED = 64
+"""Members and other nodes in /status; the rest is only counted."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Where the run stands and why."""
+
+    phase: str
+    reason: str
+    message: str
+
+
+def describe_condition(group: Membership, *, now: float) -> Condition:
+    """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
+    if group.finished:
+        end = group.finished
+        phase = {ExitCode.DONE: "Complete", ExitCode.STOPPED_SAVED: "Stopped", ExitCode.STOPPED_UNSAVED: "Stopped"}
+        return Condition(phase.get(ExitCode(end.exit_code) if end.exit_code in list(ExitCode) else ExitCode.INTERNAL, "Failed"),
+                         _camel_reason(end.reason), end.message)  # fmt: skip
+    if group.proposal:
+        return _describe_proposal(group)
+    if group.world and not group.world.is_over and group.nodes and not group.gathering:
+        return _describe_world(group)
+    return _describe_wait(group, now)
+
+
+def _camel_reason(reason: str) -> str:
+    return "".join(part[:1].upper() + part[1:] for part in reason.replace("-", " ").split())
+
+
+def _describe_world(group: Membership) -> Condition:
+    world = group.world
+    if world is None:
+        return Condition("Waiting", "WaitingForNodes", "")
+    if world.is_broken:
+        return Condition("Starting", "GroupBroken", f"generation {world.generation} broke; a new one is about to be planned")
+    if not world.is_up:
+        return Condition("Starting", "MembersStarting", f"{len(world.up)} of {len(world.places)} nodes are up")
+    return Condition("Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers")
+
+
+def _describe_proposal(group: Membership) -> Condition:
+    proposal = group.proposal
+    if proposal is None or len(proposal.members) < group.settings.min_nodes:
+        return _describe_shortage(group)
+    waits = f"{proposal.reason}; waiting for {len(proposal.waits_for)} nodes to be ready"
+    if not proposal.waits_for and group.saver:
+        return Condition("Draining", "WaitingForSave", f"node {group.saver[0]} saves before it leaves")
+    is_draining = group.world is not None and not group.world.is_over and not proposal.hard
+    return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", waits)
+
+
+def _describe_wait(group: Membership, now: float) -> Condition:
+    if not group.nodes and group.was_left:
+        return Condition("Stopped", "AllNodesLeft", "all nodes have left; the run goes on when enough are here again")
+    if group.nodes and group.saver:
+        return Condition("Waiting", "WaitingForSave", f"node {group.saver[0]} saves before it leaves")
+    if group.gathering and group.gathering.adopts_until is not None and group.gathering.adopts_until > now and group.nodes:
+        return Condition("Waiting", "WaitingForReconnects", "a group may be running; its nodes have a lease's time to report it")
+    if group.fence_until > now:
+        text = "no node of the last group is left: its workers stop by themselves when their lease ends"
+        return Condition("Waiting", "WaitingForLease", text)
+    return _describe_shortage(group)
+
+
+def _describe_shortage(group: Membership) -> Condition:
+    ready, settings = sum(node.is_candidate for node in group.nodes.values()), group.settings
+    if group.gathering and settings.min_nodes <= ready < settings.expect:
+        return Condition("Waiting", "WaitingForNodes", f"{ready} nodes of the {settings.expect} expected are here")
+    return Condition("Waiting", "WaitingForNodes", f"{ready} nodes are here; at least {settings.min_nodes} are needed")
+
+
+def build_status(group: Membership, *, now: float) -> dict[str, Any]:
+    """The object of ``GET /status``."""
+    condition, training, world = describe_condition(group, now=now), group.training, group.world
+    is_current = world is not None and not world.is_over
+    ready = sum(node.is_candidate for node in group.nodes.values())
+    members = list(_list_members(group))
+    return {
+        "run": group.settings.run,
+        "phase": condition.phase,
+        "reason": condition.reason,
+        "message": condition.message,
+        "generation": group.generation,
+        "epoch": group.settings.epoch,
+        "nodes": {
+            "min": group.settings.min_nodes,
+            "max": group.settings.max_nodes,
+            "ready": ready,
+            "connected": len(group.nodes),
+            "members": members[:MAX_LISTED],
+            "numMembers": len(members),
+        },
+        "worldSize": world.size if world and is_current else 0,
+        "step": training.step if training.step >= 0 else None,
+        "totalSteps": training.total_steps,
+        "loss": training.loss,
+        "tokensPerSecond": training.tokens_per_second,
+        "etaSeconds": training.eta_seconds,
+        "checkpointStep": training.checkpoint_step if training.checkpoint_step >= 0 else None,
+        "restarts": dict(group.accounting.restarts),
+        "lostSeconds": {cause: round(seconds, 3) for cause, seconds in group.accounting.observe_lost(now=now).items()},
+        "lastFailure": _build_failure(group, now),
+        "updatedSecondsAgo": None if training.updated_at is None else round(now - training.updated_at, 3),
+    }
+
+
+def _list_members(group: Membership) -> Iterable[dict[str, Any]]:
+    """Nodes of the running or planned group, then the others that are connected."""
+    places = group.world.places if group.world and not group.world.is_over else {}
+    nodes = sorted(group.nodes.values(), key=lambda node: (node.key not in places, node_order(node.name)))
+    for node in nodes:
+        place = places.get(node.key)
+        yield {
+            "node": node.name,
+            "firstRank": place.first_rank if place else None,
+            "workers": node.workers,
+            "state": _describe_node(group, node),
+            "address": node.address,
+        }
+
+
+def _describe_node(group: Membership, node: Any) -> str:
+    places = group.world.places if group.world and not group.world.is_over else {}
+    states = [
+        ("done", node.is_done),
+        ("leaving", node.is_leaving),
+        ("joining", node.workers == 0),
+        ("preparing", group.proposal is not None and node.key in group.proposal.waits_for),
+        ("ready", group.proposal is not None and node.key in group.proposal.members),
+        ("running", node.key in places and group.world is not None and node.key in group.world.up),
+        ("starting", node.key in places),
+    ]
+    return next((name for name, is_so in states if is_so), "spare")
+
+
+def _build_failure(group: Membership, now: float) -> dict[str, Any] | None:
+    failure = group.budget.last
+    if failure is None:
+        return None
+    report = failure.report
+    return {
+        "generation": report.generation,
+        "cause": report.cause,
+        "node": failure.node,
+        "rank": report.rank,
+        "step": report.step,
+        "exitCode": report.exit_code,
+        "message": report.message[:MAX_TEXT],
+        "secondsAgo": round(max(0.0, now - failure.at), 3),
+        "withoutProgress": group.budget.used,
+    }
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+
+def build_metrics(group: Membership, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float) -> str:
+    """Prometheus text. ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``."""
+    status = build_status(group, now=now)
+    lines: list[str] = []
+
+    def add(name: str, help_text: str, values: dict[str, float], *, label: str = "") -> None:
+        kind = "counter" if name.endswith("_total") else "gauge"
+        lines.extend([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"])
+        lines.extend(f'{name}{{{label}="{key}"}} {value}' if label else f"{name} {value}" for key, value in values.items())
+
+    phases = ("Waiting", "Starting", "Running", "Draining", "Complete", "Stopped", "Failed")
+    add(
+        "evergrad_run_phase",
+        "1 for the phase the run is in.",
+        {one: int(one == status["phase"]) for one in phases},
+        label="phase",
+    )
+    add("evergrad_run_generation", "Newest generation.", {"": group.generation})
+    add("evergrad_run_nodes_ready", "Nodes that could be members.", {"": status["nodes"]["ready"]})
+    add(
+        "evergrad_run_nodes_connected",
+        "Nodes that are connected, with those that are starting or leaving.",
+        {"": len(group.nodes)},
+    )
+    add("evergrad_run_world_size", "Workers of the running group; 0 while there is none.", {"": status["worldSize"]})
+    add("evergrad_run_restarts_total", "Changes of the group after its start, by cause.", status["restarts"], label="cause")
+    add("evergrad_run_lost_seconds_total", "Seconds without training, by cause.", status["lostSeconds"], label="cause")
+    add("evergrad_run_failures_without_progress", "Failures since the last progress.", {"": group.budget.used})
+    for name, key, text in (
+        ("step", "step", "Newest step that was reported."),
+        ("steps", "totalSteps", "Steps of the whole run."),
+        ("checkpoint_step", "checkpointStep", "Step of the newest checkpoint."),
+        ("loss", "loss", "Training loss, nats per token."),
+        ("tokens_per_second", "tokensPerSecond", "Throughput."),
+    ):
+        if status[key] is not None:
+            add(f"evergrad_run_{name}", text, {"": status[key]})
+    for name, value in edge.items():
+        add(f"evergrad_coordinator_{name}", _EDGE_HELP[name], {"": value})
+    add("evergrad_coordinator_rejected_total", "Connections that were ended for breaking a rule.", dict(rejected), label="reason")
+    return "\n".join(lines) + "\n"
+
+
+_EDGE_HELP = {
+    "connections": "Open connections, with those that have not said hello.",
+    "connections_total": "Connections that were accepted.",
+    "messages_total": "Messages from nodes that were understood.",
+    "internal_errors_total": "Errors of the coordinator itself. Always 0, or there is a defect to report.",
+    "journal_failures_total": "Attempts to store a generation that failed.",
+    "journal_writable": "1 while the newest generation could be stored.",
+}
