@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
-if "run_helpers" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location("run_helpers", Path(__file__).with_name("run_helpers.py"))
-    assert _spec is not None and _spec.loader is not None
-    sys.modules["run_helpers"] = importlib.util.module_from_spec(_spec)
-    _spec.loader.exec_module(sys.modules["run_helpers"])
+for _name in ("run_helpers", "rendezvous_cluster"):
+    if _name not in sys.modules:
+        _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
+        assert _spec is not None and _spec.loader is not None
+        sys.modules[_name] = importlib.util.module_from_spec(_spec)
+        _spec.loader.exec_module(sys.modules[_name])
 
 
 @pytest.fixture
@@ -40,6 +41,24 @@ def make_experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
         run_helpers.write_documents(one.path / "documents.jsonl")
         one.write()
         made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Starts a coordinator with these arguments; all processes of its cluster end with the test, also when it fails."""
+    import rendezvous_cluster
+
+    made: list[Any] = []
+
+    def make(*arguments: str, **options: Any) -> Any:
+        one = rendezvous_cluster.Cluster(tmp_path / f"cluster-{len(made)}", *arguments, **options)
+        made.append(one)
+        one.start_coordinator()
         return one
 
     yield make

@@ -1,4 +1,4 @@
-"""A torchrun agent's conversation with the coordinator: a thread with an event loop, and the state the agent's thread waits on."""
+"""A torchrun agent's conversation with the coordinator: a thread with a loop, and the state that the agent waits on."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad_coordinator.client import CoordinatorClient
-
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
     Boundary,
@@ -190,7 +189,8 @@ class AgentLink:
 
     def inherited_descriptors(self) -> list[int]:
         """What a forked child must close: the connection (its end would stay hidden while the child lives) and the pipe."""
-        return [*_connections_to_port(self.settings.port), self.wakeup_read, self.wakeup_write]
+        connection = self._client.fileno() if self._client is not None else -1
+        return [descriptor for descriptor in (connection, self.wakeup_read, self.wakeup_write) if descriptor >= 0]
 
     def _send(self, message: Message) -> None:
         if self._client is not None:
@@ -242,14 +242,13 @@ class AgentLink:
         self._is_started.set()
         client = asyncio.create_task(self._client.run())
         ticks = asyncio.create_task(self._tick())
-        stopped = asyncio.create_task(self._stopped.wait())
+        stopped = asyncio.create_task(self._wait_stopped())
         try:
             await asyncio.wait((client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED)
-            for task in (client, ticks):
-                if task.done() and self.end is None and not self._stopped.is_set():
-                    task.result()
-                    raise RuntimeError("a task of the rendezvous thread ended early")
-            if self.end is not None and not self._stopped.is_set():
+            if not self._stopped.is_set():
+                if self.end is None:  # one of the two ended, which only an error makes them do
+                    await asyncio.gather(*(task for task in (client, ticks) if task.done()))
+                    raise RuntimeError("the conversation with the coordinator ended early")
                 await stopped
         finally:
             self._client.close()
@@ -257,6 +256,9 @@ class AgentLink:
                 task.cancel()
             await asyncio.gather(client, ticks, stopped, return_exceptions=True)
             self.board.close()
+
+    async def _wait_stopped(self) -> None:
+        await self._stopped.wait()
 
     def _hello(self) -> Hello:
         settings = self.settings
@@ -296,8 +298,11 @@ class AgentLink:
                 case Go():
                     self.newest = max(self.newest, message.generation)
                     self.go = message
-                case Leave():
-                    self._send(Left(message.generation, is_saved=False))
+                case Leave() if self._client is not None:
+                    # Its state is in checkpoints, if anywhere; and the coordinator is not to be bothered again.
+                    self._client.send(Left(message.generation, is_saved=False))
+                    self._client.close()
+                    self.end = End(int(ExitCode.STOPPED_SAVED), "left")
                 case End():
                     self._finish(message)
                 case Refused():
@@ -445,16 +450,3 @@ def _address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
-
-
-def _connections_to_port(port: int) -> list[int]:
-    """Descriptors of this process's TCP connections to ``port``."""
-    found = []
-    for descriptor in (int(name) for name in os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else ():
-        try:
-            with socket.socket(fileno=os.dup(descriptor)) as one:
-                if one.family in (socket.AF_INET, socket.AF_INET6) and one.getpeername()[1] == port:
-                    found.append(descriptor)
-        except OSError:
-            continue  # no socket, not connected, or gone meanwhile
-    return found

@@ -7,6 +7,7 @@ names of its api module are imported here, and what only an agent needs is impor
 """
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -60,10 +61,9 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
 
     from evergrad_trainer.elastic.agent_link import NodeSettings
 
-    problems: list[str] = []
     given = {str(key): value for key, value in parameters.config.items()}
-    for key in sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS}):
-        problems.append(f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}.")
+    unknown = sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS})
+    problems = [f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}." for key in unknown]
     host, _, port = parameters.endpoint.strip().rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         problems.append(f"--rdzv-endpoint {parameters.endpoint!r}: not HOST:PORT. Name the coordinator's host and port.")
@@ -176,10 +176,8 @@ class EvergradRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(_ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap)
 
     def _forget_in_child(self) -> None:
-        try:
+        with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
-        except ValueError:
-            pass
         # Not closed but replaced: objects copied by the fork close their numbers at some later time.
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in self._link.inherited_descriptors():

@@ -1,0 +1,229 @@
+"""A coordinator and torchrun agents on this machine, for the tests: every process ends with its ``Cluster``.
+
+The worker (this file, started as a script) sums ones over all ranks and writes a line a step, until it is told to finish.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60.0
+"""A hang's bound: no event takes anywhere near as long."""
+RUN = "rendezvous"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One all_reduce of one rank."""
+
+    at: float
+    node: str
+    process: int
+    generation: int
+    rank: int
+    world_size: int
+    total: float
+
+
+class Cluster:
+    """Processes in one directory; ``steps`` is what all workers have written so far."""
+
+    def __init__(self, directory: Path, *coordinator_arguments: str, torchrun: Sequence[str] = ()) -> None:
+        self.directory = directory
+        self.agents: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self._coordinator: subprocess.Popen[bytes] | None = None
+        self._coordinator_arguments = coordinator_arguments
+        self._torchrun = list(torchrun) or [sys.executable, "-m", "torch.distributed.run"]
+        self._ports = {"port": 0, "statusPort": 0}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        directory.mkdir(exist_ok=True)
+
+    # ---- coordinator -------------------------------------------------------------------------------------------------
+
+    def start_coordinator(self, *more: str) -> None:
+        """Start it, or start it again at the same address."""
+        address = self.directory / "address.json"
+        address.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "evergrad_coordinator", "--run", RUN, "--recovery", "fresh", "--host", "127.0.0.1"]
+        command += ["--port", str(self._ports["port"]), "--status-port", str(self._ports["statusPort"])]
+        command += ["--address-file", str(address), "--state", str(self.directory / "generation"), "--linger", "600"]
+        self._coordinator = self._start([*command, *self._coordinator_arguments, *more], "coordinator")
+        self.until(lambda: address.exists() or self._coordinator_has_ended(), "the coordinator's address")
+        self._ports = json.loads(address.read_text())
+
+    def kill_coordinator(self) -> None:
+        assert self._coordinator is not None
+        self._coordinator.kill()
+        self._coordinator.wait(SECONDS)
+
+    def status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._ports['statusPort']}/status", timeout=10) as answer:
+            return dict(json.load(answer))
+
+    def _coordinator_has_ended(self) -> bool:
+        assert self._coordinator is None or self._coordinator.poll() is None, (self.directory / "coordinator.log").read_text()
+        return False
+
+    @property
+    def endpoint(self) -> str:
+        return f"127.0.0.1:{self._ports['port']}"
+
+    # ---- agents ------------------------------------------------------------------------------------------------------
+
+    def start_agent(
+        self, node: str, *, script: Sequence[str] = (), max_nodes: int = 4, options: Sequence[str] = (), **variables: str
+    ) -> "subprocess.Popen[bytes]":
+        """torchrun for one node; its last process is ``agents[node][-1]``."""
+        command = [*self._torchrun, f"--nnodes=1:{max_nodes}", "--nproc-per-node=1", "--rdzv-backend=evergrad"]
+        command += [f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={RUN}", "--max-restarts=1000000", "--monitor-interval=0.05"]
+        command += [*options, *(script or [__file__])]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "EVERGRAD_NODE": node}
+        environment |= {"TEST_DIRECTORY": str(self.directory), **variables}
+        agent = self._start(command, f"agent-{node}", environment)
+        self.agents.setdefault(node, []).append(agent)
+        return agent
+
+    def agent(self, node: str) -> "subprocess.Popen[bytes]":
+        return self.agents[node][-1]
+
+    def worker(self, node: str) -> int:
+        """Process id of the node's worker: its newest step's."""
+        return [step.process for step in self.steps() if step.node == node][-1]
+
+    def kill_pod(self, node: str) -> None:
+        """Agent and worker at once, as when a pod is deleted by force."""
+        worker = self.worker(node)
+        self.agent(node).send_signal(signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        self.agent(node).wait(SECONDS)
+
+    def wait_exit(self, node: str) -> int:
+        return self.agent(node).wait(SECONDS)
+
+    def is_running(self, node: str) -> bool:
+        return self.agent(node).poll() is None
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text(errors="replace")
+
+    # ---- what happened -----------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[Step]:
+        found = []
+        for path in self.directory.glob("steps-*"):
+            for line in path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    found.append(Step(**json.loads(line)))
+        return sorted(found, key=lambda step: step.at)
+
+    def until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                raise AssertionError(f"waited in vain for {what}\n{self.describe()}")
+            time.sleep(0.02)
+
+    def until_world(self, world_size: int, *, above: int = 0) -> int:
+        """Until every rank of a group of ``world_size`` made a step in a generation above ``above``; returns that generation."""
+
+        def find() -> int:
+            ranks: dict[int, set[int]] = {}
+            for step in self.steps():
+                if step.world_size == world_size and step.generation > above:
+                    ranks.setdefault(step.generation, set()).add(step.rank)
+            return max((one for one, seen in ranks.items() if len(seen) == world_size), default=0)
+
+        self.until(lambda: find() > 0, f"a world of {world_size} above generation {above}")
+        return find()
+
+    def finish_training(self) -> None:
+        """Tell all workers to end well at one step."""
+        (self.directory / "finish").touch()
+
+    def check(self, *, is_thaw: bool = False) -> None:
+        """The invariants. ``is_thaw``: one last step of an old generation may be let out by a process that was frozen."""
+        steps = self.steps()
+        assert steps
+        places: dict[tuple[int, int], tuple[str, int]] = {}
+        newest = late = 0
+        for step in steps:
+            assert step.total == step.world_size, step
+            assert places.setdefault((step.generation, step.rank), (step.node, step.world_size)) == (step.node, step.world_size)
+            late += step.generation < newest
+            newest = max(newest, step.generation)
+        assert late <= is_thaw, f"{late} steps of an older generation after the first of a newer one"
+        for generation in {step.generation for step in steps}:
+            nodes = [node for (one, _), (node, _) in places.items() if one == generation]
+            assert len(nodes) == len(set(nodes)), f"generation {generation} has a node at two ranks: {nodes}"
+
+    def describe(self) -> str:
+        parts = [f"{path.name}:\n{path.read_text(errors='replace')[-2500:]}" for path in sorted(self.directory.glob("*.log"))]
+        return "\n".join(parts) + f"\nlast steps: {self.steps()[-4:]}"
+
+    def close(self) -> None:
+        workers = {step.process for step in self.steps()}
+        for process in self._processes:
+            if process.poll() is None:
+                for number in (signal.SIGKILL, signal.SIGCONT):
+                    process.send_signal(number)
+            process.wait(SECONDS)
+        for worker in workers:
+            with contextlib.suppress(OSError):
+                if str(self.directory).encode() in Path(f"/proc/{worker}/environ").read_bytes():
+                    os.kill(worker, signal.SIGKILL)
+
+    def _start(
+        self, command: Sequence[str], name: str, environment: dict[str, str] | None = None
+    ) -> "subprocess.Popen[bytes]":
+        with (self.directory / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        self._processes.append(process)
+        return process
+
+
+def work() -> None:
+    """The worker."""
+    import torch
+    import torch.distributed as dist
+
+    directory, node = Path(os.environ["TEST_DIRECTORY"]), os.environ["EVERGRAD_NODE"]
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with (directory / f"steps-{node}-{os.getpid()}").open("a", buffering=1) as log:
+        while True:
+            values = torch.tensor([1.0, float((directory / "finish").exists())])
+            dist.all_reduce(values)
+            generation = int(os.environ["EVERGRAD_GENERATION"])
+            step = Step(time.monotonic(), node, os.getpid(), generation, rank, world_size, values[0].item())
+            log.write(json.dumps(vars(step)) + "\n")
+            if values[1] > 0:
+                break
+            time.sleep(0.05)
+    dist.destroy_process_group()
+    after_training(directory, node)
+
+
+def after_training(directory: Path, node: str) -> None:
+    """Faults planned for the end: linger until a file exists, or fail once."""
+    print(f"node {node} has finished training", flush=True)
+    while (directory / f"linger-{node}").exists():
+        time.sleep(0.02)
+    crash = directory / f"crash-{node}"
+    if crash.exists():
+        crash.unlink()
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    work()
