@@ -105,7 +105,7 @@ class _Worker:
         self._channel = channel
         self._is_whole = False
         self._has_office = False
-        self._left_at = time.time()
+        self._has_finished = False
 
     @property
     def _progress(self) -> Progress:
@@ -232,6 +232,7 @@ class _Worker:
     def _finish(self, reason: StopReason) -> None:
         """The run has come to its end in this world. Only rank 0's word counts; the others wait to be told."""
         is_saved = self._progress.saved_step == self._progress.finished_steps
+        self._has_finished = True
         code = finish(self.session, reason, is_saved=is_saved)
         if self.session.world.is_main:
             self._has_office = False
@@ -251,7 +252,8 @@ class _Worker:
         self._checkpoints.leave_world()
         device = self.session.world.device
         self.session.membership.move_to(World(self.generation, rank=0, size=1, device=device))
-        if text is not None or not self._guard.is_changing_from(self.generation):
+        is_wanted = self._has_finished or self._guard.is_changing_from(self.generation)
+        if text is not None or not is_wanted:
             self._channel.send(Broken(self.generation, self._held_step, (text or "a peer left the group")[:MAX_TEXT]))
 
     def _depart(self, order: Depart) -> int:

@@ -83,9 +83,12 @@ def _summary(loaded: LoadedManifest) -> str:
 def _describe_script(run: TrainingRun) -> str:
     nodes, program = run.spec.nodes, run.script.program
     number = f"{nodes.min}" if nodes.max in (None, nodes.min) else f"{nodes.min} to {nodes.max}"
-    workers = "" if run.spec.workers_per_node is None else f" with {run.spec.workers_per_node} workers each"
-    noun = "node" if number == "1" else "nodes"
-    return f"runs the {program.kind} {shlex.join([program.name, *program.arguments])} on {number} {noun}{workers}"
+    text = f"runs the {program.kind} {shlex.join([program.name, *program.arguments])} on {number} node"
+    if number != "1":
+        text += "s"
+    if (workers := run.spec.workers_per_node) is not None:
+        text += f" with {workers} worker" + ("s" if workers > 1 else "") + (" each" if number != "1" else "")
+    return text
 
 
 def _describe_training(run: TrainingRun) -> str:

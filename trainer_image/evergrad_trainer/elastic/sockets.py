@@ -12,12 +12,10 @@ def connected_sockets() -> frozenset[int]:
     """Descriptors of this process that are TCP connections. Listening sockets are none: shutting gloo's down ends the process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError, ValueError):
-            number = int(name)
-            with _duplicate(number) as copy:
-                if copy.family in _FAMILIES and copy.type == socket.SOCK_STREAM:
-                    copy.getpeername()
-                    found.add(number)
+        with contextlib.suppress(OSError), _duplicate(int(name)) as copy:
+            if copy.family in _FAMILIES and copy.type == socket.SOCK_STREAM:
+                copy.getpeername()
+                found.add(int(name))
     return frozenset(found)
 
 
@@ -35,5 +33,7 @@ def cut_sockets(*, except_for: AbstractSet[int]) -> int:
 
 
 def _duplicate(number: int) -> socket.socket:
-    """A second handle: closing it leaves the owner's alone."""
+    """A second handle: closing it leaves the owner's alone. Raises OSError for what is no socket."""
+    if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+        raise OSError(f"descriptor {number} is not a socket")
     return socket.socket(fileno=os.dup(number))

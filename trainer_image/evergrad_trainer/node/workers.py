@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Literal, Protocol
@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.elastic.channel import Channel, channel_pair
 from evergrad_trainer.elastic.pulse import Pulse
+from evergrad_trainer.node.failures import count_oom_kills
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 _PR_SET_PDEATHSIG = 1
@@ -41,6 +42,7 @@ class Worker:
     ready_generation: int = -1
     """Newest change this worker has answered."""
     inside_generation: int = -1
+    up_generation: int = -1
     step: int = -1
     rank: int = -1
     last_heard: float = field(default_factory=time.monotonic)
@@ -48,6 +50,7 @@ class Worker:
     """What it said itself before it ended."""
     was_killed: bool = False
     """The supervisor ended it on purpose."""
+    oom_kills_before: int | None = None
 
     @property
     def pid(self) -> int:
@@ -57,6 +60,12 @@ class Worker:
     @property
     def is_warm(self) -> bool:
         return self.state in ("idle", "inside")
+
+    def was_oom_killed(self) -> bool:
+        """Whether it was SIGKILL, not ours, and the kernel killed somebody in this container for want of memory meanwhile."""
+        now = count_oom_kills()
+        is_more = now is not None and self.oom_kills_before is not None and now > self.oom_kills_before
+        return is_more and not self.was_killed and self.process.exitcode == -signal.SIGKILL
 
     def kill(self) -> None:
         """End it now. It may be frozen or stuck: SIGKILL needs no answer."""
@@ -83,14 +92,14 @@ def start_worker(
     serial: int,
     variables: Mapping[str, str],
     method: StartMethod,
-    captures_output: bool,
+    captures: Literal["nothing", "stderr", "both"],
 ) -> Worker:
-    """Start one worker. ``variables`` are set in its environment; with ``captures_output`` what it prints goes into a pipe."""
+    """Start one worker. ``variables`` are set in its environment; what it prints there goes into a pipe."""
     ours, theirs = channel_pair()
     pulse = Pulse()
-    read_end, write_end = os.pipe() if captures_output else (None, None)
+    read_end, write_end = os.pipe() if captures != "nothing" else (None, None)
     context = multiprocessing.get_context(method)
-    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end)
+    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end, captures)
     process: BaseProcess = context.Process(target=_worker_main, args=(start, ours), name=f"evergrad-worker-{local_rank}")  # type: ignore[attr-defined]
     sys.stdout.flush()
     sys.stderr.flush()
@@ -99,7 +108,7 @@ def start_worker(
     if write_end is not None:
         os.close(write_end)
     ours.socket.setblocking(False)
-    return Worker(local_rank, serial, process, ours, pulse, read_end)
+    return Worker(local_rank, serial, process, ours, pulse, read_end, oom_kills_before=count_oom_kills())
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ class _Start:
     variables: dict[str, str]
     parent: int
     output: int | None
+    captures: str
 
 
 def _worker_main(start: _Start, other_end: Channel) -> None:
@@ -121,7 +131,8 @@ def _worker_main(start: _Start, other_end: Channel) -> None:
     code = int(ExitCode.INTERNAL)
     try:
         if start.output is not None:
-            os.dup2(start.output, 1)
+            if start.captures == "both":
+                os.dup2(start.output, 1)
             os.dup2(start.output, 2)
             os.close(start.output)
         code = start.target(start.channel, start.pulse)
@@ -158,8 +169,3 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(int(ExitCode.INTERNAL))
-
-
-def run_in_process(function: Callable[[], int]) -> Callable[[Channel, Pulse], int]:
-    """A target that needs neither channel nor pulse."""
-    return lambda channel, pulse: function()

@@ -1,0 +1,316 @@
+"""The workers of one node that outlive their worlds: asks, counts and replaces them. Decides nothing about the group.
+
+The supervisor tells a crew what the coordinator said; the crew tells its :class:`Listener` what the coordinator should hear.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.protocol import Broken as BrokenGroup
+from evergrad_coordinator.protocol import Go
+from evergrad_trainer.elastic import channel as say
+from evergrad_trainer.node.failures import describe_end
+from evergrad_trainer.node.workers import Worker, WorkerFailure
+
+_log = logging.getLogger(__name__)
+PING_SECONDS = 0.5
+FROZEN_SECONDS = 10.0
+"""A worker whose guard thread has not answered for so long is frozen: it is killed and replaced."""
+STUCK_SECONDS = 5.0
+"""At least this long a worker may take to leave a group that is given up; three of its longest slots if that is longer."""
+_LONGEST_PAUSE = 10.0
+_FAILED_STARTS = 3
+"""Workers that ended before they were warm, in a row, after which the node gives up."""
+
+
+class Listener(Protocol):
+    """What a crew reports."""
+
+    def capacity_changed(self) -> None:
+        """The number of warm workers is another one."""
+
+    def ready(self, generation: int, *, workers: int, step: int) -> None:
+        """All warm workers are out of every group older than ``generation``."""
+
+    def up(self, generation: int, step: int) -> None:
+        """All workers of this node are in the group."""
+
+    def broken(self, message: BrokenGroup) -> None:
+        """The group cannot go on."""
+
+    def ended(self, record: say.Ended) -> None:
+        """The run's end is written down."""
+
+    def observed(self, record: say.Observed) -> None:
+        """Rank 0 is here, and has something for the metrics."""
+
+    def departed(self, *, is_saved: bool) -> None:
+        """All workers have left as they were told."""
+
+    def gone(self, message: str) -> None:
+        """This node cannot have workers at all."""
+
+
+class InProcessCrew:
+    """Level 1: a worker's process lasts as long as the node, whatever becomes of its groups."""
+
+    def __init__(
+        self,
+        start: Callable[[int, int], Worker],
+        *,
+        num_workers: int,
+        listener: Listener,
+        describe_place: Callable[[int, int], str],
+        setup_seconds: float,
+    ) -> None:
+        """``start(local_rank, serial)`` starts a process; ``describe_place(step, slot)`` names the samples of a slot."""
+        self._start_process = start
+        self._num_workers = num_workers
+        self._listener = listener
+        self._describe_place = describe_place
+        self._setup_seconds = setup_seconds
+        self._workers: dict[int, Worker] = {}
+        self._serial = 0
+        self._failed_starts = 0
+        self._change = say.Change(-1, hard=False)
+        self._asked_at = 0.0
+        self._cause = ""
+        self._answered = -1
+        self._inside: Go | None = None
+        self._told_up = -1
+        self._is_ending = False
+        self._is_departing = False
+        self._are_saved = True
+        self._last_tick = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- what the supervisor says ------------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Workers that could take part in a group."""
+        return sum(worker.is_warm for worker in self._workers.values())
+
+    @property
+    def place(self) -> Go | None:
+        """The running group's message to this node, as long as all its workers are in it."""
+        return self._inside
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        return tuple(self._workers.values())
+
+    def start(self) -> None:
+        """Start all workers."""
+        for local_rank in range(self._num_workers):
+            self._start(local_rank)
+
+    def change(self, generation: int, *, hard: bool, cause: str) -> None:
+        """Ask all workers to leave the running group."""
+        if generation < self._change.generation:
+            return
+        self._change = say.Change(generation, hard)
+        self._cause = cause
+        self._asked_at = time.monotonic()
+        for worker in self._warm():
+            worker.channel.send(self._change, wait=False)
+        self._check_ready()
+
+    def begin(self, go: Go) -> None:
+        """All nodes are ready: give the ranks out."""
+        chosen = [worker for worker in self._warm() if worker.ready_generation == go.generation][: go.workers]
+        if len(chosen) < go.workers:
+            self._listener.broken(BrokenGroup(go.generation, "setup_failed", message="a worker was lost before the group began"))
+            return
+        self._inside = go
+        for number, worker in enumerate(chosen):
+            worker.state, worker.inside_generation, worker.rank = "inside", go.generation, go.first_rank + number
+            worker.channel.send(
+                say.Begin(go.generation, worker.rank, go.world_size, go.address, go.port, self._setup_seconds, cause=self._cause),
+                wait=False,
+            )
+
+    def depart(self, generation: int, *, save: bool) -> None:
+        """Let all workers leave the run; with ``save`` the one that holds the newest state saves it first."""
+        self._is_ending = self._is_departing = True
+        holders = sorted(self._warm(), key=lambda worker: (-worker.step, worker.local_rank))
+        for number, worker in enumerate(holders):
+            worker.channel.send(say.Depart(generation, save and number == 0), wait=False)
+        for worker in self._workers.values():
+            if not worker.is_warm:
+                worker.kill()
+        self._check_gone()
+
+    def finish(self, exit_code: int) -> None:
+        """The run is over."""
+        self._is_ending = True
+        for worker in self._workers.values():
+            worker.channel.send(say.Finish(exit_code), wait=False)
+            if not worker.is_warm:
+                worker.kill()
+
+    def kill(self) -> None:
+        """End all workers now."""
+        self._is_ending = True
+        for worker in self._workers.values():
+            worker.kill()
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._workers
+
+    # ---- what the workers say ----------------------------------------------------------------------------------------
+
+    def hear(self, worker: Worker, record: say.Record) -> None:
+        """A record from a worker."""
+        worker.last_heard = time.monotonic()
+        match record:
+            case say.Warm():
+                worker.state = "idle"
+                self._failed_starts = 0
+                self._listener.capacity_changed()
+                if self._change.generation > self._answered:
+                    worker.channel.send(self._change, wait=False)
+            case say.Ready():
+                worker.state, worker.ready_generation, worker.step = "idle", record.generation, record.step
+                if self._inside is not None and self._inside.generation < record.generation:
+                    self._inside = None
+                self._check_ready()
+            case say.Up():
+                worker.step = record.step
+                worker.up_generation = record.generation
+                self._check_up(record)
+            case say.Broken():
+                worker.step = record.step
+                self._listener.broken(
+                    BrokenGroup(record.generation, "peer_lost", worker.rank, record.step, message=record.text[: say.MAX_TEXT])
+                )
+            case say.Failed():
+                self._note_failure(worker, record)
+            case say.Ended():
+                self._listener.ended(record)
+            case say.Observed():
+                self._listener.observed(record)
+            case say.Saved():
+                self._are_saved = self._are_saved and record.is_saved
+
+    def end(self, worker: Worker, exit_code: int) -> None:
+        """A worker's process has ended."""
+        if self._workers.get(worker.local_rank) is worker:
+            del self._workers[worker.local_rank]
+        if self._is_ending:
+            self._check_gone()
+            return
+        was_warm, was_inside = worker.is_warm, worker.state == "inside"
+        worker.state = "ended"
+        if was_inside and self._inside is not None and worker.inside_generation == self._inside.generation:
+            self._inside = None
+        self._report_end(worker, exit_code, was_inside=was_inside)
+        if was_warm:
+            self._listener.capacity_changed()
+            self._check_ready()
+            self._start(worker.local_rank)
+            return
+        self._failed_starts += 1
+        if self._failed_starts >= _FAILED_STARTS:
+            why = worker.failure.text if worker.failure else describe_end(exit_code, was_oom=False)
+            self._listener.gone(f"{self._failed_starts} workers in a row ended before they could train; the last one: {why}")
+            return
+        self._later(min(_LONGEST_PAUSE, 0.2 * 2.0**self._failed_starts), worker.local_rank)
+
+    def tick(self) -> None:
+        """Now and then: find workers that are frozen or stuck."""
+        now = time.monotonic()
+        if now - self._last_tick > 4 * PING_SECONDS:
+            # This process stood still itself, so that silence says nothing about the others.
+            for worker in self._workers.values():
+                worker.last_heard = now
+            self._asked_at = now
+        self._last_tick = now
+        for worker in self._warm():
+            worker.channel.send(say.Ping(), wait=False)
+            if now - worker.last_heard > FROZEN_SECONDS:
+                _log.warning("worker %d (pid %d) is frozen and is replaced", worker.local_rank, worker.pid)
+                worker.kill()
+            elif self._change.hard and worker.ready_generation < self._change.generation:
+                patience = max(STUCK_SECONDS, 3 * worker.pulse.longest_slot_seconds)
+                if now - self._asked_at > patience:
+                    _log.warning(
+                        "worker %d (pid %d) does not leave a group that is gone: replaced", worker.local_rank, worker.pid
+                    )
+                    worker.kill()
+
+    # ---- within ------------------------------------------------------------------------------------------------------
+
+    def _warm(self) -> list[Worker]:
+        return sorted((one for one in self._workers.values() if one.is_warm), key=lambda one: one.local_rank)
+
+    def _start(self, local_rank: int) -> None:
+        if self._is_ending:
+            return
+        self._serial += 1
+        self._workers[local_rank] = self._start_process(local_rank, self._serial)
+
+    def _later(self, seconds: float, local_rank: int) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(seconds)
+            self._start(local_rank)
+
+        task = asyncio.get_running_loop().create_task(wait())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _check_ready(self) -> None:
+        generation = self._change.generation
+        warm = self._warm()
+        if generation <= self._answered or not warm or any(worker.ready_generation < generation for worker in warm):
+            return
+        self._answered = generation
+        self._listener.ready(generation, workers=len(warm), step=max(worker.step for worker in warm))
+
+    def _check_up(self, record: say.Up) -> None:
+        inside = [worker for worker in self._workers.values() if worker.inside_generation == record.generation]
+        is_whole = self._inside is not None and self._inside.generation == record.generation
+        if is_whole and self._told_up < record.generation and all(one.up_generation >= record.generation for one in inside):
+            self._told_up = record.generation
+            self._listener.up(record.generation, record.step)
+
+    def _note_failure(self, worker: Worker, record: say.Failed) -> None:
+        worker.failure = WorkerFailure(record.error, record.text, record.exit_code, record.is_final, record.is_agreed)
+        worker.step = record.step
+
+    def _report_end(self, worker: Worker, exit_code: int, *, was_inside: bool) -> None:
+        failure = worker.failure
+        is_final = failure is not None and failure.is_final
+        if not was_inside and not is_final:
+            return
+        oom = worker.was_oom_killed()
+        step, slot = worker.pulse.step, worker.pulse.slot
+        text = f"{failure.error}: {failure.text}" if failure else describe_end(exit_code, was_oom=oom)
+        if failure is None and step >= 0:
+            text += f" in step {step}, slot {slot}; its samples are {self._describe_place(step, slot)}"
+        cause = "user_error" if failure else "out_of_memory" if oom else "stuck" if worker.was_killed else "worker_crash"
+        self._listener.broken(
+            BrokenGroup(
+                max(worker.inside_generation, 0),
+                cause,  # type: ignore[arg-type]
+                rank=worker.rank,
+                step=step,
+                exit_code=exit_code,
+                message=text[: say.MAX_TEXT],
+                is_final=is_final or (failure is not None and failure.is_agreed),
+            )
+        )
+
+    def _check_gone(self) -> None:
+        if self._is_departing and not self._workers:
+            self._listener.departed(is_saved=self._are_saved)
+
+
+def exit_code_of(is_saved: bool) -> ExitCode:
+    """Of a node that has left as it was asked to."""
+    return ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED

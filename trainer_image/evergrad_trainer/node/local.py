@@ -1,0 +1,232 @@
+"""Several nodes on this machine: one coordinator and N supervisors as local processes, replaced when they are lost."""
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.errors import EvergradError
+from evergrad_trainer.node.workers import die_with_parent
+
+_START_SECONDS = 20.0
+_REPLACE_SECONDS = 1.0
+"""Before a lost node is started again; a cluster takes about as long."""
+_FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.INTERNAL, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
+
+
+class CoordinatorFailedError(EvergradError):
+    """The coordinator did not start."""
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """What a local coordinator is started with. ``state``: the file of its generation, whose lock is the run's."""
+
+    run: str
+    min_nodes: int
+    max_nodes: int
+    expect: int
+    recovery: str
+    state: Path
+    first_generation: int
+    log: Path
+    max_failures: int = 3
+    extra: tuple[str, ...] = ()
+
+
+class LocalCoordinator:
+    """The coordinator's process. Started again at the same port when it is lost: nodes come back to it."""
+
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
+        self._folder = tempfile.TemporaryDirectory(prefix="evergrad-")
+        self._file = Path(self._folder.name) / "address.json"
+        self.port = 0
+        self.status_port = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it and wait until it listens. Raises CoordinatorFailedError with what it said."""
+        settings = self._settings
+        self._file.unlink(missing_ok=True)
+        command = [
+            sys.executable, "-m", "evergrad_coordinator", "--run", settings.run,
+            "--min", str(settings.min_nodes), "--max", str(settings.max_nodes), "--expect", str(settings.expect),
+            "--host", "127.0.0.1", "--port", str(self.port), "--status-port", str(self.status_port),
+            "--recovery", settings.recovery, "--state", str(settings.state), "--first-generation", str(settings.first_generation),
+            "--max-failures", str(settings.max_failures), "--address-file", str(self._file), "--linger", "0.2",
+            "--exit-when-empty", *settings.extra,
+        ]  # fmt: skip
+        settings.log.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+        with settings.log.open("ab") as log:
+            # Its own session, so that Ctrl-C reaches the launcher alone.
+            self.process = subprocess.Popen(
+                command,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - no other thread of the launcher holds a lock
+            )
+        deadline = time.monotonic() + _START_SECONDS
+        while not self._file.exists():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.stop()
+                tail = settings.log.read_text("utf-8", errors="replace").splitlines()[-3:]
+                raise CoordinatorFailedError(f"the coordinator did not start: {' '.join(tail)}. See {settings.log}")
+            time.sleep(0.01)
+        address = json.loads(self._file.read_text("utf-8"))
+        self.port, self.status_port = int(address["port"]), int(address["statusPort"])
+
+    @property
+    def is_running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def stop(self) -> None:
+        """End it, and remove what only this process needed."""
+        if self.process is not None:
+            if self.process.poll() is None:
+                self.process.kill()
+            self.process.wait()
+
+    def close(self) -> None:
+        self.stop()
+        self._folder.cleanup()
+
+
+@dataclass
+class _Node:
+    index: int
+    process: BaseProcess
+    lost_at: float | None = None
+
+
+@dataclass
+class LocalNodes:
+    """N supervisors. ``main(index)`` is what a node's process does; it returns the exit code."""
+
+    main: Callable[[int], int]
+    num_nodes: int
+    is_replacing: bool = True
+    nodes: dict[int, _Node] = field(default_factory=dict)
+    ended: dict[int, int] = field(default_factory=dict)
+
+    def start(self) -> None:
+        for index in range(self.num_nodes):
+            self.start_node(index)
+
+    def start_node(self, index: int) -> None:
+        """Start (again) the node of that index, forked from this warm process."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = multiprocessing.get_context("fork").Process(
+            target=_node_main, args=(self.main, index, os.getpid()), name=f"evergrad-node-{index}"
+        )
+        process.start()
+        self.ended.pop(index, None)
+        self.nodes[index] = _Node(index, process)
+
+    def poll(self) -> None:
+        """Note nodes that have ended; replace those that were lost a moment ago."""
+        now = time.monotonic()
+        for node in list(self.nodes.values()):
+            code = node.process.exitcode
+            if code is None:
+                continue
+            if node.lost_at is None:
+                node.process.join()
+                node.lost_at = now
+                if code in _FINAL:
+                    self.ended[node.index] = code
+            elif self.is_replacing and node.index not in self.ended and now - node.lost_at > _REPLACE_SECONDS:
+                self.start_node(node.index)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether no node runs, and none will be replaced."""
+        if any(node.process.exitcode is None for node in self.nodes.values()):
+            return False
+        return not self.is_replacing or set(self.nodes) <= set(self.ended)
+
+    def signal(self, number: int) -> None:
+        for node in self.nodes.values():
+            if node.process.exitcode is None and node.process.pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(node.process.pid, number)
+
+    def close(self) -> None:
+        """End whatever still runs; the workers die with their nodes."""
+        self.signal(signal.SIGKILL)
+        for node in self.nodes.values():
+            node.process.join()
+
+
+def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Callable[[], None] = lambda: None) -> int:
+    """Run a coordinator and its nodes to the end of the run; the run's exit code. SIGINT and SIGTERM ask all nodes to leave.
+
+    ``on_tick`` is called some times a second, for whoever wants to disturb.
+    """
+    stops: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, _: stops.append(number)) for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    told = 0
+    try:
+        coordinator.start()
+        nodes.start()
+        while not nodes.are_over:
+            sentinels = [node.process.sentinel for node in nodes.nodes.values() if node.process.exitcode is None]
+            multiprocessing.connection.wait(sentinels, timeout=0.05)
+            nodes.poll()
+            if len(stops) > told:
+                told = len(stops)
+                nodes.is_replacing = False
+                if stops.count(signal.SIGINT) > 1:
+                    print("interrupted twice: leaving at once, state since the last checkpoint is not saved", file=sys.stderr)
+                    return int(ExitCode.STOPPED_UNSAVED)
+                nodes.signal(signal.SIGTERM)
+            elif not stops and not nodes.ended:
+                if not coordinator.is_running:
+                    coordinator.start()
+                on_tick()
+        return combine_node_codes(nodes.ended)
+    finally:
+        nodes.close()
+        coordinator.close()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def combine_node_codes(ended: dict[int, int]) -> int:
+    """The run's exit code from its nodes': the coordinator has told them all the same, or some were lost."""
+    codes = set(ended.values())
+    for code in (ExitCode.USER_ERROR, ExitCode.DONE, ExitCode.INTERNAL, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED):
+        if code in codes:
+            return int(code)
+    return int(ExitCode.INTERNAL)
+
+
+def _node_main(main: Callable[[int], int], index: int, parent: int) -> None:
+    die_with_parent(parent)
+    # Out of the terminal's foreground group: Ctrl-C reaches the launcher alone, which passes it on once.
+    os.setpgid(0, 0)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    code = int(ExitCode.INTERNAL)
+    try:
+        code = main(index)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

@@ -1,0 +1,73 @@
+"""What workers print: into a file each, and on, with the rank in front, to the node's own stderr."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+_BLOCK = 1 << 16
+_LONGEST_LINE = 1 << 16
+_LAST_LINES = 40
+
+
+class WorkerOutput:
+    """Reads one worker's pipe to its end. ``rank`` is asked for each line: it changes with the group."""
+
+    def __init__(self, descriptor: int, *, path: Path, node: str, rank: Callable[[], int], is_forwarded: bool) -> None:
+        """Must be made inside a running event loop. Raises OSError if ``path`` cannot be opened."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = path.open("ab", buffering=0)
+        self._descriptor = descriptor
+        self._node = node
+        self._rank = rank
+        self._is_forwarded = is_forwarded
+        self._rest = b""
+        self.last_lines: deque[str] = deque(maxlen=_LAST_LINES)
+        """What the worker printed last: the frames of an error nobody told in another way."""
+        os.set_blocking(descriptor, False)
+        asyncio.get_running_loop().add_reader(descriptor, self.drain)
+
+    def drain(self) -> None:
+        """Take what is there. Called by the loop, and once more when the worker has ended."""
+        while self._descriptor >= 0:
+            try:
+                data = os.read(self._descriptor, _BLOCK)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.close()
+                return
+            with contextlib.suppress(OSError):  # a full volume must not end training
+                self._file.write(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                self._show(line)
+            if len(self._rest) > _LONGEST_LINE:
+                self._show(self._rest)
+                self._rest = b""
+
+    def close(self) -> None:
+        """Close pipe and file, once everything is read."""
+        if self._descriptor < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self._descriptor = -1
+        if self._rest:
+            self._show(self._rest)
+        self._file.close()
+
+    def _show(self, line: bytes) -> None:
+        text = line.decode("utf-8", errors="replace")
+        self.last_lines.append(text)
+        if self._is_forwarded:
+            rank = self._rank()
+            where = f"node {self._node} rank {rank}" if rank >= 0 else f"node {self._node}"
+            sys.stderr.write(f"[{where}] {text}\n")
+            sys.stderr.flush()

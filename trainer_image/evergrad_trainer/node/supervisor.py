@@ -1,0 +1,350 @@
+"""One node of a run: speaks with the coordinator, and does to its crew what the coordinator says."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from evergrad_coordinator.client import CoordinatorClient
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.protocol import (
+    MAX_TEXT,
+    Boundary,
+    Broken,
+    Capacity,
+    End,
+    Go,
+    Had,
+    Hello,
+    Leave,
+    Leaving,
+    Left,
+    Message,
+    Plan,
+    Progress,
+    Ready,
+    Recovery,
+    Refused,
+    Result,
+    Up,
+    Welcome,
+)
+from evergrad_trainer.elastic import channel as say
+from evergrad_trainer.node.failures import write_termination_message
+from evergrad_trainer.node.metrics import NodeMetrics
+from evergrad_trainer.node.output import WorkerOutput
+from evergrad_trainer.node.workers import Worker
+
+_log = logging.getLogger(__name__)
+_TICK_SECONDS = 0.25
+_UNREACHABLE_SECONDS = 3.0
+"""After so long without the coordinator a node that must go leaves on its own."""
+_LOCAL_GENERATION = 1 << 62
+"""Above every generation a coordinator gives out: for a departure that no coordinator could plan."""
+_PROGRESS_SECONDS = 0.5
+_KILL_SECONDS = 10.0
+"""How long workers may take to end once the run is over."""
+
+
+@dataclass(frozen=True)
+class NodeSettings:
+    """What one node is and where it belongs.
+
+    ``address``: where other nodes reach this one. ``grace_seconds``: from SIGTERM to leaving on its own. ``shares_host``: other
+    nodes have the same ports.
+    """
+
+    run: str
+    node: str
+    coordinator_host: str
+    coordinator_port: int
+    address: str
+    recovery: Recovery
+    run_directory: Path
+    token: str = ""
+    fingerprint: dict[str, str] = field(default_factory=dict)
+    grace_seconds: float = 25.0
+    termination_log: Path | None = None
+    forwards_output: bool = True
+    shares_host: bool = False
+    label: Callable[[str], None] = lambda text: None
+    """Told of the node's transitions, in words, for whoever watches."""
+
+
+class Crew(Protocol):
+    """The node's workers: see :mod:`evergrad_trainer.node.crew`."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def place(self) -> Go | None: ...
+    @property
+    def is_empty(self) -> bool: ...
+    def start(self) -> None: ...
+    def change(self, generation: int, *, hard: bool, cause: str) -> None: ...
+    def begin(self, go: Go) -> None: ...
+    def depart(self, generation: int, *, save: bool) -> None: ...
+    def finish(self, exit_code: int) -> None: ...
+    def kill(self) -> None: ...
+    def hear(self, worker: Worker, record: say.Record) -> None: ...
+    def end(self, worker: Worker, exit_code: int) -> None: ...
+    def tick(self) -> None: ...
+
+
+class Supervisor:
+    """Runs until the node's part in the run is over. One event loop, one thread."""
+
+    def __init__(self, settings: NodeSettings, *, metrics: NodeMetrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._incarnation = uuid.uuid4().hex
+        self._client = CoordinatorClient(
+            settings.coordinator_host,
+            settings.coordinator_port,
+            hello=self._hello,
+            on_message=self._on_message,
+            on_connected=self._on_connected,
+        )
+        self._crew: Crew
+        self._outputs: dict[int, WorkerOutput] = {}
+        self._store: TCPStore | None = None
+        self._known_generation = 0
+        self._lease_seconds = 10.0
+        self._is_cut_off = False
+        self._leaving_since: float | None = None
+        self._is_leaving_alone = False
+        self._result: Result | None = None
+        self._exit_code: int | None = None
+        self._root_cause = ""
+        self._over = asyncio.Event()
+        self._progress_at = 0.0
+        self._progress: Progress | None = None
+
+    async def run(self, crew: Crew) -> int:
+        """Serve with ``crew`` until the run, or this node's part in it, is over; returns the exit code."""
+        self._crew = crew
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._leave)
+        crew.start()
+        tasks = [loop.create_task(self._client.run()), loop.create_task(self._tick())]
+        try:
+            await self._over.wait()
+            await self._end_workers()
+        finally:
+            self._client.close()
+            for task in tasks:
+                task.cancel()
+            crew.kill()
+            self._metrics.close()
+        code = int(ExitCode.INTERNAL) if self._exit_code is None else self._exit_code
+        path = self._settings.termination_log
+        if code not in (ExitCode.DONE, ExitCode.STOPPED_SAVED) and self._root_cause and path is not None:
+            write_termination_message(path, self._root_cause)
+        return code
+
+    def adopt(self, worker: Worker) -> Worker:
+        """Listen to a worker that was just started."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(worker.channel.socket, self._read, worker)
+        loop.add_reader(worker.process.sentinel, self._reap, worker)
+        if worker.output is not None:
+            name = f"node-{self._settings.node}-worker-{worker.local_rank}.out"
+            self._outputs[worker.serial] = WorkerOutput(
+                worker.output,
+                path=self._settings.run_directory / "logs" / name,
+                node=self._settings.node,
+                rank=lambda: worker.rank,
+                is_forwarded=self._settings.forwards_output,
+            )
+        self._metrics.worker_started()
+        return worker
+
+    # ---- listener of the crew ----------------------------------------------------------------------------------------
+
+    def capacity_changed(self) -> None:
+        self._metrics.set_workers(self._crew.capacity)
+        self._client.send(Capacity(self._crew.capacity))
+
+    def ready(self, generation: int, *, workers: int, step: int) -> None:
+        if generation >= _LOCAL_GENERATION:
+            if self._is_leaving_alone:
+                self._crew.depart(generation, save=True)
+            return
+        # A new store for each round, on a port nobody knew before: late members of an older one cannot meet newer ones.
+        self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
+        self._client.send(Ready(generation, workers, self._store.port, step))
+
+    def up(self, generation: int, step: int) -> None:
+        self._metrics.set_generation(generation)
+        self._client.send(Up(generation, step))
+
+    def broken(self, message: Broken) -> None:
+        self._metrics.broken(message.cause)
+        if message.cause != "peer_lost":
+            self._root_cause = f"node {self._settings.node}, rank {message.rank}: {message.message}"
+            self._say(f"rank {message.rank} {message.message}" if message.exit_code is not None else message.message)
+        self._client.send(message)
+
+    def ended(self, record: say.Ended) -> None:
+        self._result = Result(record.generation, record.step, record.exit_code, record.reason)
+        self._client.send(self._result)
+
+    def observed(self, record: say.Observed) -> None:
+        self._metrics.tell(record.kind, record.record)
+        progress = self._metrics.progress
+        if progress is None:
+            return
+        if record.kind == "event" and record.record.get("type") == "save":
+            self._client.send(Boundary(progress.generation, progress.step))
+        now = time.monotonic()
+        if now - self._progress_at >= _PROGRESS_SECONDS:
+            self._progress_at = now
+            self._client.send(progress)
+
+    def departed(self, *, is_saved: bool) -> None:
+        self._client.send(Left(self._known_generation, is_saved))
+        self._stop(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
+
+    def gone(self, message: str) -> None:
+        self._root_cause = f"node {self._settings.node}: {message}"
+        print(f"error: {self._root_cause}", file=sys.stderr, flush=True)
+        self._stop(ExitCode.INTERNAL)
+
+    # ---- the coordinator ---------------------------------------------------------------------------------------------
+
+    def _hello(self) -> Hello:
+        place, settings = self._crew.place, self._settings
+        had = None if place is None else Had(place.generation, place.first_rank, place.workers, place.world_size)
+        return Hello(
+            run=settings.run,
+            node=settings.node,
+            incarnation=self._incarnation,
+            address=settings.address,
+            workers=self._crew.capacity,
+            recovery=settings.recovery,
+            fingerprint=settings.fingerprint,
+            token=settings.token,
+            had=had,
+            known_generation=self._known_generation,
+        )
+
+    def _on_connected(self) -> None:
+        self._is_cut_off = False
+        if self._result is not None:
+            self._client.send(self._result)
+        if self._leaving_since is not None:
+            self._client.send(Leaving())
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Welcome():
+                self._lease_seconds = message.lease_seconds
+                self._known_generation = max(self._known_generation, message.generation)
+            case Plan():
+                self._known_generation = max(self._known_generation, message.generation)
+                self._crew.change(message.generation, hard=message.hard, cause=message.reason)
+            case Go():
+                self._crew.begin(message)
+                self._say(f"generation {message.generation}: ranks {_ranks(message)} of {message.world_size}")
+            case Leave():
+                self._crew.depart(message.generation, save=message.save)
+            case End():
+                if message.message:
+                    self._root_cause = self._root_cause or message.message
+                    print(message.message, file=sys.stderr, flush=True)
+                self._stop(message.exit_code)
+            case Refused():
+                print(f"error: {message.message}", file=sys.stderr, flush=True)
+                self._root_cause = message.message
+                self._stop(message.exit_code)
+
+    # ---- signals and time --------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """Asked to go: the coordinator plans a group without this node."""
+        if self._leaving_since is not None:
+            return
+        self._leaving_since = time.monotonic()
+        self._say("was asked to leave")
+        if not self._client.send(Leaving()) and self._crew.place is None:
+            self._crew.depart(self._known_generation, save=True)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self._crew.tick()
+            away = self._client.seconds_since_contact
+            if not self._is_cut_off and self._crew.place is not None and away > self._lease_seconds:
+                # Others may rule by now. The group ends at a step boundary and waits, holding its state.
+                self._is_cut_off = True
+                self._say("has lost the coordinator: training pauses")
+                self._crew.change(self._known_generation + 1, hard=False, cause="coordinator_lost")
+            self._leave_alone_if_due(away)
+
+    def _leave_alone_if_due(self, away: float) -> None:
+        if self._leaving_since is None or self._is_leaving_alone:
+            return
+        waited = time.monotonic() - self._leaving_since
+        is_cut_off = not self._client.is_connected and min(away, waited) > _UNREACHABLE_SECONDS
+        if is_cut_off or waited > self._settings.grace_seconds:
+            self._is_leaving_alone = True
+            if self._crew.place is None:
+                self._crew.depart(_LOCAL_GENERATION, save=True)
+            else:
+                self._crew.change(_LOCAL_GENERATION, hard=False, cause="preemption")
+
+    # ---- processes ---------------------------------------------------------------------------------------------------
+
+    def _read(self, worker: Worker) -> None:
+        try:
+            while (record := worker.channel.receive(0)) is not None:
+                self._crew.hear(worker, record)
+        except EOFError:
+            asyncio.get_running_loop().remove_reader(worker.channel.socket)
+
+    def _reap(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
+        worker.process.join()
+        loop.remove_reader(worker.process.sentinel)
+        with contextlib.suppress(EOFError):
+            # Its last words may still be in the channel.
+            while (record := worker.channel.receive(0)) is not None:
+                self._crew.hear(worker, record)
+        loop.remove_reader(worker.channel.socket)
+        worker.channel.close()
+        output = self._outputs.pop(worker.serial, None)
+        if output is not None:
+            output.drain()
+            output.close()
+        code = worker.process.exitcode
+        self._crew.end(worker, int(ExitCode.INTERNAL) if code is None else code)
+
+    def _stop(self, exit_code: int) -> None:
+        if self._exit_code is None:
+            self._exit_code = int(exit_code)
+            self._crew.finish(int(exit_code))
+            self._over.set()
+
+    async def _end_workers(self) -> None:
+        deadline = time.monotonic() + _KILL_SECONDS
+        while not self._crew.is_empty and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+
+    def _say(self, text: str) -> None:
+        _log.info("node %s %s", self._settings.node, text)
+        self._settings.label(text[:MAX_TEXT])
+
+
+def _ranks(go: Go) -> str:
+    last = go.first_rank + go.workers - 1
+    return str(last) if go.workers == 1 else f"{go.first_rank}-{last}"
