@@ -8,6 +8,7 @@ import pytest
 
 from evergrad_trainer.config.derive import derive_steps
 from evergrad_trainer.config.training import Training
+from evergrad_trainer.config.validation import parse_run
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.preflight import (
     Finding,
@@ -19,6 +20,7 @@ from evergrad_trainer.preflight import (
     check_run_directory,
     check_schedule,
     check_workers,
+    examine,
 )
 
 MACHINE = Machine(cores=2, memory_bytes=2**30, num_accelerators=0, accelerator_memory_bytes=None, has_cpp_compiler=True)
@@ -150,3 +152,46 @@ def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a
     large = replace(FACTS, parameters=free // 12 // 3)
     finding = only(check_run_directory(tmp_path, large, keep=20))
     assert finding.level == "warning" and "Lower checkpoint.keep" in str(finding.problem)
+
+
+def findings_of_script(folder: Path, *command: str, machine: Machine = MACHINE, num_workers: int = 2) -> list[tuple[str, str]]:
+    run = parse_run(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "mine"},
+            "spec": {"nodes": {"min": 1, "max": 3}, "script": {"command": list(command)}},
+        }
+    )
+    examination = examine(run, base_directory=folder, run_directory=folder / "run", machine=machine, num_workers=num_workers)
+    assert examination.plan is None
+    return [(finding.level, str(finding.problem)) for finding in examination.findings]
+
+
+def test_of_a_script_its_program_and_its_workers_are_checked(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    assert findings_of_script(tmp_path, "train.py") == [
+        ("ok", "spec.script.command: the file train.py is there."),
+        ("ok", "spec.nodes: 2 to 6 workers in all, 2 a node."),
+    ]
+    (error, _) = findings_of_script(tmp_path, "missing.py")
+    assert error[0] == "error" and "missing.py: does not exist" in error[1]
+    (tmp_path / "run").rmdir()
+    (tmp_path / "run").touch()
+    assert [level for level, _ in findings_of_script(tmp_path, "train.py")] == ["ok", "ok", "error"]
+
+
+def test_a_module_that_is_not_found_is_a_warning_since_import_hooks_may_know_it(tmp_path: Path) -> None:
+    assert findings_of_script(tmp_path, "-m", "nothing.here")[0] == (
+        "warning",
+        (
+            "spec.script.command[1]: the module 'nothing.here' was not found; it is neither in the working directory nor on this "
+            "interpreter's path. Check its name and workingDirectory, or install it."
+        ),
+    )
+
+
+def test_more_workers_of_a_script_than_accelerators_are_a_warning(tmp_path: Path) -> None:
+    one = replace(MACHINE, num_accelerators=1)
+    assert findings_of_script(tmp_path, "sh", machine=one)[1][0] == "warning"
+    assert findings_of_script(tmp_path, "sh", machine=one, num_workers=1)[1][0] == "ok"

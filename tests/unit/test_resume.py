@@ -10,7 +10,7 @@ from evergrad_trainer.config.identity import from_wire
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
-from evergrad_trainer.resume import Standing, check_extension, inspect_directory, resolved_record
+from evergrad_trainer.resume import Standing, check_extension, inspect_directory, resolved_record, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
 
 PREPARED = Prepared(sources=(), evaluation=(), tokenizer_identity="byte", vocab_size=257, end_of_document=256)
@@ -25,6 +25,11 @@ def make_run(name: str = "one", **training: Any) -> TrainingRun:
         "horizon": {"steps": 100},
     }
     spec = {"training": values | training}
+    return from_wire({"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": name}, "spec": spec})
+
+
+def make_script(*command: str, name: str = "one", **script: Any) -> TrainingRun:
+    spec = {"script": {"command": list(command), **script}}
     return from_wire({"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": name}, "spec": spec})
 
 
@@ -138,3 +143,47 @@ def test_what_is_recorded_loads_to_the_same_run(directory: RunDirectory) -> None
     record = json.loads(directory.resolved.read_text())
     assert from_wire(record["manifest"]) == make_run()
     assert len(record["configHash"]) == 64
+
+
+# Scripts.
+
+
+@pytest.fixture
+def of_script(tmp_path: Path) -> RunDirectory:
+    """Of a script that has begun."""
+    one = RunDirectory(tmp_path / "script")
+    one.create()
+    one.write_resolved(resolved_script_record(make_script("train.py", "--epochs", "3"), base_directory=".."))
+    return one
+
+
+def test_a_script_goes_on_until_it_is_complete(of_script: RunDirectory) -> None:
+    run = make_script("train.py", "--epochs", "3", gracePeriodSeconds=5, metrics={"port": 0})
+    assert inspect_directory(of_script, run, extend=False) == Standing("begun")
+    of_script.mark_complete({"run": "one"})
+    assert inspect_directory(of_script, run, extend=True) == Standing("complete")
+
+
+def test_a_changed_script_is_refused_with_the_field(of_script: RunDirectory) -> None:
+    text = refusal(of_script, make_script("train.py", "--epochs", "4", env={"A": "1"}), extend=True)
+    assert f"spec.script.command[2]: '4' here, but the run in {of_script.path} began with '3'; the recipe of a run" in text
+    assert "spec.script.env.A: '1' here" in text
+    assert "holds the run 'one'" in refusal(of_script, make_script("train.py", name="two"))
+
+
+def test_neither_kind_goes_on_with_the_others_directory(directory: RunDirectory, of_script: RunDirectory) -> None:
+    why = "neither can go on with what the other saved."
+    assert refusal(directory, make_script("train.py")) == (
+        f"spec.script: this manifest has script, but the run in {directory.path} began with training; {why} "
+        "Set training again, or give this run a name of its own."
+    )
+    assert refusal(of_script, make_run()) == (
+        f"spec.training: this manifest has training, but the run in {of_script.path} began with script; {why} "
+        "Set script again, or give this run a name of its own."
+    )
+
+
+def test_what_is_recorded_of_a_script_loads_to_the_same_run(of_script: RunDirectory) -> None:
+    record = json.loads(of_script.resolved.read_text())
+    assert from_wire(record["manifest"]) == make_script("train.py", "--epochs", "3")
+    assert (record["format"], record["baseDirectory"], len(record["configHash"])) == (1, "..", 64)

@@ -116,7 +116,8 @@ def check_script_workers(run: TrainingRun, machine: Machine, *, num_workers: int
         yield Finding("warning", Problem("spec.workersPerNode", what, "the script chooses the device by LOCAL_RANK", remedy))
         return
     worlds = f"{least * num_workers}" if least == most else f"{least * num_workers} to {most * num_workers}"
-    yield Finding("ok", Problem("spec.nodes", f"{worlds} workers in all, {num_workers} a node"))
+    noun = "worker" if worlds == "1" else "workers"
+    yield Finding("ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node"))
 
 
 def model_facts(plan: ModelPlan, training: Training) -> ModelFacts:

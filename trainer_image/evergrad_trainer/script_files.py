@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Final
 
+from evergrad_trainer.config.loader import path_label
 from evergrad_trainer.config.script import Program, Script, program_path, working_directory_of
 from evergrad_trainer.errors import Problem
 
@@ -63,11 +65,22 @@ def _lookup_problems(program: Program, search_path: str | None) -> list[Problem]
 
 
 def _file_problems(path: Path) -> list[Problem]:
-    if path.is_dir():
-        return [Problem(str(path), "is a directory", _NAMED, "Name the file in it, or use -m and the module's name")]
-    if not path.exists():
-        return [Problem(str(path), "does not exist", _NAMED, _RELATIVE)]
+    mode = _mode_of(path)
+    if isinstance(mode, str):
+        return [Problem(path_label(path), mode, _NAMED, _RELATIVE)]
+    if stat.S_ISDIR(mode):
+        return [Problem(path_label(path), "is a directory", _NAMED, "Name the file in it, or use -m and the module's name")]
     return [] if os.access(path, os.R_OK) else [_denied(path, "read")]
+
+
+def _mode_of(path: Path) -> int | str:
+    """The mode of what is at ``path``, or why there is nothing that could be used."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return "does not exist"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or 'it is no path'}"
 
 
 def _executable_problems(path: Path) -> list[Problem]:
@@ -75,13 +88,13 @@ def _executable_problems(path: Path) -> list[Problem]:
 
 
 def _denied(path: Path, verb: str) -> Problem:
-    return Problem(str(path), f"cannot be {verb}", f"permission is denied ({_NAMED})", "Change its permissions")
+    return Problem(path_label(path), f"cannot be {verb}", f"permission is denied ({_NAMED})", "Change its permissions")
 
 
 def _directory_problems(path: Path) -> list[Problem]:
-    named = "spec.script.workingDirectory names it"
-    if not path.exists():
-        return [Problem(str(path), "does not exist", named, _RELATIVE)]
-    if not path.is_dir():
-        return [Problem(str(path), "is not a directory", named, "Name the folder that the script starts in")]
-    return [] if os.access(path, os.X_OK) else [Problem(str(path), "cannot be entered", named, "Change its permissions")]
+    named, mode = "spec.script.workingDirectory names it", _mode_of(path)
+    if isinstance(mode, str):
+        return [Problem(path_label(path), mode, named, _RELATIVE)]
+    if not stat.S_ISDIR(mode):
+        return [Problem(path_label(path), "is not a directory", named, "Name the folder that the script starts in")]
+    return [] if os.access(path, os.X_OK) else [Problem(path_label(path), "cannot be entered", named, "Change its permissions")]

@@ -56,6 +56,7 @@ def test_the_reference_says_type_bounds_and_default() -> None:
     assert "| `spec.training.optimizer.learningRate` | number, above 0, at most 10 | required | Peak learning rate. |" in page
     assert '| `spec.training.checkpoint.every` | mapping | `{"steps": 500}` |' in page
     assert "| `spec.training.optimizer.betas` | 2 numbers | `[0.9, 0.95]` |" in page
+    assert "| `spec.script.command` | list of texts | required |" in page
     assert "| `spec.training.runtime.compile` | one of `auto`, `on`, `off` | `auto` |" in page
 
 
@@ -63,6 +64,8 @@ def _accepts(schema: dict[str, Any], value: Any, root: dict[str, Any]) -> bool:
     """As much of JSON schema as the generated one uses."""
     if "$ref" in schema:
         return _accepts(root["$defs"][schema["$ref"].rsplit("/", 1)[1]], value, root)
+    if "oneOf" in schema and sum(_accepts({"type": "object", **branch}, value, root) for branch in schema["oneOf"]) != 1:
+        return False
     if "anyOf" in schema:
         return any(_accepts(branch, value, root) for branch in schema["anyOf"])
     if ("const" in schema and value != schema["const"]) or ("enum" in schema and value not in schema["enum"]):
@@ -115,6 +118,8 @@ def test_the_schema_accepts_what_is_right_and_human() -> None:
     assert schema_accepts(("spec.training.schedule.warmup", "5%"), ("spec.training.optimizer.betas", [0.9, "0.95"]))
     assert schema_accepts(("spec.training.runtime.compile", True), ("spec.storage.size", "500M"), ("spec.nodes.max", None))
     assert schema_accepts(("spec.training.model.config", {"anything": [1, {}]}))
+    assert schema_accepts(("spec.training", None), ("spec.script", {"command": ["train.py"], "gracePeriodSeconds": "1k"}))
+    assert schema_accepts(("spec.script", None))
 
 
 @pytest.mark.parametrize(
@@ -132,10 +137,17 @@ def test_the_schema_accepts_what_is_right_and_human() -> None:
         ("apiVersion", "v1"),
         ("spec.template.containers", []),
         ("spec.storage.size", "20GB"),
+        ("spec.script", {"command": ["train.py"]}),
+        ("spec.training", None),
     ],
 )
 def test_the_schema_refuses_what_one_field_shows_to_be_wrong(change: tuple[str, Any]) -> None:
     assert not schema_accepts(change)
+
+
+@pytest.mark.parametrize("script", [{}, {"command": "train.py"}, {"command": ["a", 3]}, {"command": ["a"], "cwd": "b"}], ids=str)
+def test_the_schema_refuses_a_script_that_one_field_shows_to_be_wrong(script: dict[str, Any]) -> None:
+    assert not schema_accepts(("spec.training", None), ("spec.script", script))
 
 
 def test_the_schema_has_a_description_of_each_field_and_no_pydantic_titles() -> None:

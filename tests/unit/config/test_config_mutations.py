@@ -22,6 +22,7 @@ from evergrad_trainer.config.loader import load_manifest
 BASE = Path(__file__).parent / "base_manifest.yaml"
 TEXT = BASE.read_bytes()
 TREE = yaml.safe_load(TEXT)
+SCRIPT_TREE = yaml.safe_load((BASE.parent / "script_manifest.yaml").read_bytes())
 
 DEEP: Any = 1
 for _ in range(70):
@@ -98,6 +99,8 @@ ODD_VALUES: list[Any] = [
         DEEP,
     ),
     *(
+        ["train.py", "torchrun"],
+        ["-m"],
         [{"name": "a", "path": "p"}] * 3,
         {"name": "A", "value": 1},
         {"model_type": "llama", "auto_map": {}},
@@ -230,7 +233,7 @@ TREE_MUTATIONS: list[Callable[[Any, random.Random], None]] = [
 
 
 def mutated_tree(chance: random.Random) -> bytes:
-    tree = deepcopy(TREE)
+    tree = deepcopy(chance.choice((TREE, TREE, SCRIPT_TREE)))
     for _ in range(chance.choice((0, 1, 1, 1, 1, 1, 2, 5, 20))):
         if 0 < len(places_in(tree)) < 2000:  # parts that are moved into each other double in size
             chance.choice(TREE_MUTATIONS)(tree, chance)
@@ -313,6 +316,7 @@ def check(path: Path, overrides: list[str]) -> int:
 def test_2000_mutated_manifests_are_accepted_or_refused_with_a_path_and_no_traceback(tmp_path: Path) -> None:
     counts = {0: 0, 64: 0}
     path = tmp_path / "mutant.yaml"
+    (tmp_path / "train.py").touch()
 
     @settings(max_examples=2000, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(seed=st.integers(0, 2**64 - 1))

@@ -64,6 +64,11 @@ GOOD: dict[str, dict[str, Any]] = {
         "spec.training.model.config.vocab_size": 100,
     },
     "a device": {'spec.resources.limits["nvidia.com/gpu"]': 1},
+    "a script on any number of nodes": {
+        "spec.training": None,
+        "spec.nodes.max": 1024,
+        "spec.script": {"command": ["train.py", "--epochs", "'3'"], "env": {"NCCL_DEBUG": "INFO"}, "gracePeriodSeconds": 0},
+    },
     "an existing claim": {"spec.storage": {"claimName": "runs.shared"}},
     "a full template": {
         "spec.template": {

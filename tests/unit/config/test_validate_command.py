@@ -5,6 +5,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,6 +15,7 @@ from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments, load
 from evergrad_trainer.config.loader import load_manifest
 
 BASE = Path(__file__).parent / "base_manifest.yaml"
+SCRIPT = Path(__file__).parent / "script_manifest.yaml"
 
 
 def execute(*arguments: str | Path) -> int:
@@ -61,6 +63,42 @@ def test_json_is_one_document_either_way(capsys: pytest.CaptureFixture[str]) -> 
     assert problem["path"] == "spec.training.horizon"
     assert problem["message"].startswith("spec.training.horizon: steps and tokens are both set")
     assert problem["remedy"] == "Keep one, remove the rest"
+
+
+def a_script(folder: Path, **script: Any) -> Path:
+    manifest = yaml.safe_load(SCRIPT.read_text())
+    manifest["spec"]["script"] |= script
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump(manifest))
+    return path
+
+
+def test_a_script_is_one_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = a_script(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert execute(path) == 0
+    said = f"valid: mine ({path}); runs the file train.py --epochs 3 on 1 to 3 nodes with 2 workers each\n"
+    assert capsys.readouterr() == (said, "")
+    assert (
+        execute(a_script(tmp_path, command=["-m", "a", "b c"]), "--set", "spec.nodes=null", "--set", "spec.workersPerNode=1") == 0
+    )
+    assert "runs the module a 'b c' on 1 node with 1 worker\n" in capsys.readouterr().out
+
+
+def test_a_python_file_that_is_not_beside_its_manifest_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = a_script(tmp_path)
+    assert execute(path) == 64
+    remedy = "Check the path; it is relative to the manifest's directory."
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"error: {tmp_path}/train.py: does not exist; spec.script.command names it. {remedy}\n")
+    assert execute(path, "--json") == 64
+    document = json.loads(capsys.readouterr().out)
+    assert document["valid"] is False and document["problems"][0]["path"] == f"{tmp_path}/train.py"
+
+
+@pytest.mark.parametrize("command", [["/in/the/pod/train.py"], ["-m", "nothing"], ["no-such-program"]], ids=" ".join)
+def test_what_only_the_pod_may_have_is_not_looked_for(command: list[str], tmp_path: Path) -> None:
+    assert execute(a_script(tmp_path, command=command)) == 0
 
 
 def test_the_resolved_manifest_is_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,11 @@ def test_each_process_appends_its_entry(tmp_path: Path, run: TrainingRun) -> Non
     assert json.loads(directory.provenance.read_text())["format"] == 1
 
 
+def test_a_script_has_an_entry_without_a_seed(tmp_path: Path) -> None:
+    run = TrainingRun.model_validate({**_RUN, "spec": {"script": {"command": ["train.py"]}}})
+    assert record_process(RunDirectory(tmp_path), run=run, command=[], world_size=1, generation=1)["seed"] is None
+
+
 def test_the_entry_names_versions_and_hardware_and_nothing_private() -> None:
     entry = describe_process(command=["evergrad"], seed=0, world_size=1, generation=1)
     assert entry["versions"]["python"] == platform.python_version()

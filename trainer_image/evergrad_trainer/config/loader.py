@@ -77,7 +77,7 @@ def _with_place(problem: Problem, places: Mapping[str, Place]) -> Problem:
 
 def read_document(path: Path, *, source: str = "") -> Document:
     """The mapping in ``path``; its value is None, with a problem, when there is none."""
-    data, label = _read(path), _label(path)
+    data, label = _read(path), path_label(path)
     if isinstance(data, Problem):
         return Document(problems=[data])
     try:
@@ -98,8 +98,8 @@ def _describe(value: Any) -> str:
     return show(value) if isinstance(value, dict | list) else f"only the value {show(value)}"
 
 
-def _label(path: Path) -> str:
-    """What to call a file in a message."""
+def path_label(path: Path) -> str:
+    """What to call a file in a message: its path, if that can be printed and is not very long."""
     name = str(path)
     return name if name.isprintable() and len(name) <= 500 else show(name)
 
@@ -121,8 +121,8 @@ def _read(path: Path) -> bytes | Problem:
     except (OSError, ValueError) as error:
         code = error.errno if isinstance(error, OSError) else None
         what, remedy = _REASONS.get(code or 0, (f"cannot be read; {error}", "Check the path and the volume"))
-        return Problem(_label(path), what, "", remedy)
+        return Problem(path_label(path), what, "", remedy)
     if len(data) > MAX_BYTES:
         why = f"the largest manifest read is {MAX_BYTES} bytes (1 MiB)"
-        return Problem(_label(path), "is too large", why, "Check the path; a manifest is a page or two of YAML")
+        return Problem(path_label(path), "is too large", why, "Check the path; a manifest is a page or two of YAML")
     return data
