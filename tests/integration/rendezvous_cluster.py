@@ -69,6 +69,10 @@ class Cluster:
         with urllib.request.urlopen(f"http://127.0.0.1:{self._ports['statusPort']}/status", timeout=10) as answer:
             return dict(json.load(answer))
 
+    def count(self, state: str) -> int:
+        """How many nodes are in this state."""
+        return sum(node["state"] == state for node in self.status()["nodes"]["members"])
+
     def _coordinator_has_ended(self) -> bool:
         assert self._coordinator is None or self._coordinator.poll() is None, (self.directory / "coordinator.log").read_text()
         return False
@@ -107,6 +111,15 @@ class Cluster:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
         self.agent(node).wait(SECONDS)
+
+    def freeze(self, *processes: int) -> None:
+        """Stop processes where they are."""
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+
+    def thaw(self, *processes: int) -> None:
+        for process in processes:
+            os.kill(process, signal.SIGCONT)
 
     def wait_exit(self, node: str) -> int:
         return self.agent(node).wait(SECONDS)
@@ -196,6 +209,7 @@ def work() -> None:
     """The worker."""
     import torch
     import torch.distributed as dist
+    from evergrad.elastic import report
 
     directory, node = Path(os.environ["TEST_DIRECTORY"]), os.environ["EVERGRAD_NODE"]
     dist.init_process_group("gloo")
@@ -207,6 +221,8 @@ def work() -> None:
             generation = int(os.environ["EVERGRAD_GENERATION"])
             step = Step(time.monotonic(), node, os.getpid(), generation, rank, world_size, values[0].item())
             log.write(json.dumps(vars(step)) + "\n")
+            if (directory / "boundary").exists():
+                report(1, checkpoint_step=1)
             if values[1] > 0:
                 break
             time.sleep(0.05)

@@ -31,10 +31,11 @@ def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeC
     cluster.start_agent("0")
     fourth = cluster.until_world(3, above=third)
     cluster.start_agent("10")
-    cluster.until(lambda: len(cluster.status()["nodes"]["members"]) == 4, "the spare")
+    cluster.until(lambda: cluster.count("spare") == 1, "the spare")
     assert {step.node for step in cluster.steps()} == {"0", "1", "2"}
     cluster.kill_pod("1")
     fifth = cluster.until_world(3, above=fourth)
+    assert fifth == fourth + 1
     assert {step.node for step in cluster.steps() if step.generation == fifth} == {"0", "2", "10"}
 
     # A pod is asked to go.

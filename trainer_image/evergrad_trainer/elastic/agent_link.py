@@ -40,6 +40,8 @@ from evergrad_trainer.elastic.board import NodeBoard
 _TICK_SECONDS = 0.2
 _PROGRESS_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
+_DEPART_SECONDS = 1.0
+"""For the plan that follows the word of leaving: much longer than the coordinator waits for other events."""
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """Those that torchrun takes for the end of the agent."""
 
@@ -81,6 +83,8 @@ class AgentLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopped = asyncio.Event()
         self._is_leaving = False
+        self._is_out = False
+        """The agent is at its end, and has no workers any more."""
         self._is_stopping_workers = False
         self._done_generation = 0
         self._up_generation = 0
@@ -107,6 +111,19 @@ class AgentLink:
         self._is_started.wait()
         if self._failure is not None:
             raise self._failure
+
+    def depart(self) -> None:
+        """The agent ends and its workers are gone. One that was asked to leave says so, else it would be taken for lost."""
+        with self.changed:
+            place = self.place
+            if self._is_leaving and self.end is None and place is not None and not self._done_generation:
+                self._is_out = True
+                self._call(self._say_ready_to_leave)
+                until = time.monotonic() + _DEPART_SECONDS
+                while self.end is None and self._answered_generation <= place.generation and time.monotonic() < until:
+                    self.changed.wait(_TICK_SECONDS)
+                self._send(Left(self.newest, is_saved=False))
+        self.close()
 
     def close(self) -> None:
         """Leave the coordinator and remove the board."""
@@ -315,6 +332,8 @@ class AgentLink:
         self.plan = plan
         if self._done_generation:
             self._send(Ready(plan.generation, workers=0, port=0))
+        elif self._is_leaving:
+            self._say_ready_to_leave()
 
     def _finish(self, end: End) -> None:
         self.end = self.end or end
@@ -366,10 +385,12 @@ class AgentLink:
 
     def _say_ready_to_leave(self) -> None:
         """A leaving agent is not going to ask for another group: the end of its workers is told from here."""
-        is_out = self.place is None or (self._watch is not None and self._watch.are_gone)
-        if is_out and self.plan is not None and self._answered_generation < self.plan.generation:
-            self._answered_generation = self.plan.generation
-            self._send(Ready(self.plan.generation, workers=0, port=0))
+        with self.changed:
+            is_out = self._is_out or self.place is None or (self._watch is not None and self._watch.are_gone)
+            if is_out and self.plan is not None and self._answered_generation < self.plan.generation:
+                self._answered_generation = self.plan.generation
+                self._send(Ready(self.plan.generation, workers=0, port=0))
+                self.changed.notify_all()
 
     def _announce(self) -> None:
         own = self.place.generation if self.place is not None else 0

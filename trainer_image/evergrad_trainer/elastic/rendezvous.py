@@ -111,7 +111,8 @@ class EvergradRendezvousHandler(RendezvousHandler):
             # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.
             signal.set_wakeup_fd(self._link.wakeup_write, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forget_in_child)
-        atexit.register(self._remove_directory)
+        # An agent that ends by a signal does not call shutdown.
+        atexit.register(self._depart)
 
     def get_backend(self) -> str:
         return BACKEND
@@ -164,8 +165,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
     def shutdown(self) -> bool:
         """Called by the agent when it ends without a signal."""
         self._link.report_failure()
-        self._link.close()
-        self._remove_directory()
+        self._depart()
         return True
 
     def _open_store(self) -> TCPStore:
@@ -184,8 +184,9 @@ class EvergradRendezvousHandler(RendezvousHandler):
             os.dup2(null, descriptor)
         os.close(null)
 
-    def _remove_directory(self) -> None:
+    def _depart(self) -> None:
         if os.getpid() == self._process:
+            self._link.depart()
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
