@@ -9,8 +9,8 @@ from evergrad_coordinator.accounting import Accounting
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.failures import Failure, FailureBudget
 from evergrad_coordinator.gathering import Gathering
+from evergrad_coordinator.limits import check_limits
 from evergrad_coordinator.protocol import (
-    Broken,
     Commit,
     End,
     Hello,
@@ -18,10 +18,10 @@ from evergrad_coordinator.protocol import (
     Message,
     Permit,
     Plan,
-    Refused,
     Welcome,
 )  # fmt: skip
 from evergrad_coordinator.reports import handle_report
+from evergrad_coordinator.roster import REPLACED, Roster
 from evergrad_coordinator.state import (
     Close,
     Effect,
@@ -36,7 +36,6 @@ from evergrad_coordinator.state import (
     Settings,
     Training,
     World,
-    node_order,
 )  # fmt: skip
 
 TICK_SECONDS = 0.25
@@ -52,7 +51,6 @@ class Membership:
         self.settings = settings
         self.generation = generation
         """Newest number: durable before any effect behind its Persist."""
-        self.nodes: dict[str, Node] = {}
         self.world: World | None = None
         self.proposal: Proposal | None = None
         self.training = Training()
@@ -66,12 +64,8 @@ class Membership:
         self.was_left = False
         """The last node to go had been asked to."""
         self.fence_until = 0.0
-        self._peers: dict[int, Node] = {}
         self._heard = 0
-        self._fingerprint: dict[str, str] | None = None
-        self._incarnations: dict[str, str] = {}
-        self._banned: dict[str, None] = {}
-        self._steps: dict[Key, int] = {}
+        self._roster = Roster(settings)
         self._saving_generation = 0
         self._fruitless = 0
         self._planned_at = float("-inf")
@@ -80,16 +74,21 @@ class Membership:
         self._ticked_at = now
         self._effects: list[Effect] = []
 
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """Connected nodes by name."""
+        return self._roster.nodes
+
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def hello(self, peer: int, hello: Hello, *, now: float) -> list[Effect]:
         """The first message of a connection."""
-        refusal = self._admit(hello)
+        refusal = self._roster.refuse(hello, finished=self.finished)
         if refusal is not None:
             self.send(peer, refusal)
             self._effects.append(Close(peer, getattr(refusal, "reason", "")))
             self.log("refused", node=hello.node[:64], reason=getattr(refusal, "reason", ""))
-        elif self._is_superseded(hello):
+        elif self._roster.is_superseded_by(hello):
             self._effects.append(Close(peer, "superseded"))
             self.log("superseded", node=hello.node[:64], known=hello.known_generation)
         else:
@@ -98,7 +97,7 @@ class Membership:
 
     def receive(self, peer: int, message: Message, *, now: float) -> list[Effect]:
         """Any later message. A ``ping`` counts as contact and is answered by the edge."""
-        node = self._peers.get(peer)
+        node = self._roster.peers.get(peer)
         if node is None or self.finished:
             return self._take()
         node.seen = now
@@ -112,7 +111,7 @@ class Membership:
 
     def lost(self, peer: int, why: str, *, now: float) -> list[Effect]:
         """The connection has ended."""
-        node = self._peers.get(peer)
+        node = self._roster.peers.get(peer)
         if node is not None:
             self.remove(node, why, now)
         return self._take()
@@ -125,8 +124,7 @@ class Membership:
         if gap > 4 * TICK_SECONDS:  # this process itself did not run: what was said meanwhile is still unread
             for node in self.nodes.values():
                 node.seen += gap
-        self._check_silence(now)
-        self._check_limits(now)
+        check_limits(self, now)
         if self._review_at is not None and self._review_at <= now and not self.finished:
             self._review(now)
         return self._take()
@@ -160,11 +158,8 @@ class Membership:
 
     def remove(self, node: Node, why: str, now: float) -> None:
         """The node is not connected any more."""
-        del self._peers[node.peer]
-        del self.nodes[node.name]
+        self._roster.remove(node)
         self.log("gone", node=node.name, why=why)
-        if node.step is not None and len(self._steps) < 4 * self.settings.max_members:
-            self._steps[node.key] = node.step
         world, proposal = self.world, self.proposal
         if world and node.key in world.places and node.key not in world.out:
             world.last_contact[node.key] = node.seen
@@ -228,74 +223,32 @@ class Membership:
 
     # ---- joining -----------------------------------------------------------------------------------------------------
 
-    def _admit(self, hello: Hello) -> Refused | End | None:
-        if refused := admission.refuse(hello, self.settings, fingerprint=None if self.finished else self._fingerprint):
-            return refused
-        if self.finished:
-            return self.finished
-        if hello.incarnation in self._banned:
-            return End(
-                exit_code=ExitCode.STOPPED_SAVED, reason="replaced", message="a newer process of this node has taken its place"
-            )
-        if hello.node not in self.nodes and len(self.nodes) >= self.settings.max_members:
-            return admission.refuse_crowd(self.settings)
-        return None
-
-    def _is_superseded(self, hello: Hello) -> bool:
-        """Whether the node has heard a later epoch: this coordinator was replaced, and must not number anything above it."""
-        newest = max(hello.known_generation, hello.had.generation if hello.had else 0)
-        return self.settings.epoch > 0 and newest >> 32 > self.settings.epoch
-
     def _join(self, peer: int, hello: Hello, now: float) -> None:
-        step = self._replace(hello, now)
+        older = self._roster.claim(hello)
+        if older is not None and older.incarnation == hello.incarnation:
+            self._effects.append(Close(older.peer, "reconnected"))
+            self._roster.remove(older)
+        elif older is not None:
+            self.send(older.peer, REPLACED)
+            self.drop(older, "replaced", now)
         if self.finished:  # the process that was replaced was the last one, and leaving
             self.send(peer, self.finished)
             self._effects.append(Close(peer, "finished"))
             return
-        node = Node(peer, hello.node, hello.incarnation, hello.address, hello.workers, now, had=hello.had)
-        node.step = self._steps.pop(node.key, step)
-        node.group = hello.had.generation if hello.had else 0
+        node = self._roster.add(peer, hello, now=now)
         self._heard = max(self._heard, hello.known_generation, node.group)
-        self._fingerprint = hello.fingerprint if self._fingerprint is None else self._fingerprint
-        self._peers[peer] = self.nodes[node.name] = node
         self.log("hello", node=node.name, workers=node.workers, had=node.group)
-        welcome = Welcome(self.generation, self.settings.lease_seconds, self.settings.silence_seconds)
-        self.send(peer, welcome)
+        self.send(peer, Welcome(self.generation, self.settings.lease_seconds, self.settings.silence_seconds))
         self._place_again(node, now)
         if self.gathering and node.is_candidate:
             self.gathering.first_seen = now if self.gathering.first_seen is None else self.gathering.first_seen
         self.change(now)
 
-    def _replace(self, hello: Hello, now: float) -> int | None:
-        """Newest incarnation wins for good. Returns the step in the memory of the same incarnation's older connection."""
-        old, known = self.nodes.get(hello.node), self._incarnations.get(hello.node)
-        while len(self._incarnations) >= 4 * self.settings.max_members:
-            del self._incarnations[next(iter(self._incarnations))]
-        while len(self._banned) >= 4 * self.settings.max_members:
-            del self._banned[next(iter(self._banned))]
-        self._incarnations[hello.node] = hello.incarnation
-        if known is not None and known != hello.incarnation:
-            self._banned[known] = None
-            if old is not None:
-                self.send(old.peer, End(ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place"))
-                self.drop(old, "replaced", now)
-            return None
-        if old is None:
-            return None
-        self._effects.append(Close(old.peer, "reconnected"))
-        del self._peers[old.peer]
-        return old.step
-
     def _place_again(self, node: Node, now: float) -> None:
         """Tell a node that comes (back) what it missed, and note what it lost meanwhile."""
         world, proposal = self.world, self.proposal
         if world and node.key in world.places and node.key not in world.out and not self.gathering:
-            place, had = world.places[node.key], node.had
-            if had is None or (had.generation, had.first_rank, had.workers) != (
-                world.generation,
-                place.first_rank,
-                place.workers,
-            ):
+            if not planning.holds_its_place(world, node):
                 world.out.add(node.key)
                 world.is_broken = True
                 self.accounting.begin("node_lost", at=now)
@@ -307,7 +260,6 @@ class Membership:
             self.send(node.peer, Plan(world.generation, hard=True, is_member=False, reason="this group has been replaced"))
 
     def _become_empty(self, last: Node, now: float) -> None:
-        self._fingerprint = None
         self.proposal = None
         self.was_left = last.is_leaving or last.released_at is not None
         is_gone = self.world is None or self.world.places.keys() <= self.world.out
@@ -317,7 +269,7 @@ class Membership:
             self.world.is_over = True
         self.log("empty", wasLeft=self.was_left)
         if self.settings.exit_when_empty and self.was_left:
-            held = max(self._steps.values(), default=-1)
+            held = max(self._roster.steps.values(), default=-1)
             is_saved = self.settings.recovery == "fresh" or self.saved_step >= held
             code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
             self.finish(code, "stopped", "all nodes have left")
@@ -412,13 +364,15 @@ class Membership:
         return node.group > 0 or (node.is_leaving and node.released_at is None and may_hold)
 
     def _must_be_hard(self) -> bool:
-        nodes = self.nodes.values()
-        if not any(node.group for node in nodes):
+        """Whether the running group cannot reach a step boundary any more."""
+        world, nodes = self.world, self.nodes.values()
+        if world is None or world.is_over or not any(node.group == world.generation for node in nodes):
             return False
-        world = self.world
-        return world is None or (
-            not world.is_over and (world.is_broken or not world.is_up or bool(planning.find_lost(world, nodes)))
-        )
+        return world.is_broken or not world.is_up or bool(planning.find_lost(world, nodes))
+
+    def has_boundary_ahead(self, node: Node) -> bool:
+        """Whether its workers are in the running group; any other group waits for members that are elsewhere."""
+        return node.group > 0 and self.world is not None and not self.world.is_over and node.group == self.world.generation
 
     def _wait_until(self, members: tuple[Node, ...], now: float) -> float:
         """When a plan of ``members`` may be made at the earliest; infinity for what an event ends."""
@@ -470,17 +424,18 @@ class Membership:
 
     def _announce(self, node: Node, proposal: Proposal) -> None:
         is_member = node.key in proposal.members
-        self.send(node.peer, Plan(proposal.generation, hard=proposal.hard, is_member=is_member, reason=proposal.reason))
+        is_hard = proposal.hard or (node.group > 0 and not self.has_boundary_ahead(node))
+        self.send(node.peer, Plan(proposal.generation, hard=is_hard, is_member=is_member, reason=proposal.reason))
 
     def _go(self, members: list[Node], now: float) -> None:
         places = planning.assign_places(members)
         self.world = World(self.generation, places, started_at=now)
         self.proposal, self.gathering = None, None
         self.has_boundary, self._growth_since = False, None
-        self._steps.clear()
+        self._roster.steps.clear()
         self.log("go", nodes=len(places), worldSize=self.world.size)
         for node, message in planning.build_go(self.generation, members, places):
-            node.group, node.workers, node.had = self.generation, message.workers, None
+            node.group, node.had = self.generation, None
             self.send(node.peer, message)
 
     def _release(self, now: float, *, staying: list[Node] | None) -> None:
@@ -493,47 +448,9 @@ class Membership:
             self.saver, self._saving_generation = saver.key, self.generation
         for node in leavers:
             node.released_at = now
-            self.send(node.peer, Leave(self.generation, save=node is saver))
-            self.log("leave", node=node.name, save=node is saver)
-
-    # ---- time --------------------------------------------------------------------------------------------------------
-
-    def _check_silence(self, now: float) -> None:
-        limit = self.settings.silence_seconds
-        for node in [node for node in self.nodes.values() if now - node.seen > limit]:
-            self.drop(node, "silent", now)
-        held = self.settings.soft_limit_seconds
-        for node in [node for node in self.nodes.values() if node.released_at is not None and now - node.released_at > held]:
-            self.drop(node, "told to leave and did not", now)
-
-    def _check_limits(self, now: float) -> None:
-        proposal, world = self.proposal, self.world
-        if proposal and now - proposal.made_at > min(self.settings.ready_limit_seconds, self.settings.soft_limit_seconds):
-            self._check_answers(proposal, now)
-        if (
-            world
-            and not (world.is_up or world.is_over or world.is_broken)
-            and now - world.started_at > self.settings.up_limit_seconds
-        ):
-            missing = min((key[0] for key in world.places.keys() - world.up), key=node_order)
-            text = f"the group was not complete {self.settings.up_limit_seconds:g} s after its start: node {missing} was not up"
-            report = Broken(world.generation, "setup_failed", rank=-1, step=self.training.step, message=text)
-            self.break_world(Failure(missing, now, report), now=now)
-
-    def _check_answers(self, proposal: Proposal, now: float) -> None:
-        for name, incarnation in list(proposal.waits_for):
-            node = self.nodes.get(name)
-            if node is None or node.incarnation != incarnation:
-                continue
-            is_patient = not proposal.hard and node.group > 0
-            limit = self.settings.soft_limit_seconds if is_patient else self.settings.ready_limit_seconds
-            if now - proposal.made_at <= limit:
-                continue
-            if is_patient and self.world:
-                self.world.is_broken = True
-                self.change(now)
-            else:
-                self.drop(node, "not ready in time", now)
+            is_saver = node.key == self.saver  # also when it comes back after its connection was lost
+            self.send(node.peer, Leave(self.generation, save=is_saver))
+            self.log("leave", node=node.name, save=is_saver)
 
     def _take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

@@ -41,6 +41,12 @@ def is_intact(world: World, members: Sequence[Node]) -> bool:
     return wanted == {key: place.workers for key, place in world.places.items() if key not in world.done}
 
 
+def holds_its_place(world: World, node: Node) -> bool:
+    """Whether a member that has come back still has the ranks it was given."""
+    had = node.had
+    return had is not None and had.generation == world.generation and Place(had.first_rank, had.workers) == world.places[node.key]
+
+
 def is_growth(world: World, members: Sequence[Node]) -> bool:
     """Whether every running worker stays and only some are added."""
     wanted = {node.key: node.workers for node in members}

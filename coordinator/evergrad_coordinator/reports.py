@@ -87,8 +87,10 @@ def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> No
         node.early_broken = message
         if not message.is_final:
             return
-    elif _find_world(group, node, message.generation) is None:
-        return
+    else:
+        world = _find_world(group, node, message.generation)
+        if world is None or world.is_over:
+            return
     group.log("broken", node=node.name, rank=message.rank, cause=message.cause, exitCode=message.exit_code, step=message.step)
     failure = Failure(node.name, now - message.time_since, message)
     group.break_world(failure, now=now)

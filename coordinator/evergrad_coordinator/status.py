@@ -6,6 +6,7 @@ from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.membership import Membership
+from evergrad_coordinator.planning import find_lost
 from evergrad_coordinator.protocol import MAX_TEXT
 from evergrad_coordinator.state import node_order
 
@@ -29,6 +30,9 @@ def describe_condition(group: Membership, *, now: float) -> Condition:
         phase = {ExitCode.DONE: "Complete", ExitCode.STOPPED_SAVED: "Stopped", ExitCode.STOPPED_UNSAVED: "Stopped"}
         return Condition(phase.get(ExitCode(end.exit_code) if end.exit_code in list(ExitCode) else ExitCode.INTERNAL, "Failed"),
                          _camel_reason(end.reason), end.message)  # fmt: skip
+    if group.nodes and group.fence_until > now:
+        text = "no node of the last group is left: its workers stop by themselves when their lease ends"
+        return Condition("Waiting", "WaitingForLease", text)
     if group.proposal:
         return _describe_proposal(group)
     if group.world and not group.world.is_over and group.nodes and not group.gathering:
@@ -44,7 +48,10 @@ def _describe_world(group: Membership) -> Condition:
     world = group.world
     if world is None:
         return Condition("Waiting", "WaitingForNodes", "")
-    if world.is_broken:
+    is_short = sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
+    if is_short and find_lost(world, group.nodes.values()):
+        return _describe_shortage(group)
+    if world.is_broken or find_lost(world, group.nodes.values()):
         return Condition("Starting", "GroupBroken", f"generation {world.generation} broke; a new one is about to be planned")
     if not world.is_up:
         return Condition("Starting", "MembersStarting", f"{len(world.up)} of {len(world.places)} nodes are up")
@@ -69,9 +76,6 @@ def _describe_wait(group: Membership, now: float) -> Condition:
         return Condition("Waiting", "WaitingForSave", f"node {group.saver[0]} saves before it leaves")
     if group.gathering and group.gathering.adopts_until is not None and group.gathering.adopts_until > now and group.nodes:
         return Condition("Waiting", "WaitingForReconnects", "a group may be running; its nodes have a lease's time to report it")
-    if group.fence_until > now:
-        text = "no node of the last group is left: its workers stop by themselves when their lease ends"
-        return Condition("Waiting", "WaitingForLease", text)
     return _describe_shortage(group)
 
 
@@ -85,7 +89,7 @@ def _describe_shortage(group: Membership) -> Condition:
 def build_status(group: Membership, *, now: float) -> dict[str, Any]:
     """The object of ``GET /status``."""
     condition, training, world = describe_condition(group, now=now), group.training, group.world
-    is_current = world is not None and not world.is_over
+    is_current = world is not None and not world.is_over and not find_lost(world, group.nodes.values())
     ready = sum(node.is_candidate for node in group.nodes.values())
     members = list(_list_members(group))
     return {

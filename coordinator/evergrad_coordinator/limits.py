@@ -1,0 +1,58 @@
+"""What may take how long: silence, getting ready, coming up, leaving. Pure; the part of ``membership`` that looks at the time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evergrad_coordinator.failures import Failure
+from evergrad_coordinator.protocol import Broken
+from evergrad_coordinator.state import Proposal, node_order
+
+if TYPE_CHECKING:
+    from evergrad_coordinator.membership import Membership
+
+
+def check_limits(group: Membership, now: float) -> None:
+    """Drop nodes and break groups whose time is over."""
+    _check_nodes(group, now)
+    if group.proposal:
+        _check_answers(group, group.proposal, now)
+    _check_start(group, now)
+
+
+def _check_nodes(group: Membership, now: float) -> None:
+    silence, leaving = group.settings.silence_seconds, group.settings.soft_limit_seconds
+    for node in list(group.nodes.values()):
+        if now - node.seen > silence:
+            group.drop(node, "silent", now)
+        elif node.released_at is not None and now - node.released_at > leaving:
+            group.drop(node, "told to leave and did not", now)
+
+
+def _check_answers(group: Membership, proposal: Proposal, now: float) -> None:
+    settings, waited = group.settings, now - proposal.made_at
+    if waited <= min(settings.ready_limit_seconds, settings.soft_limit_seconds):
+        return
+    for name, incarnation in list(proposal.waits_for):
+        node = group.nodes.get(name)
+        if node is None or node.incarnation != incarnation:
+            continue
+        # A group that is to stop at a step boundary gets the time of a step; whoever is in none has nothing to finish.
+        is_patient = not proposal.hard and group.has_boundary_ahead(node)
+        if waited <= (settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds):
+            continue
+        if is_patient and group.world:
+            group.world.is_broken = True
+            group.change(now)
+            return
+        group.drop(node, "not ready in time", now)
+
+
+def _check_start(group: Membership, now: float) -> None:
+    world, limit = group.world, group.settings.up_limit_seconds
+    if world is None or world.is_up or world.is_over or world.is_broken or now - world.started_at <= limit:
+        return
+    missing = min((name for name, _ in world.places.keys() - world.up), key=node_order)
+    text = f"the group was not complete {limit:g} s after its start: node {missing} was not up"
+    report = Broken(world.generation, "setup_failed", step=group.training.step, message=text)
+    group.break_world(Failure(missing, now, report), now=now)

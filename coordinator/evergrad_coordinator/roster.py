@@ -1,0 +1,76 @@
+"""Who is connected, and which processes may come back: newest incarnation of a node wins for good. Pure."""
+
+from evergrad_coordinator import admission
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.protocol import End, Hello, Refused
+from evergrad_coordinator.state import Key, Node, Settings
+
+REPLACED = End(ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place")
+
+
+class Roster:
+    """The connected nodes, by name and by connection."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.nodes: dict[str, Node] = {}
+        self.peers: dict[int, Node] = {}
+        self.steps: dict[Key, int] = {}
+        """Newest steps in the memory of nodes that are not connected."""
+        self._settings = settings
+        self._most = 4 * settings.max_members
+        self._fingerprint: dict[str, str] | None = None
+        self._incarnations: dict[str, str] = {}
+        self._banned: dict[str, None] = {}
+
+    def refuse(self, hello: Hello, *, finished: End | None) -> Refused | End | None:
+        """Why this hello is not welcome. After the end only a stranger is refused: the run's own nodes learn how it ended."""
+        fingerprint = None if finished else self._fingerprint
+        if refused := admission.refuse(hello, self._settings, fingerprint=fingerprint):
+            return refused
+        if finished:
+            return finished
+        if hello.incarnation in self._banned:
+            return REPLACED
+        if hello.node not in self.nodes and len(self.nodes) >= self._settings.max_members:
+            return admission.refuse_crowd(self._settings)
+        return None
+
+    def is_superseded_by(self, hello: Hello) -> bool:
+        """Whether the node has heard a later epoch: this coordinator was replaced, and must not number anything above it."""
+        newest = max(hello.known_generation, hello.had.generation if hello.had else 0)
+        return self._settings.epoch > 0 and newest >> 32 > self._settings.epoch
+
+    def claim(self, hello: Hello) -> Node | None:
+        """This incarnation is the node's newest; any other is banned. Returns the connected node that is in its way."""
+        known = self._incarnations.pop(hello.node, None)
+        self._incarnations[hello.node] = hello.incarnation
+        _forget_oldest(self._incarnations, self._most)
+        if known is not None and known != hello.incarnation:
+            self._banned[known] = None
+            _forget_oldest(self._banned, self._most)
+        return self.nodes.get(hello.node)
+
+    def add(self, peer: int, hello: Hello, *, now: float) -> Node:
+        """A node is here. What is known of its memory comes back with the same process."""
+        node = Node(peer, hello.node, hello.incarnation, hello.address, hello.workers, now, had=hello.had)
+        node.step = self.steps.pop(node.key, None)
+        node.group = hello.had.generation if hello.had else 0
+        if self._fingerprint is None:
+            self._fingerprint = hello.fingerprint
+        self.nodes[node.name] = self.peers[peer] = node
+        return node
+
+    def remove(self, node: Node) -> None:
+        """It is not connected any more."""
+        del self.peers[node.peer]
+        del self.nodes[node.name]
+        if node.step is not None:
+            self.steps[node.key] = node.step
+            _forget_oldest(self.steps, self._most)
+        if not self.nodes:
+            self._fingerprint = None
+
+
+def _forget_oldest(table: dict[str, str] | dict[str, None] | dict[Key, int], most: int) -> None:
+    while len(table) > most:
+        del table[next(iter(table))]  # type: ignore[arg-type]

@@ -1,0 +1,694 @@
+"""Each rule of membership, on a simulated cluster."""
+
+from typing import Any
+
+import pytest
+from simulated_cluster import Cluster, FakeNode, make_settings
+
+from evergrad_coordinator.protocol import (
+    Boundary,
+    Broken,
+    Capacity,
+    Cause,
+    Commit,
+    Done,
+    End,
+    Go,
+    Had,
+    Hello,
+    Leave,
+    Leaving,
+    Message,
+    Permit,
+    Plan,
+    Progress,
+    Refused,
+    Result,
+    Up,
+)
+from evergrad_coordinator.state import Finish, Send
+
+
+def start_running(names: str = "012", **changes: Any) -> tuple[Cluster, list[FakeNode]]:
+    """A group that trains."""
+    cluster = Cluster(make_settings(expect=len(names), **{"max_nodes": 4, **changes}))
+    nodes = [cluster.start(name) for name in names]
+    cluster.run_until_running()
+    return cluster, nodes
+
+
+def of_kind(node: FakeNode, kind: type[Message]) -> list[Any]:
+    return [message for message in node.received if isinstance(message, kind)]
+
+
+def hello(cluster: Cluster, **changes: Any) -> Message:
+    """What a stranger who says hello is answered."""
+    values: dict[str, Any] = {"run": "r", "node": "7", "incarnation": "x", "address": "a", "workers": 1, "recovery": "in-process"}
+    effects = cluster.group.hello(999, Hello(**{**values, **changes}), now=cluster.now)
+    return next(effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999)
+
+
+def break_group(node: FakeNode, cause: Cause = "worker_crash", **changes: Any) -> None:
+    assert node.group
+    node.say(Broken(node.group.generation, cause, **changes))
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_follow_the_index_as_a_number_and_count_workers() -> None:
+    cluster = Cluster(make_settings(expect=3))
+    nodes = [cluster.start(name, workers=workers) for name, workers in (("10", 1), ("9", 3), ("2", 2))]
+    cluster.run_until_running()
+    go = {node.name: of_kind(node, Go)[0] for node in nodes}
+    assert [(go[name].first_rank, go[name].workers, go[name].node_rank) for name in ("2", "9", "10")] == [
+        (0, 2, 0),
+        (2, 3, 1),
+        (5, 1, 2),
+    ]
+    assert {(one.world_size, one.num_nodes, one.address, one.port) for one in go.values()} == {(6, 3, "10.0.0.2", 1002)}
+
+
+def test_the_start_waits_for_the_expected_nodes() -> None:
+    cluster = Cluster(make_settings(expect=3, start_wait_seconds=5))
+    cluster.start(0), cluster.start(1)
+    cluster.run(3)
+    assert cluster.group.generation == 0
+    assert cluster.condition.message == "2 nodes of the 3 expected are here"
+    cluster.start(2)
+    cluster.run(0.5)
+    assert len(cluster.go_members[1]) == 3
+
+
+def test_the_start_does_not_wait_for_ever() -> None:
+    cluster = Cluster(make_settings(expect=3, start_wait_seconds=5))
+    cluster.start(0), cluster.start(1)
+    cluster.run(6)
+    assert len(cluster.go_members[1]) == 2
+
+
+def test_fewer_than_the_minimum_wait_by_name() -> None:
+    cluster = Cluster()
+    cluster.start(0)
+    cluster.run(30)
+    assert (cluster.condition.phase, cluster.condition.reason) == ("Waiting", "WaitingForNodes")
+    assert cluster.group.generation == 0
+
+
+def test_a_node_without_workers_only_shows_itself() -> None:
+    cluster = Cluster(make_settings(expect=2))
+    nodes = [cluster.start(0), cluster.start(1), cluster.start(2, workers=0)]
+    cluster.run_until_running()
+    assert len(cluster.go_members[1]) == 2
+    nodes[2].workers = 1
+    nodes[2].say(Capacity(1))
+    cluster.run(2)
+    assert len(cluster.go_members[2]) == 3
+    assert of_kind(nodes[0], Plan)[-1].hard is False
+
+
+# ---- changes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_lost_node_makes_a_hard_plan_of_the_others() -> None:
+    cluster, nodes = start_running()
+    nodes[1].die()
+    cluster.run_until_running()
+    assert of_kind(nodes[0], Plan)[-1].hard is True
+    assert [node.name for node, _ in cluster.go_members[2]] == ["0", "2"]
+    assert cluster.group.accounting.restarts == {"node_lost": 1}
+    assert 0 < cluster.group.accounting.lost_seconds["node_lost"] < 2
+
+
+def test_a_silent_node_is_lost_and_comes_back_into_a_new_group() -> None:
+    cluster, nodes = start_running(lease_seconds=20)
+    nodes[1].is_frozen = True
+    cluster.run(2)
+    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "2"]
+    nodes[1].is_frozen = False
+    cluster.run(3)
+    assert len(cluster.go_members[cluster.gone]) == 3
+    assert of_kind(nodes[0], Plan)[-1].hard is False
+
+
+def test_a_join_waits_for_a_step_boundary() -> None:
+    cluster, nodes = start_running("01")
+    cluster.start(3)
+    cluster.run_until_running()
+    cluster.run(1)
+    plan = of_kind(nodes[0], Plan)[-1]
+    assert (plan.hard, plan.reason) == (False, "node 3 joined")
+    assert len(cluster.go_members[2]) == 3
+
+
+def test_nodes_beyond_the_maximum_are_spares_and_disturb_nobody() -> None:
+    cluster, nodes = start_running(max_nodes=3)
+    spare = cluster.start(9)
+    cluster.run(3)
+    assert cluster.group.generation == 1
+    nodes[0].die()
+    cluster.run_until_running()
+    assert [node.name for node, _ in cluster.go_members[2]] == ["1", "2", "9"]
+    low = cluster.start("0")
+    cluster.run(3)
+    assert cluster.group.generation == 2 and low.is_alive and spare.group
+
+
+def test_events_within_the_debounce_make_one_plan() -> None:
+    cluster, nodes = start_running("0123", min_nodes=1)
+    nodes[1].die()
+    nodes[2].die()
+    cluster.run_until_running()
+    assert cluster.group.generation == 2
+
+
+def test_a_member_lost_while_getting_ready_makes_a_new_plan() -> None:
+    cluster, nodes = start_running("0123")
+    nodes[2].has_answered = False
+    nodes[1].die()
+    cluster.run(0.5)
+    assert cluster.condition.reason == "MembersGettingReady"
+    nodes[2].die()
+    cluster.run_until_running()
+    assert [node.name for node, _ in cluster.go_members[3]] == ["0", "3"]
+    assert 2 not in cluster.go_members
+
+
+def test_a_member_that_never_gets_ready_is_dropped() -> None:
+    cluster, nodes = start_running("0123", ready_limit_seconds=2)
+    nodes[2].has_answered = False
+    nodes[1].die()
+    cluster.run(4)
+    names = [node.name for node, _ in cluster.go_members[cluster.gone]]
+    assert names == ["0", "3"]
+
+
+def test_a_soft_plan_that_finds_no_boundary_becomes_hard() -> None:
+    cluster, nodes = start_running("01", soft_limit_seconds=3, up_limit_seconds=60)
+    nodes[1].has_answered = False
+    cluster.start(3)
+    cluster.run(2)
+    assert of_kind(nodes[0], Plan)[-1].hard is False
+    cluster.run(2)
+    assert of_kind(nodes[0], Plan)[-1].hard is True
+
+
+def test_a_group_that_does_not_come_up_is_planned_anew() -> None:
+    cluster, nodes = start_running("012", up_limit_seconds=2)
+    nodes[1].has_answered = False
+    nodes[2].watch_group = lambda: None  # type: ignore[method-assign]
+    nodes[0].die()
+    cluster.run(0.2)
+    nodes[1].get_ready(2)
+    assert cluster.condition.reason == "MembersStarting"
+    cluster.run(2.5)
+    assert cluster.group.generation > 2
+    assert cluster.group.budget.last and cluster.group.budget.last.report.cause == "setup_failed"
+
+
+def test_too_few_nodes_leave_their_group_and_wait() -> None:
+    cluster, nodes = start_running("01")
+    nodes[1].die()
+    cluster.run(1)
+    assert (cluster.condition.phase, cluster.condition.reason) == ("Waiting", "WaitingForNodes")
+    assert nodes[0].group is None and nodes[0].is_alive
+    cluster.start(1)
+    cluster.run_until_running()
+    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1"]
+
+
+def test_all_connections_lost_at_once_restart_nothing() -> None:
+    cluster, nodes = start_running()
+    for node in nodes:
+        node.disconnect()
+    cluster.run(2)
+    assert cluster.condition.phase == "Running"
+    assert cluster.group.generation == 1
+
+
+def test_a_coordinator_that_slept_accuses_nobody() -> None:
+    cluster, _ = start_running()
+    cluster.now += 60
+    cluster.run(1)
+    assert (cluster.condition.phase, cluster.group.generation) == ("Running", 1)
+
+
+# ---- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def leave(node: FakeNode) -> None:
+    node.is_leaving = True
+    node.say(Leaving())
+
+
+def test_a_node_that_leaves_is_let_go_without_saving_while_others_hold_the_state() -> None:
+    cluster, nodes = start_running()
+    leave(nodes[0])
+    cluster.run_until_running()
+    cluster.run(0.5)
+    assert of_kind(nodes[1], Plan)[-1].hard is False
+    assert of_kind(nodes[0], Leave) == [Leave(2, save=False)]
+    assert cluster.saved == []
+    assert cluster.group.accounting.restarts == {"node_left": 1}
+
+
+def test_when_all_leave_exactly_one_saves_and_the_run_stops() -> None:
+    cluster, nodes = start_running()
+    step = cluster.newest_step()
+    for node in nodes:
+        leave(node)
+    cluster.run(2)
+    assert cluster.saves_asked == ["0"]
+    assert len(cluster.saved) == 1 and cluster.saved[0] >= step >= 0
+    assert cluster.condition.phase == "Stopped"
+
+
+def test_when_too_few_go_on_the_leaver_saves() -> None:
+    cluster, nodes = start_running("01")
+    leave(nodes[1])
+    cluster.run(2)
+    assert cluster.saves_asked == ["1"]
+    assert nodes[0].is_alive
+    leave(nodes[0])
+    cluster.run(2)
+    assert cluster.saves_asked == ["1"], "the same step is not saved again"
+    assert not nodes[0].is_alive
+
+
+def test_newcomers_wait_for_the_only_state_to_be_saved() -> None:
+    cluster, nodes = start_running("01", max_nodes=2)
+    for name in "23":
+        cluster.start(name)
+    cluster.run(0.5)
+    for node in nodes:
+        leave(node)
+    cluster.run(0.3)
+    cluster.run_until_running()
+    assert cluster.saves_asked == ["0"]
+    assert [node.name for node, _ in cluster.go_members[2]] == ["2", "3"]
+    left = next(number for number, line in enumerate(cluster.logs) if line.event == "gone" and line.fields["node"] == "0")
+    went = next(number for number, line in enumerate(cluster.logs) if line.event == "go" and line.fields["generation"] == 2)
+    assert left < went
+
+
+def test_fresh_workers_are_never_asked_to_save() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    for node in nodes:
+        leave(node)
+    cluster.run(2)
+    assert cluster.saves_asked == []
+    assert all(not node.is_alive for node in nodes)
+
+
+def test_a_spare_leaves_at_once() -> None:
+    cluster, _ = start_running(max_nodes=3)
+    spare = cluster.start(9)
+    cluster.run(0.3)
+    leave(spare)
+    cluster.run(0.3)
+    assert not spare.is_alive
+    assert cluster.group.generation == 1
+
+
+@pytest.mark.parametrize(("saves", "code"), [(True, 75), (False, 76)])
+def test_exit_when_empty_says_whether_the_state_was_saved(saves: bool, code: int) -> None:
+    cluster, nodes = start_running("01", exit_when_empty=True)
+    for node in nodes:
+        leave(node)
+        if not saves:
+            node.has_answered = False
+    if saves:
+        cluster.run(2)
+    else:
+        for node in nodes:
+            node.get_ready(2)
+        cluster.run(0.3)
+        for node in nodes:
+            node.get_ready(2)
+            node.die()
+        cluster.run(1)
+    assert cluster.exit_code == code
+
+
+# ---- identity --------------------------------------------------------------------------------------------------------
+
+
+def test_the_newest_process_of_a_node_wins_for_good() -> None:
+    cluster, nodes = start_running()
+    twin = cluster.start(1)
+    cluster.run_until_running()
+    assert nodes[1].exit_code == 75
+    assert twin.group is not None
+    effects = cluster.group.hello(999, Hello("r", "1", nodes[1].incarnation, "a", 1, "in-process"), now=cluster.now)
+    assert [effect.message.exit_code for effect in effects if isinstance(effect, Send) and isinstance(effect.message, End)] == [
+        75
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "words"),
+    [
+        ({"run": "other"}, "WrongRun", "hello.run: other"),
+        ({"token": "no"}, "WrongToken", "hello.token"),
+        ({"token": "é"}, "WrongToken", "hello.token"),
+        ({"protocol": 99}, "ProtocolVersion", "hello.protocol: 99"),
+        ({"recovery": "fresh"}, "RecoveryDiffers", "hello.recovery: fresh"),
+        (
+            {"fingerprint": {"torch": "2.1"}},
+            "FingerprintDiffers",
+            "hello.fingerprint.torch: 2.1; the group's first member has nothing",
+        ),
+        ({"node": ""}, "WrongValue", "hello.node"),
+        ({"workers": -1}, "WrongValue", "hello.workers: -1"),
+        ({"known_generation": 2**53 - 1}, "WrongValue", "hello.generation"),
+    ],
+)
+def test_a_stranger_is_refused_and_told_why(changes: dict[str, Any], reason: str, words: str) -> None:
+    cluster, _ = start_running()
+    answer = hello(cluster, **changes)
+    assert isinstance(answer, Refused)
+    assert (answer.reason, answer.exit_code) == (reason, 64)
+    assert words in answer.message
+    assert "7" not in cluster.group.nodes
+
+
+def test_a_crowd_is_refused() -> None:
+    cluster, _ = start_running(max_members=3)
+    answer = hello(cluster)
+    assert isinstance(answer, Refused)
+    assert answer.reason == "TooManyMembers"
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_broken_group_is_planned_anew_with_everybody() -> None:
+    cluster, nodes = start_running()
+    break_group(nodes[1], "peer_lost")
+    cluster.run_until_running()
+    assert [node.name for node, _ in cluster.go_members[2]] == ["0", "1", "2"]
+    assert cluster.group.budget.used == 0
+    assert cluster.group.accounting.restarts == {"peer_lost": 1}
+
+
+def test_a_report_about_an_older_generation_is_ignored() -> None:
+    cluster, nodes = start_running()
+    nodes[0].die()
+    cluster.run_until_running()
+    nodes[1].say(Broken(1, "worker_crash"))
+    cluster.run(1)
+    assert cluster.group.generation == 2
+
+
+def fail_often(cluster: Cluster, times: int) -> None:
+    for _ in range(times):
+        nodes = [node for node in cluster.nodes if node.group]
+        for node in nodes:
+            node.step = 5
+        break_group(nodes[2], "peer_lost", step=5)
+        break_group(nodes[1], "worker_crash", rank=1, step=5, exit_code=-11, message="it fell", time_since=0.01)
+        cluster.run(0.2)
+        if cluster.exit_code is not None:
+            return
+        cluster.run_until_running()
+
+
+def test_failures_without_progress_end_the_run_and_name_the_root_cause() -> None:
+    cluster, nodes = start_running(max_failures_without_progress=2)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    fail_often(cluster, 3)
+    assert cluster.exit_code == 70
+    message = of_kind(nodes[0], End)[-1].message
+    for words in ("3 times", "2 such failures", "worker_crash", "rank 1", "node 1", "step 5", "exit code -11", "it fell"):
+        assert words in message
+    assert cluster.condition.phase == "Failed"
+
+
+def test_progress_starts_the_count_anew() -> None:
+    cluster, nodes = start_running(max_failures_without_progress=2)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    fail_often(cluster, 2)
+    assert cluster.group.budget.used == 2
+    assert nodes[0].group
+    nodes[0].say(Progress(nodes[0].group.generation, 5))
+    assert cluster.group.budget.used == 2
+    nodes[0].say(Progress(nodes[0].group.generation, 6))
+    assert cluster.group.budget.used == 0
+
+
+def test_with_fresh_workers_only_a_newer_checkpoint_is_progress() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    break_group(nodes[0])
+    cluster.run_until_running()
+    assert nodes[0].group
+    nodes[0].say(Progress(nodes[0].group.generation, 10_000))
+    assert cluster.group.budget.used == 1
+    nodes[0].say(Boundary(nodes[0].group.generation, 10))
+    assert cluster.group.budget.used == 0
+
+
+def test_what_no_retry_can_cure_ends_the_run_with_64() -> None:
+    cluster, nodes = start_running()
+    break_group(nodes[0], "user_error", is_final=True, exit_code=64, message="no such file")
+    cluster.run(0.2)
+    assert cluster.exit_code == 64
+    assert {node.exit_code for node in nodes} == {64}
+    assert of_kind(nodes[2], End)[-1].message == "no such file"
+
+
+def test_a_storm_of_broken_groups_slows_down() -> None:
+    cluster, _ = start_running()
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    for _ in range(200):
+        for node in cluster.nodes:
+            if node.group:
+                break_group(node, "peer_lost")
+        cluster.run(0.1)
+    assert cluster.group.generation < 40
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_result_ends_the_run_for_all_and_for_late_joiners() -> None:
+    cluster, nodes = start_running()
+    nodes[0].say(Result(1, 100))
+    cluster.run(0.2)
+    assert cluster.exit_code == 0
+    assert {node.exit_code for node in nodes} == {0}
+    assert hello(cluster, fingerprint={"other": "image"}) == End(0, "complete")
+    assert cluster.condition.phase == "Complete"
+
+
+def test_a_result_of_an_older_generation_is_none() -> None:
+    cluster, nodes = start_running()
+    nodes[0].die()
+    cluster.run_until_running()
+    nodes[1].say(Result(1, 100))
+    assert cluster.exit_code is None
+
+
+def test_fresh_workers_are_done_when_all_are() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    for node in nodes:
+        assert cluster.exit_code is None
+        node.group = None
+        node.say(Done(1))
+    assert cluster.exit_code == 0
+
+
+def test_a_node_lost_after_its_work_is_not_missed() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    nodes[0].group = None
+    nodes[0].say(Done(1))
+    nodes[0].die()
+    cluster.run(0.3)
+    assert cluster.group.generation == 1
+    for node in nodes[1:]:
+        node.group = None
+        node.say(Done(1))
+    assert cluster.exit_code == 0
+
+
+def test_those_not_done_restart_even_below_the_minimum_when_a_member_is_lost() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    nodes[0].group = None
+    nodes[0].say(Done(1))
+    nodes[1].die()
+    cluster.run(1)
+    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["2"]
+    nodes[2].say(Done(cluster.gone))
+    assert cluster.exit_code == 0
+
+
+# ---- holds -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_held_join_waits_for_the_checkpoint() -> None:
+    cluster, nodes = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=50)
+    cluster.start(7)
+    cluster.run(5)
+    assert cluster.group.generation == 1
+    nodes[0].say(Boundary(1, 10))
+    cluster.run(1)
+    assert len(cluster.go_members[2]) == 4
+
+
+def test_a_hold_ends_by_itself() -> None:
+    cluster, _ = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=5)
+    cluster.start(7)
+    cluster.run(4)
+    assert cluster.group.generation == 1
+    cluster.run(3)
+    assert len(cluster.go_members[2]) == 4
+
+
+def test_nobody_is_held_while_nodes_are_missing() -> None:
+    cluster, nodes = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=50)
+    nodes[0].die()
+    cluster.run_until_running()
+    cluster.start(0)
+    cluster.run(1)
+    assert len(cluster.go_members[3]) == 3
+
+
+# ---- restart of the coordinator --------------------------------------------------------------------------------------
+
+
+def test_a_running_group_is_adopted_without_a_plan() -> None:
+    cluster, nodes = start_running()
+    step = cluster.newest_step()
+    cluster.restart_coordinator()
+    cluster.run(1)
+    assert cluster.condition.phase == "Running"
+    assert cluster.group.generation == 1
+    assert cluster.newest_step() > step
+    assert len(of_kind(nodes[0], Plan)) == 1
+
+
+def test_an_incomplete_group_is_planned_anew_after_a_lease() -> None:
+    cluster, nodes = start_running(lease_seconds=1.5)
+    cluster.restart_coordinator()
+    nodes[1].die()
+    cluster.run(1)
+    assert cluster.condition.reason == "WaitingForReconnects"
+    cluster.run(2)
+    assert [node.name for node, _ in cluster.go_members[2]] == ["0", "2"]
+
+
+def test_a_number_is_never_used_twice_even_if_the_journal_is_lost() -> None:
+    cluster, nodes = start_running()
+    nodes[0].die()
+    cluster.run_until_running()
+    cluster.restart_coordinator(durable=0)
+    cluster.run(5)
+    assert cluster.gone == 3
+
+
+def test_an_epoch_stands_in_the_high_bits() -> None:
+    cluster = Cluster(make_settings(expect=2, epoch=3))
+    cluster.start(0), cluster.start(1)
+    cluster.run_until_running()
+    assert cluster.group.generation == (3 << 32) + 1
+
+
+def test_a_replaced_coordinator_takes_nobody_from_its_successor() -> None:
+    cluster = Cluster(make_settings(expect=2, epoch=3))
+    effects = cluster.group.hello(1, Hello("r", "0", "x", "a", 1, "in-process", known_generation=4 << 32), now=cluster.now)
+    assert not any(isinstance(effect, Send) for effect in effects)
+    assert cluster.group.nodes == {}
+
+
+def test_what_was_broken_before_the_restart_is_planned_after_adoption() -> None:
+    cluster, nodes = start_running()
+    cluster.restart_coordinator()
+    for node in nodes:
+        node.connect()
+    break_group(nodes[0], "stuck")
+    cluster.run(1)
+    assert len(cluster.go_members[2]) == 3
+
+
+# ---- fences ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_of_strangers_waits_until_the_old_one_has_lost_its_lease() -> None:
+    cluster, nodes = start_running(lease_seconds=3)
+    cut_at = cluster.now
+    for node in nodes:
+        node.is_cut = True
+    for name in "4567":
+        cluster.start(name)
+    cluster.run(2.5)
+    assert cluster.condition.reason == "WaitingForLease"
+    cluster.run_until_running()
+    assert cluster.group.world and cluster.group.world.started_at >= cut_at + 4
+    assert all(node.group is None for node in nodes)
+
+
+def test_nobody_waits_for_a_group_that_left() -> None:
+    cluster, nodes = start_running("01", lease_seconds=60)
+    for node in nodes:
+        leave(node)
+    cluster.run(1)
+    for name in "01":
+        cluster.start(name)
+    cluster.run(2)
+    assert cluster.condition.phase == "Running"
+
+
+def may_commit(cluster: Cluster, node: FakeNode, generation: int) -> bool:
+    assert node.peer is not None
+    effects = cluster.group.receive(node.peer, Commit(request=1, generation=generation), now=cluster.now)
+    return next(effect.message.granted for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Permit))
+
+
+def test_only_the_running_generation_may_commit() -> None:
+    cluster, nodes = start_running()
+    assert may_commit(cluster, nodes[0], 1)
+    nodes[1].die()
+    cluster.run_until_running()
+    assert not may_commit(cluster, nodes[0], 1)
+    assert may_commit(cluster, nodes[0], 2)
+    assert not may_commit(cluster, nodes[0], 3)
+
+
+def test_a_leaver_that_was_told_to_save_may_commit() -> None:
+    cluster, nodes = start_running("01")
+    nodes[1].has_answered = False
+    leave(nodes[1])
+    cluster.run(0.2)
+    nodes[1].get_ready(2)
+    nodes[0].get_ready(2)
+    assert cluster.saves_asked == ["1"]
+    assert may_commit(cluster, nodes[1], 2)
+    assert not may_commit(cluster, nodes[0], 2)
+
+
+# ---- nonsense --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", [Capacity(-1), Capacity(10**9), Up(-1, 0), Up(1, -2), Broken(1, "stuck", time_since=-1)])
+def test_a_value_out_of_bounds_costs_the_connection(message: Message) -> None:
+    cluster, nodes = start_running()
+    nodes[2].say(message)
+    assert nodes[2].peer not in cluster.peers
+    cluster.run(3)
+    assert cluster.condition.phase == "Running"
+
+
+def test_messages_of_unknown_connections_are_ignored() -> None:
+    cluster, _ = start_running()
+    assert cluster.group.receive(12345, Up(1, 1), now=cluster.now) == []
+    assert cluster.group.lost(12345, "x", now=cluster.now) == []
+
+
+def test_a_node_of_an_older_group_is_told_to_leave_it() -> None:
+    cluster, _ = start_running(max_nodes=3)
+    answers = cluster.group.hello(
+        999, Hello("r", "7", "x", "a", 1, "in-process", had=Had(1, 3, 1, 4), known_generation=1), now=cluster.now
+    )
+    assert not any(isinstance(effect, Finish) for effect in answers)
+    cluster.restart_coordinator()
+    cluster.run(5)
+    assert cluster.condition.phase == "Running"

@@ -1,0 +1,189 @@
+"""Messages on the wire: camelCase, strict types, nothing that is not finite, no line that is too long."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evergrad_coordinator.protocol import (
+    FROM_COORDINATOR,
+    FROM_NODES,
+    MAX_LINE_BYTES,
+    MAX_TEXT,
+    Broken,
+    Commit,
+    Go,
+    Had,
+    Hello,
+    Message,
+    Ping,
+    Plan,
+    Progress,
+    ProtocolError,
+    Ready,
+    decode_from_coordinator,
+    decode_from_node,
+    encode,
+)
+
+HELLO = Hello("r", "3", "a", "10.0.0.3", 2, "in-process", fingerprint={"torch": "2"}, had=Had(5, 2, 2, 8), known_generation=7)
+
+
+NODE_MESSAGES = st.one_of(
+    st.builds(Ping),
+    st.builds(Ready, *[st.integers(0, 2**53 - 1)] * 3, st.integers(-1, 2**53 - 1)),
+    st.builds(Commit, st.integers(-(2**53) + 1, 2**53 - 1), st.integers(0, 2**40)),
+    st.builds(
+        Broken, st.integers(0, 9), st.just("stuck"), message=st.text(st.characters(exclude_categories=["Cs"]), max_size=500)
+    ),
+    st.builds(Progress, st.integers(0, 9), st.integers(0, 9), loss=st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+)
+
+
+@given(NODE_MESSAGES)
+def test_what_a_node_encodes_is_what_the_coordinator_reads(message: Message) -> None:
+    assert decode_from_node(encode(message)) == message
+
+
+def test_nested_and_optional_fields_survive_the_wire() -> None:
+    assert decode_from_node(encode(HELLO)) == HELLO
+    assert decode_from_node(encode(dataclasses.replace(HELLO, had=None))) == dataclasses.replace(HELLO, had=None)
+
+
+def test_every_message_has_a_type_of_its_own() -> None:
+    names = [kind.TYPE for kind in (*FROM_NODES, *FROM_COORDINATOR)]
+    assert len(names) == len(set(names))
+
+
+def test_names_are_in_camel_case_on_the_wire() -> None:
+    found = json.loads(encode(HELLO))
+    assert found["type"] == "hello"
+    assert found["knownGeneration"] == 7
+    assert found["had"] == {"generation": 5, "firstRank": 2, "workers": 2, "worldSize": 8}
+
+
+def test_unknown_fields_are_ignored() -> None:
+    line = json.dumps({"type": "ready", "generation": 1, "workers": 1, "port": 5, "colour": "red"}).encode()
+    assert decode_from_node(line) == Ready(1, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"generation": None}, "ready.generation"),
+        ({"generation": "1"}, "ready.generation"),
+        ({"generation": 1.0}, "ready.generation"),
+        ({"generation": True}, "ready.generation"),
+        ({"generation": 2**53}, "ready.generation"),
+        ({"port": [1]}, "ready.port"),
+        ({"type": "go"}, "type"),
+        ({"type": ["ready"]}, "type"),
+    ],
+)
+def test_a_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
+    line = json.dumps({"type": "ready", "generation": 1, "workers": 1, "port": 5, **changes}).encode()
+    with pytest.raises(ProtocolError, match=named.replace(".", r"\.")):
+        decode_from_node(line)
+
+
+def test_a_missing_field_is_named() -> None:
+    with pytest.raises(ProtocolError, match=r"ready\.port: missing"):
+        decode_from_node(b'{"type": "ready", "generation": 1, "workers": 1}')
+
+
+def test_a_wrong_field_of_a_nested_object_is_named() -> None:
+    found = json.loads(encode(HELLO))
+    found["had"]["firstRank"] = "0"
+    with pytest.raises(ProtocolError, match=r"hello\.had\.firstRank"):
+        decode_from_node(json.dumps(found).encode())
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
+def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_node(b'{"type": "progress", "generation": 1, "step": 1, "loss": ' + number.encode() + b"}")
+
+
+def test_a_number_that_is_not_finite_is_not_sent() -> None:
+    with pytest.raises(ProtocolError, match=r"progress\.loss"):
+        encode(Progress(1, 1, loss=float("nan")))
+
+
+def test_a_text_that_says_infinity_is_sent() -> None:
+    message = Broken(1, "stuck", message="loss is NaN, was Infinity")
+    assert decode_from_node(encode(message)) == message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"\xff\xfe",
+        b"null",
+        b"[]",
+        b"3",
+        b"{",
+        b'{"type": 3}',
+        b'{"type": "ping"} x',
+        b"[" * 60000,
+        b'{"type": "capacity", "workers": ' + b"9" * 5000 + b"}",
+        b'{"type": "leaving", "reason": "\\ud800"}',
+        b'{"type": "leaving", "reason": "' + b"x" * (MAX_TEXT + 1) + b'"}',
+    ],
+)
+def test_what_is_no_message_is_refused(line: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_node(line)
+
+
+def test_a_line_that_is_too_long_is_refused_in_both_directions() -> None:
+    with pytest.raises(ProtocolError):
+        decode_from_node(b'{"type": "ping", "x": "' + b"x" * MAX_LINE_BYTES + b'"}')
+    with pytest.raises(ProtocolError, match="hello"):
+        encode(dataclasses.replace(HELLO, fingerprint={str(number): "x" * 4000 for number in range(20)}))
+
+
+def test_a_long_failure_message_is_cut_by_the_sender() -> None:
+    message = decode_from_node(encode(Broken(1, "worker_crash", message="🐍" * (MAX_TEXT + 5))))
+    assert isinstance(message, Broken)
+    assert message.message == "🐍" * MAX_TEXT
+
+
+def test_each_side_refuses_its_own_messages() -> None:
+    plan = Plan(1, hard=True, is_member=True, reason="x")
+    assert decode_from_coordinator(encode(plan)) == plan
+    with pytest.raises(ProtocolError):
+        decode_from_node(encode(plan))
+    with pytest.raises(ProtocolError):
+        decode_from_coordinator(encode(Ping()))
+    assert decode_from_coordinator(encode(Go(1, 0, 1, 1, 0, 1, "a", 2))) == Go(1, 0, 1, 1, 0, 1, "a", 2)
+
+
+@given(st.binary(max_size=300))
+def test_random_bytes_give_a_message_or_a_protocol_error(line: bytes) -> None:
+    try:
+        decode_from_node(line)
+    except ProtocolError:
+        pass
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from([*FROM_NODES]), st.data())
+def test_random_values_give_a_message_or_a_protocol_error(kind: type[Message], data: st.DataObject) -> None:
+    found = {"type": kind.TYPE}
+    for field in dataclasses.fields(kind):
+        head, *rest = field.name.split("_")
+        found[head + "".join(map(str.capitalize, rest))] = data.draw(_JSON)
+    try:
+        decode_from_node(json.dumps(found).encode())
+    except ProtocolError:
+        pass
