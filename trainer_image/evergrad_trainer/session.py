@@ -6,7 +6,7 @@ import time
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.build import build_machinery
-from evergrad_trainer.checkpoint.manager import claim_generation
+from evergrad_trainer.checkpoint.manager import claim_exactly, claim_generation
 from evergrad_trainer.distributed import choose_device, join_world, leave_world, read_launch, set_threads, with_generation
 from evergrad_trainer.elastic.signals import StopSignals
 from evergrad_trainer.loop import train
@@ -29,8 +29,12 @@ from evergrad_trainer.stages import (
 from evergrad_trainer.world import Membership
 
 
-def run_session(plan: SessionPlan) -> int:
-    """Train in this process as the launcher's rank says; returns the exit code. Wrong input is reported, not raised."""
+def run_session(plan: SessionPlan, *, generation: int | None = None, relay: Observer | None = None) -> int:
+    """Train in this process as the launcher's rank says; returns the exit code. Wrong input is reported, not raised.
+
+    ``generation``: the number a coordinator has given this world; without one the next free number is claimed. ``relay``: gets
+    rank 0's records in the place of an endpoint of its own.
+    """
     signals = StopSignals()
     signals.install()
     directory = RunDirectory(plan.run_directory)
@@ -39,7 +43,7 @@ def run_session(plan: SessionPlan) -> int:
     try:
         directory.create()
         logs = setup_logging(directory, rank=read_launch().rank)
-        session = _open(plan, directory, signals)
+        session = _open(plan, directory, signals, generation=generation, relay=relay)
         code = _run(session)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
         code = report_failure(session, error, rank=read_launch().rank)
@@ -55,21 +59,32 @@ def run_session(plan: SessionPlan) -> int:
     return int(code)
 
 
-def _open(plan: SessionPlan, directory: RunDirectory, signals: StopSignals) -> Session:
+def _open(
+    plan: SessionPlan, directory: RunDirectory, signals: StopSignals, *, generation: int | None, relay: Observer | None
+) -> Session:
     """Join the world and claim the directory: from here on an older process of this run cannot publish any more."""
     training = plan.run.training
     launch = read_launch()
     set_threads(plan.threads)
     device = choose_device(training.runtime.device, local_rank=launch.local_rank)
     world = join_world(launch, device=device, timeout_seconds=training.runtime.collective_timeout_seconds)
-    world = with_generation(world, int(world.broadcast_json(claim_generation(directory.checkpoints) if world.is_main else 0)))
+    if world.is_main and generation is not None:
+        claim_exactly(directory.checkpoints, generation)
+    elif world.is_main:
+        generation = claim_generation(directory.checkpoints)
+    world = with_generation(world, int(world.broadcast_json(generation)))
     marks = dict(plan.marks)
     marks["group"] = time.time()
     observers: Observer = BaseObserver()
     address = None
     if world.is_main:
         built = build_observers(
-            directory, run=plan.run.metadata.name, training=training, stream=sys.stdout, should_stop=lambda: signals.is_requested
+            directory,
+            run=plan.run.metadata.name,
+            training=training,
+            stream=sys.stdout,
+            should_stop=lambda: signals.is_requested,
+            relay=relay,
         )
         observers, address = built.observers, built.metrics_address
     return Session(

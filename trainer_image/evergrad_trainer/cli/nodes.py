@@ -1,17 +1,27 @@
 """``evergrad run --nodes`` and its coordinator: several elastic nodes on this machine."""
 
 import argparse
-import functools
+import os
+import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.protocol import Recovery
 from evergrad_trainer.checkpoint.generations import newest_generation
+from evergrad_trainer.cli.run_arguments import machine_and_workers, run_directory_of
 from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.errors import ConfigurationError, raise_if
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
-from evergrad_trainer.node.run import fingerprint, prepare_process, run_node
+from evergrad_trainer.node.run import fingerprint, prepare_process, recovery_of, run_node, run_script_node
+from evergrad_trainer.node.scripts import preload
 from evergrad_trainer.node.supervisor import NodeSettings
+from evergrad_trainer.provenance.record import record_process
+from evergrad_trainer.resume import inspect_directory, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.script_files import script_problems
 
 if TYPE_CHECKING:
     from evergrad_trainer.stages import SessionPlan
@@ -23,17 +33,45 @@ COORDINATOR = "coordinator"
 def run_nodes(args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int) -> int:
     """Train a typed run on ``args.nodes`` nodes of this machine; returns the exit code."""
     prepare_process()
-    coordinator = LocalCoordinator(coordinator_settings(plan.run, Path(plan.run_directory), num_nodes=args.nodes))
-    nodes = LocalNodes(functools.partial(_be_node, plan, coordinator, num_workers), args.nodes)
-    return run_local(coordinator, nodes)
+    directory = Path(plan.run_directory)
+    coordinator = LocalCoordinator(coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=recovery_of(plan)))
+
+    def be_node(index: int) -> int:
+        settings = _node_settings(plan.run, directory, coordinator, index, recovery=recovery_of(plan))
+        return run_node(plan, settings, num_workers=num_workers, start_method="fork")
+
+    return run_local(coordinator, LocalNodes(be_node, args.nodes))
 
 
 def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
-    """Run a script's nodes on this machine; returns the exit code."""
-    raise NotImplementedError
+    """Run a script on ``args.nodes`` (default 1) nodes of this machine; returns the exit code."""
+    run, base = loaded.run, loaded.base_directory
+    raise_if(script_problems(run.script, base_directory=base), ConfigurationError)
+    directory = RunDirectory(run_directory_of(args, run))
+    standing = inspect_directory(directory, run, extend=False)
+    if standing.state == "complete":
+        print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
+        return int(ExitCode.DONE)
+    _, num_workers = machine_and_workers(args, run)
+    directory.create()
+    directory.write_resolved(resolved_script_record(run, base_directory=os.path.relpath(base, directory.path)))
+    record_process(directory, run=run, command=tuple(sys.argv), world_size=num_workers * (args.nodes or 1), generation=0)
+    prepare_process()
+    preload(run.script, base)
+    num_nodes = args.nodes or 1
+    coordinator = LocalCoordinator(coordinator_settings(run, directory.path, num_nodes=num_nodes, recovery="fresh"))
+
+    def be_node(index: int) -> int:
+        settings = _node_settings(run, directory.path, coordinator, index, recovery="fresh")
+        return run_script_node(run.script, base, settings, num_workers=num_workers)
+
+    code = run_local(coordinator, LocalNodes(be_node, num_nodes))
+    if code == ExitCode.DONE:
+        directory.mark_complete({"run": run.metadata.name, "time": time.time()})
+    return code
 
 
-def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int) -> CoordinatorSettings:
+def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int, recovery: Recovery) -> CoordinatorSettings:
     """A local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the manifest's maximum."""
     bounds = run.spec.nodes
     most = max(num_nodes, bounds.max or bounds.min)
@@ -45,7 +83,7 @@ def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int) -
         min_nodes=min(bounds.min, num_nodes),
         max_nodes=most,
         expect=num_nodes,
-        recovery="in-process",
+        recovery=recovery,
         state=state / "generation",
         first_generation=newest_generation(checkpoints) if (checkpoints / "gen").is_dir() else 0,
         log=directory / "logs" / "coordinator.log",
@@ -53,16 +91,17 @@ def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int) -
     )
 
 
-def _be_node(plan: "SessionPlan", coordinator: LocalCoordinator, num_workers: int, index: int) -> int:
-    settings = NodeSettings(
-        run=plan.run.metadata.name,
+def _node_settings(
+    run: TrainingRun, directory: Path, coordinator: LocalCoordinator, index: int, *, recovery: Recovery
+) -> NodeSettings:
+    return NodeSettings(
+        run=run.metadata.name,
         node=str(index),
         coordinator_host="127.0.0.1",
         coordinator_port=coordinator.port,
         address="127.0.0.1",
-        recovery="in-process",
-        run_directory=Path(plan.run_directory),
-        fingerprint=fingerprint(plan),
+        recovery=recovery,
+        run_directory=directory,
+        fingerprint=fingerprint(run),
         shares_host=True,
     )
-    return run_node(plan, settings, num_workers=num_workers, start_method="fork")
