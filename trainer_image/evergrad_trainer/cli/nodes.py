@@ -14,6 +14,7 @@ from evergrad_trainer.cli.run_arguments import machine_and_workers, run_director
 from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.errors import ConfigurationError, raise_if
+from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
 from evergrad_trainer.node.run import fingerprint, prepare_process, recovery_of, run_node, run_script_node
 from evergrad_trainer.node.scripts import preload
@@ -40,6 +41,8 @@ def run_nodes(args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int
         settings = _node_settings(plan.run, directory, coordinator, index, recovery=recovery_of(plan))
         return run_node(plan, settings, num_workers=num_workers, start_method="fork")
 
+    if args.chaos is not None:
+        return run_disturbed(args.chaos, coordinator, DisturbedNodes(be_node, args.nodes), directory=directory)
     return run_local(coordinator, LocalNodes(be_node, args.nodes))
 
 
@@ -88,6 +91,7 @@ def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int, r
         first_generation=newest_generation(checkpoints) if (checkpoints / "gen").is_dir() else 0,
         log=directory / "logs" / "coordinator.log",
         max_failures=run.spec.failure_policy.max_failures_without_progress,
+        extra=("--hold-joins",) if recovery == "fresh" else (),
     )
 
 
