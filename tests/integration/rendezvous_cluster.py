@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 SECONDS = 60.0
 """A hang's bound: no event takes anywhere near as long."""
 RUN = "rendezvous"
@@ -106,10 +108,11 @@ class Cluster:
 
     def kill_pod(self, node: str) -> None:
         """Agent and worker at once, as when a pod is deleted by force."""
-        worker = self.worker(node)
+        workers = psutil.Process(self.agent(node).pid).children()
         self.agent(node).send_signal(signal.SIGKILL)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
+        for worker in workers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                worker.kill()
         self.agent(node).wait(SECONDS)
 
     def freeze(self, *processes: int) -> None:
@@ -185,20 +188,21 @@ class Cluster:
         return "\n".join(parts) + f"\nlast steps: {self.steps()[-4:]}"
 
     def close(self) -> None:
-        workers = {step.process for step in self.steps()}
         for process in self._processes:
+            workers = []
             if process.poll() is None:
-                for number in (signal.SIGKILL, signal.SIGCONT):
-                    process.send_signal(number)
+                workers = psutil.Process(process.pid).children()
+                process.kill()
             process.wait(SECONDS)
-        for worker in workers:
+            for worker in workers:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    worker.kill()
+        for orphan in {step.process for step in self.steps()}:
             with contextlib.suppress(OSError):
-                if str(self.directory).encode() in Path(f"/proc/{worker}/environ").read_bytes():
-                    os.kill(worker, signal.SIGKILL)
+                if str(self.directory).encode() in Path(f"/proc/{orphan}/environ").read_bytes():
+                    os.kill(orphan, signal.SIGKILL)
 
-    def _start(
-        self, command: Sequence[str], name: str, environment: dict[str, str] | None = None
-    ) -> "subprocess.Popen[bytes]":
+    def _start(self, command: Sequence[str], name: str, environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
         with (self.directory / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         self._processes.append(process)

@@ -127,7 +127,9 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
     (cluster.directory / "crash-2").touch()
     cluster.finish_training()
     for node in ("0", "1"):
-        cluster.until(lambda node=node: "has finished training" in cluster.log(f"agent-{node}"), f"the end of node {node}'s worker")
+        cluster.until(
+            lambda node=node: "has finished training" in cluster.log(f"agent-{node}"), f"the end of node {node}'s worker"
+        )
     cluster.until(lambda: cluster.count("done") == 2, "the exit barrier")
     (cluster.directory / "linger-2").unlink()
     assert [cluster.wait_exit(node) for node in ("0", "1", "2")] == [0, 0, 0]
