@@ -52,6 +52,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--recovery", choices=["in-process", "fresh"], default="in-process")
     parser.add_argument("--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint")
     parser.add_argument("--exit-when-empty", action="store_true", help="end with 75 or 76 when all nodes have left")
+    parser.add_argument("--nothing-runs", action="store_true", help="no group of this run is left from before: wait for none")
     parser.add_argument("--max-failures", type=int, default=Settings.max_failures_without_progress)
     parser.add_argument("--max-members", type=int, default=Settings.max_members)
     parser.add_argument("--linger", type=float, default=3.0, help="seconds for late joiners after the end")
@@ -119,6 +120,7 @@ def build_settings(options: argparse.Namespace, token: str) -> Settings:
         max_failures_without_progress=options.max_failures,
         epoch=options.epoch,
         exit_when_empty=options.exit_when_empty,
+        nothing_runs=options.nothing_runs,
         max_members=options.max_members,
         **{f"{name}_seconds": getattr(options, name) for name in _TIMES},
     )

@@ -18,13 +18,12 @@ class Gathering:
         """When plans may be made: -inf for now, infinity if only an event can end the wait."""
         nodes = list(nodes)
         num_candidates = sum(node.is_candidate for node in nodes)
-        if any(node.group for node in nodes):
-            return float("-inf") if self.adopts_until is None else self.adopts_until
-        if num_candidates >= settings.expect:
-            return float("-inf")
         if self.adopts_until is not None:
-            is_useful = num_candidates >= settings.min_nodes or any(node.is_leaving for node in nodes)
+            # However many strangers are here: the old group may still train out of sight.
+            is_useful = num_candidates >= settings.min_nodes or any(node.is_leaving or node.group for node in nodes)
             return self.adopts_until if is_useful else float("inf")
+        if num_candidates >= settings.expect or any(node.group for node in nodes):
+            return float("-inf")
         if num_candidates < settings.min_nodes or self.first_seen is None:
             return float("inf")
         return self.first_seen + settings.start_wait_seconds

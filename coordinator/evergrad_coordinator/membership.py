@@ -56,7 +56,8 @@ class Membership:
         self.training = Training()
         self.accounting = Accounting()
         self.budget = FailureBudget(settings.max_failures_without_progress, settings.recovery)
-        self.gathering: Gathering | None = Gathering(adopts_until=now + settings.lease_seconds if generation else None)
+        may_run = generation > 0 and not settings.nothing_runs
+        self.gathering: Gathering | None = Gathering(adopts_until=now + self._lease_end if may_run else None)
         self.finished: End | None = None
         self.saver: Key | None = None
         self.saved_step = -1
@@ -247,11 +248,11 @@ class Membership:
     def _place_again(self, node: Node, now: float) -> None:
         """Tell a node that comes (back) what it missed, and note what it lost meanwhile."""
         world, proposal = self.world, self.proposal
-        if world and node.key in world.places and node.key not in world.out and not self.gathering:
-            if not planning.holds_its_place(world, node):
-                world.out.add(node.key)
-                world.is_broken = True
-                self.accounting.begin("node_lost", at=now)
+        is_member = world is not None and node.key in world.places and node.key not in world.out
+        if world and is_member and not self.gathering and not planning.holds_its_place(world, node):
+            world.out.add(node.key)
+            world.is_broken = True
+            self.accounting.begin("node_lost", at=now)
         if proposal:
             if node.key in proposal.members or node.group:
                 proposal.waits_for.add(node.key)
@@ -264,7 +265,7 @@ class Membership:
         self.was_left = last.is_leaving or last.released_at is not None
         is_gone = self.world is None or self.world.places.keys() <= self.world.out
         # All connections at once: more likely ours failed than all nodes. They may come back as they were.
-        self.gathering = Gathering(adopts_until=None if is_gone else now + self.settings.lease_seconds)
+        self.gathering = Gathering(adopts_until=None if is_gone else now + self._lease_end)
         if self.world and is_gone:
             self.world.is_over = True
         self.log("empty", wasLeft=self.was_left)
@@ -275,6 +276,11 @@ class Membership:
             self.finish(code, "stopped", "all nodes have left")
 
     # ---- review ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _lease_end(self) -> float:
+        """So long after its last contact no worker runs any more; a second is for those that look at the time now and then."""
+        return self.settings.lease_seconds + 1
 
     @property
     def _needed(self) -> int:
@@ -294,6 +300,8 @@ class Membership:
         if self._is_settled(members, now):
             return
         if not self.proposal and not is_enough and not any(self._must_be_asked(node) for node in nodes):
+            if self.world and self.world.places.keys() <= self.world.out:
+                self.world.is_over = True
             self._release(now, staying=[])
             return
         if is_enough and (until := self._wait_until(members, now)) > now:
@@ -381,7 +389,7 @@ class Membership:
         if world and not any(node.key in world.places for node in members):
             # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last contact.
             contacts = [world.last_contact.get(key, now) for key in planning.find_lost(world, self.nodes.values())]
-            self.fence_until = max(contacts, default=float("-inf")) + self.settings.lease_seconds + 1
+            self.fence_until = max(contacts, default=float("-inf")) + self._lease_end
         if self._waits_for_saver(members):
             return float("inf")
         delay = 0.0

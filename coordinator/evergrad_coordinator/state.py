@@ -31,6 +31,8 @@ class Settings:
     max_failures_without_progress: int = 3
     epoch: int = 0
     exit_when_empty: bool = False
+    nothing_runs: bool = False
+    """Whoever starts the coordinator knows that no group of the run is left: nobody has to be waited for."""
     max_members: int = 4096
 
 

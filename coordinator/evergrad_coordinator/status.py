@@ -49,9 +49,10 @@ def _describe_world(group: Membership) -> Condition:
     if world is None:
         return Condition("Waiting", "WaitingForNodes", "")
     is_short = sum(node.is_candidate for node in group.nodes.values()) < group.settings.min_nodes
-    if is_short and find_lost(world, group.nodes.values()):
+    is_broken = world.is_broken or bool(find_lost(world, group.nodes.values()))
+    if is_short and is_broken:
         return _describe_shortage(group)
-    if world.is_broken or find_lost(world, group.nodes.values()):
+    if is_broken:
         return Condition("Starting", "GroupBroken", f"generation {world.generation} broke; a new one is about to be planned")
     if not world.is_up:
         return Condition("Starting", "MembersStarting", f"{len(world.up)} of {len(world.places)} nodes are up")

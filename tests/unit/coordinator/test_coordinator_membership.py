@@ -585,6 +585,26 @@ def test_a_number_is_never_used_twice_even_if_the_journal_is_lost() -> None:
     assert cluster.gone == 3
 
 
+def test_strangers_do_not_start_while_a_group_may_run_unseen() -> None:
+    cluster, nodes = start_running("01", lease_seconds=4)
+    for node in nodes:
+        node.is_cut = True
+    cluster.restart_coordinator()
+    for name in "567":
+        cluster.start(name)
+    cluster.run(3.5)
+    assert cluster.gone == 1
+    cluster.run(3)
+    assert [node.name for node, _ in cluster.go_members[2]] == ["5", "6", "7"]
+
+
+def test_nobody_is_waited_for_where_nothing_runs() -> None:
+    cluster = Cluster(make_settings(expect=2, lease_seconds=60, nothing_runs=True), generation=7)
+    cluster.start(0), cluster.start(1)
+    cluster.run(0.5)
+    assert cluster.gone == 8
+
+
 def test_an_epoch_stands_in_the_high_bits() -> None:
     cluster = Cluster(make_settings(expect=2, epoch=3))
     cluster.start(0), cluster.start(1)
