@@ -24,7 +24,7 @@ class Command(Protocol):
     def execute(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS = ("run", "validate", "preflight", "prepare", "report", "checkpoint", "compare_runs")
+COMMANDS = ("run", "node", "validate", "preflight", "prepare", "report", "checkpoint", "compare_runs")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Threads of a CPU kernel that wait for each other spin for milliseconds by default, which starves whoever they wait for as
     # soon as anything else wants a core (another worker, a background save). Read once, when torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # A lost peer is an everyday event here, told in our own words; torch's C++ would add fifty frames for each.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     args = _build_parser().parse_args(argv)
     command = cast(Command, args.command)
     try:

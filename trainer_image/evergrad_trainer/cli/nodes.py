@@ -16,7 +16,7 @@ from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.errors import ConfigurationError, raise_if
 from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
-from evergrad_trainer.node.run import fingerprint, prepare_process, recovery_of, run_node, run_script_node
+from evergrad_trainer.node.run import choose_start_method, fingerprint, prepare_process, recovery_of, run_node, run_script_node
 from evergrad_trainer.node.scripts import preload
 from evergrad_trainer.node.supervisor import NodeSettings
 from evergrad_trainer.provenance.record import record_process
@@ -31,15 +31,16 @@ COORDINATOR = "coordinator"
 """Folder of a local coordinator's files in a run directory."""
 
 
-def run_nodes(args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int) -> int:
+def run_nodes(args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int, num_accelerators: int) -> int:
     """Train a typed run on ``args.nodes`` nodes of this machine; returns the exit code."""
     prepare_process()
+    method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
     coordinator = LocalCoordinator(coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=recovery_of(plan)))
 
     def be_node(index: int) -> int:
         settings = _node_settings(plan.run, directory, coordinator, index, recovery=recovery_of(plan))
-        return run_node(plan, settings, num_workers=num_workers, start_method="fork")
+        return run_node(plan, settings, num_workers=num_workers, start_method=method)
 
     if args.chaos is not None:
         return run_disturbed(args.chaos, coordinator, DisturbedNodes(be_node, args.nodes), directory=directory)
@@ -55,7 +56,7 @@ def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
     if standing.state == "complete":
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return int(ExitCode.DONE)
-    _, num_workers = machine_and_workers(args, run)
+    _, num_workers = machine_and_workers(args, run, may_touch=False)
     directory.create()
     directory.write_resolved(resolved_script_record(run, base_directory=os.path.relpath(base, directory.path)))
     record_process(directory, run=run, command=tuple(sys.argv), world_size=num_workers * (args.nodes or 1), generation=0)

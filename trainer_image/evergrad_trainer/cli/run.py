@@ -61,7 +61,7 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.elastic.local import launch_workers
     from evergrad_trainer.session import run_session
 
-    machine, num_workers = machine_and_workers(args, loaded.run)
+    machine, num_workers = machine_and_workers(args, loaded.run, may_touch=args.nodes is None)
     try:
         with sigterm_interrupts():
             plan = plan_session(args, loaded, directory, standing, machine, num_workers * (args.nodes or 1))
@@ -71,7 +71,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.nodes is not None:
         from evergrad_trainer.cli.nodes import run_nodes
 
-        return run_nodes(args, plan, num_workers=num_workers)
+        return run_nodes(args, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators)
     if num_workers == 1 or _is_launched():
         return run_session(plan)
     # A process that has touched an accelerator must not fork.

@@ -34,13 +34,16 @@ def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:
     return Path(args.run_directory) if args.run_directory is not None else Path("runs") / run.metadata.name
 
 
-def machine_and_workers(args: argparse.Namespace, run: TrainingRun) -> tuple[Machine, int]:
-    """This machine, and how many training processes it will run: as asked for, else one an accelerator, else 1."""
+def machine_and_workers(args: argparse.Namespace, run: TrainingRun, *, may_touch: bool = True) -> tuple[Machine, int]:
+    """This machine, and how many training processes it will run: as asked for, else one an accelerator, else 1.
+
+    With ``may_touch`` accelerators are asked for their memory, after which this process must not fork workers.
+    """
     # torch takes a second to import, which `evergrad --help` need not wait for.
     from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators
 
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
-    memory = accelerator_memory_bytes() if accelerators else None
+    memory = accelerator_memory_bytes() if accelerators and may_touch else None
     machine = observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory)
     return machine, int(args.workers or run.spec.workers_per_node or max(1, accelerators))
