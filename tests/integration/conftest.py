@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
-for _name in ("run_helpers", "rendezvous_cluster"):
+for _name in ("run_helpers", "rendezvous_cluster", "elastic_helpers"):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
         assert _spec is not None and _spec.loader is not None
@@ -60,6 +60,38 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Any]]:
         made.append(one)
         one.start_coordinator()
         return one
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The experiment of the elastic tests: its run directory ``undisturbed`` was trained by one process in peace."""
+    import elastic_helpers
+    import run_helpers
+
+    one = run_helpers.Experiment(tmp_path_factory.mktemp("elastic"))
+    run_helpers.write_documents(one.path / "documents.jsonl")
+    one.write(elastic_helpers.elastic_recipe())
+    elastic_helpers.train_undisturbed(one)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def make_elastic(undisturbed: Any, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Makes a cluster that is not started yet; all its processes end with the test, also when it fails."""
+    import elastic_helpers
+
+    made: list[Any] = []
+
+    def make(experiment: Any = None, **options: Any) -> Any:
+        path = tmp_path / f"elastic-{len(made)}"
+        path.mkdir()
+        made.append(elastic_helpers.Cluster(experiment or undisturbed, path, **options))
+        return made[-1]
 
     yield make
     for one in made:

@@ -1,0 +1,104 @@
+"""Changes that are disturbed themselves: deaths while a group forms, while state is fed, and saves and evaluations under way."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from elastic_helpers import STEPS, Cluster, elastic_recipe, fault, train_undisturbed
+from run_helpers import Experiment, checkpoints, events, read_lines, write_documents
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.mark.parametrize("place", ["setup", "meeting", "settle"])
+def test_a_node_killed_while_the_next_group_forms_is_left_out_of_the_one_after(
+    make_elastic: MakeCluster, undisturbed: Any, place: str
+) -> None:
+    deaths = [
+        fault("SIGKILL", "slot", node=2, step=4, to="node"),
+        fault("SIGKILL", place, node=1, step=4, to="node", name="kill"),
+    ]
+    cluster = make_elastic().start(faults=deaths)
+    cluster.finish(nodes=[0])
+    assert cluster.has_happened("kill")
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len(cluster.pids(0)) == 1
+    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [3] * 3 + [1] * (STEPS - 3)
+
+
+@pytest.mark.parametrize(("place", "node"), [("send", 0), ("receive", 3)])
+def test_a_death_while_a_newcomer_is_fed_leaves_the_others_with_their_state(
+    make_elastic: MakeCluster, undisturbed: Any, place: str, node: int
+) -> None:
+    hold = fault("hold", "slot", node=0, step=4, name="held")
+    death = fault("SIGKILL", place, node=node, to="node", name="kill")
+    cluster = make_elastic().start(faults=[hold, death])
+    cluster.until_held()
+    cluster.start_node(3, faults=[death])
+    cluster.until(lambda: any(line["reason"] == "node 3 joined" for line in cluster.log("plan")), "the plan")
+    cluster.release("held")
+    cluster.finish(nodes=[one for one in range(4) if one != node])
+    assert cluster.has_happened("kill")
+    cluster.check(undisturbed.at("undisturbed"))
+    assert all(len(cluster.pids(one)) == 1 for one in (1, 2))
+
+
+def test_survivors_one_step_apart_feed_each_other(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Node 1 gives the group up although its sums were whole, so that the others have finished a step that it has not."""
+    cluster = make_elastic().start(faults=[fault("lose", "update", node=1, step=4, name="lose")])
+    cluster.finish()
+    assert cluster.has_happened("lose")
+    cluster.check(undisturbed.at("undisturbed"))
+    finished = [row["step"] for row in cluster.trace() if row["node"] == 1]
+    assert finished == [1, 2, 3, *range(5, STEPS + 1)]
+    assert all(len(cluster.pids(node)) == 1 for node in range(3))
+
+
+def test_a_save_that_a_death_interrupts_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Rank 1 dies while its part of step 5 is being written beside training; every checkpoint on disk stays valid."""
+    cluster = make_elastic().start(faults=[fault("SIGKILL", "shard", node=1, to="node", name="kill")])
+    cluster.finish(nodes=[0, 2])
+    assert cluster.has_happened("kill")
+    cluster.check(undisturbed.at("undisturbed"))
+    saved = checkpoints(cluster.directory)
+    assert len(saved) == 3 and saved[1:] == [10, STEPS]
+    assert 5 <= saved[0] < 10, "the save that was lost is made again by the next world, at its first boundary"
+    assert all(event["failures"] == 0 for event in events(cluster.directory, "save_failed"))
+
+
+def test_rank_0_killed_between_publication_and_its_report_counts_as_saved(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic().start(faults=[fault("SIGKILL", "published", node=0, to="node", name="kill")])
+    cluster.finish(nodes=[1, 2])
+    assert cluster.has_happened("kill")
+    cluster.check(undisturbed.at("undisturbed"))
+    assert 5 in checkpoints(cluster.directory)
+
+
+@pytest.fixture(scope="module")
+def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]:
+    """An experiment that evaluates every 4 steps and keeps the best."""
+    one = Experiment(tmp_path_factory.mktemp("evaluating"))
+    write_documents(one.path / "documents.jsonl")
+    sources = [{"name": "other", "path": "documents.jsonl"}]
+    evaluation = {"every": {"steps": 4}, "sources": sources, "samples": 12}
+    one.write(elastic_recipe(evaluation=evaluation, checkpoint={"best": {"metric": "other/loss"}}))
+    train_undisturbed(one)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_evaluation_that_a_death_interrupts_is_made_again(
+    make_elastic: MakeCluster, evaluating: Experiment, call: int
+) -> None:
+    """Node 1 dies on its way into the first or second evaluation; rank 0's rows are those of a run in peace."""
+    cluster = make_elastic(evaluating)
+    cluster.start(faults=[fault("SIGKILL", "evaluation", node=1, call=call, to="node", name="kill")])
+    cluster.finish(nodes=[0, 2])
+    assert cluster.has_happened("kill")
+    cluster.check(evaluating.at("undisturbed"))
+    rows = [
+        {row["step"]: row["loss"] for row in read_lines(one / "evaluation.jsonl")}
+        for one in (cluster.directory, evaluating.at("undisturbed"))
+    ]
+    assert rows[0] == rows[1] and sorted(rows[0]) == [4, 8, 12]

@@ -1,0 +1,44 @@
+"""Nodes and workers that die, at every place of a step and of a change: survivors keep their processes, nothing is lost."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from elastic_helpers import STEPS, Cluster, fault
+from run_helpers import events
+
+MakeCluster = Callable[..., Cluster]
+
+
+@pytest.mark.parametrize("place", ["slot", "tally", "reducing", "update", "report"])
+def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
+    make_elastic: MakeCluster, undisturbed: Any, place: str
+) -> None:
+    cluster = make_elastic().start(faults=[fault("SIGKILL", place, node=1, step=4, to="node", name="kill")])
+    cluster.finish(nodes=[0, 2])
+    assert cluster.has_happened("kill") and cluster.nodes[1].wait() == -9
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len(cluster.pids(0)) == len(cluster.pids(2)) == 1
+    assert {row["step"] for row in cluster.trace() if row["size"] == 3} == set(range(1, 5 if place == "report" else 4)) | (
+        {4} if place == "update" else set()
+    )
+    (world,) = events(cluster.directory, "world")
+    assert world["world_size"] == 2
+
+
+def test_rank_0_killed_hands_its_office_to_the_next(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic().start(faults=[fault("SIGKILL", "slot", node=0, step=7, to="node")])
+    cluster.finish(nodes=[1, 2])
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len(cluster.pids(1)) == len(cluster.pids(2)) == 1
+    assert max(row["step"] for row in cluster.trace() if row["node"] == 0) == 6 < STEPS
+
+
+def test_a_killed_worker_leaves_its_sibling_and_comes_back(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic(expect=2).start(workers=2, faults=[fault("SIGKILL", "reducing", node=1, local_rank=1, step=3)])
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    before = {(row["node"], row["local_rank"]): row["pid"] for row in cluster.trace() if row["step"] == 1}
+    after = {(row["node"], row["local_rank"]): row["pid"] for row in cluster.trace() if row["step"] == STEPS}
+    assert {place for place in before if after.get(place, before[place]) != before[place]} <= {(1, 1)}
+    assert [line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"] == ["worker_crash"]
