@@ -14,7 +14,7 @@ from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Go
 from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node.failures import describe_end
-from evergrad_trainer.node.workers import Worker, WorkerFailure
+from evergrad_trainer.node.workers import Worker
 
 _log = logging.getLogger(__name__)
 PING_SECONDS = 0.5
@@ -280,7 +280,7 @@ class InProcessCrew:
             self._listener.up(record.generation, record.step)
 
     def _note_failure(self, worker: Worker, record: say.Failed) -> None:
-        worker.failure = WorkerFailure(record.error, record.text, record.exit_code, record.is_final, record.is_agreed)
+        worker.failure = record
         worker.step = record.step
 
     def _report_end(self, worker: Worker, exit_code: int, *, was_inside: bool) -> None:

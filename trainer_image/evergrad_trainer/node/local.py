@@ -20,6 +20,8 @@ from evergrad_trainer.errors import EvergradError
 from evergrad_trainer.node.workers import die_with_parent
 
 _START_SECONDS = 20.0
+_END_SECONDS = 10.0
+"""After the end of the run: for its nodes to hear of it, and for the coordinator to tell the last of them."""
 _REPLACE_SECONDS = 1.0
 """Before a lost node is started again; a cluster takes about as long."""
 _FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.INTERNAL, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
@@ -89,9 +91,21 @@ class LocalCoordinator:
         address = json.loads(self._file.read_text("utf-8"))
         self.port, self.status_port = int(address["port"]), int(address["statusPort"])
 
+    def poll(self) -> int | None:
+        """None while it runs, below 0 if it was killed, else the run's exit code: the run is over."""
+        return None if self.process is None else self.process.poll()
+
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.poll() is None
+
+    def wait(self, timeout_seconds: float) -> int | None:
+        """Wait for its own end; None if that does not come."""
+        if self.process is None:
+            return None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(timeout_seconds)
+        return None
 
     def stop(self) -> None:
         """End it, and remove what only this process needed."""
@@ -184,23 +198,35 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
     told = 0
     try:
         coordinator.start()
+        print(
+            f"coordinator 127.0.0.1:{coordinator.port}, state http://127.0.0.1:{coordinator.status_port}/status; "
+            f"another node: evergrad node FILE --join 127.0.0.1:{coordinator.port}",
+            flush=True,
+        )
         nodes.start()
-        while not nodes.are_over:
+        over_at: float | None = None
+        while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
             sentinels = [node.process.sentinel for node in nodes.nodes.values() if node.process.exitcode is None]
             multiprocessing.connection.wait(sentinels, timeout=0.05)
             nodes.poll()
-            if len(stops) > told:
+            code = coordinator.poll()
+            if code is not None and code >= 0:
+                # What is left are nodes that have yet to hear of it, or that were lost just now.
+                nodes.is_replacing = False
+                over_at = over_at or time.monotonic()
+            elif len(stops) > told:
                 told = len(stops)
                 nodes.is_replacing = False
                 if stops.count(signal.SIGINT) > 1:
                     print("interrupted twice: leaving at once, state since the last checkpoint is not saved", file=sys.stderr)
                     return int(ExitCode.STOPPED_UNSAVED)
                 nodes.signal(signal.SIGTERM)
-            elif not stops and not nodes.ended:
-                if not coordinator.is_running:
+            elif not stops:
+                if code is not None:
                     coordinator.start()
                 on_tick()
-        return combine_node_codes(nodes.ended)
+        code = coordinator.wait(_END_SECONDS)
+        return combine_node_codes(nodes.ended) if code is None or code < 0 else code
     finally:
         nodes.close()
         coordinator.close()
@@ -209,7 +235,7 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
 
 
 def combine_node_codes(ended: dict[int, int]) -> int:
-    """The run's exit code from its nodes': the coordinator has told them all the same, or some were lost."""
+    """The run's exit code where the coordinator cannot say it any more."""
     codes = set(ended.values())
     for code in (ExitCode.USER_ERROR, ExitCode.DONE, ExitCode.INTERNAL, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED):
         if code in codes:

@@ -20,6 +20,7 @@ class NodeMetrics:
         self._rate = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         self._total_steps: int | None = None
         self._checkpoint_step: int | None = None
+        self._steps = _Steps()
         self.progress: Progress | None = None
         """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
         self._series: _Series | None = None if exporter is None else _Series(exporter, run, node)
@@ -35,6 +36,27 @@ class NodeMetrics:
         elif kind == "step_end":
             self._rate.add(record["tokens"], first_seconds=record["step_seconds"])
             self.progress = self._describe(record)
+
+    def report(self, report: dict[str, object]) -> Progress | None:
+        """A script's own report; the progress it makes, or None where it is not rank 0's."""
+        if report.get("rank", 0) != 0:
+            return None
+        if isinstance(report.get("checkpoint_step"), int):
+            self._checkpoint_step = int(str(report["checkpoint_step"]))
+        total, per_second, loss = (_number(report.get(name)) for name in ("total_steps", "tokens_per_second", "loss"))
+        step = int(str(report["step"]))
+        eta = self._steps.remaining_seconds(step, None if total is None else int(total))
+        self.progress = Progress(
+            generation=int(_number(report.get("generation")) or 0),
+            step=step,
+            total_steps=None if total is None else int(total),
+            loss=loss,
+            tokens_per_second=per_second,
+            eta_seconds=eta,
+            checkpoint_step=self._checkpoint_step,
+        )
+        self._with(lambda series: series.show(self.progress))
+        return self.progress
 
     def worker_started(self) -> None:
         self._with(lambda series: series.starts.inc())
@@ -71,6 +93,24 @@ class NodeMetrics:
         )
 
 
+class _Steps:
+    """How fast a script's steps go by, from its reports alone."""
+
+    def __init__(self) -> None:
+        self._first: tuple[int, float] | None = None
+
+    def remaining_seconds(self, step: int, total: int | None) -> float | None:
+        now = time.monotonic()
+        if self._first is None or step < self._first[0]:
+            self._first = (step, now)
+        done, seconds = step - self._first[0], now - self._first[1]
+        return None if total is None or done <= 0 else (total - step) * seconds / done
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
 class _Series:
     """The node's own series; labels as everywhere: run, and the node's index."""
 
@@ -86,9 +126,24 @@ class _Series:
         self.starts = Counter(
             "evergrad_node_worker_starts_total", "Worker processes this node has started.", labels, registry=registry
         ).labels(run, node)
+        self._script = {
+            name: Gauge(f"evergrad_script_{name}", text, labels, registry=registry)
+            for name, text in (
+                ("step", "Step of a script, as it reports it."),
+                ("loss", "Loss of a script, as it reports it."),
+                ("tokens_per_second", "Speed of a script, as it reports it."),
+            )
+        }
         self.breaks = Counter(
             "evergrad_node_breaks_total", "Times a group broke, as this node saw it.", (*labels, "cause"), registry=registry
         )
+
+    def show(self, progress: Progress | None) -> None:
+        """A script's progress."""
+        for name, gauge in self._script.items():
+            value = getattr(progress, name)
+            if value is not None:
+                gauge.labels(self.run, self.node).set(value)
 
 
 def _step_of(checkpoint: str) -> int | None:

@@ -1,26 +1,42 @@
-"""Puts a node of a typed run together: settings, workers, supervisor."""
+"""Puts a node together: settings, workers, supervisor."""
 
 import asyncio
 import functools
+import logging
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import torch
 
+from evergrad_coordinator.protocol import Recovery
 from evergrad_trainer import __version__
 from evergrad_trainer.config.identity import config_hash
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.config.script import Script
+from evergrad_trainer.config.training import Metrics
+from evergrad_trainer.elastic.board import NodeBoard
+from evergrad_trainer.elastic.channel import Channel
+from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.inprocess import run_worker
 from evergrad_trainer.node.crew import InProcessCrew
+from evergrad_trainer.node.fresh import FreshCrew
 from evergrad_trainer.node.metrics import NodeMetrics
+from evergrad_trainer.node.scripts import can_fork, run_script
 from evergrad_trainer.node.supervisor import NodeSettings, Supervisor
-from evergrad_trainer.node.workers import StartMethod, Worker, start_worker
+from evergrad_trainer.node.workers import Captures, StartMethod, Worker, WorkerOrder, start_worker
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter
+from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.session import run_session
 from evergrad_trainer.stages import SessionPlan, open_data
 
+_log = logging.getLogger(__name__)
 _SETUP_SECONDS = 5.0
 """Longest time for the members of a group, who are all ready, to meet."""
 
@@ -33,23 +49,68 @@ def prepare_process() -> None:
     import torch._dynamo  # noqa: F401
 
 
-def fingerprint(plan: SessionPlan) -> dict[str, str]:
+def choose_start_method(wanted: Literal["auto", "fork", "forkserver", "spawn"], *, num_accelerators: int) -> StartMethod:
+    """How workers are started. ``auto`` is fork, which is quickest, unless a forked process could not use the accelerators."""
+    if wanted != "auto":
+        return wanted
+    if num_accelerators and torch.cuda.is_initialized():
+        _log.warning("workers are spawned, not forked: this process has touched an accelerator")
+        return "spawn"
+    if num_accelerators and not _can_use_accelerator_after_fork():
+        _log.warning("workers are spawned, not forked: a forked process cannot use the accelerator here")
+        return "spawn"
+    return "fork"
+
+
+def _can_use_accelerator_after_fork() -> bool:
+    """Try it: drivers differ, and a worker that fails at its first kernel says nothing useful."""
+    child = os.fork()
+    if child == 0:
+        try:
+            torch.zeros(1, device="cuda").item()
+        except Exception:  # noqa: BLE001 - any error is the answer
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def fingerprint(run: TrainingRun) -> dict[str, str]:
     """What must be equal in all nodes of a group."""
-    return {"torch": str(torch.__version__), "evergrad": __version__, "configuration": config_hash(plan.run)}
+    return {"torch": str(torch.__version__), "evergrad": __version__, "configuration": config_hash(run)}
+
+
+def recovery_of(plan: SessionPlan) -> Recovery:
+    """Whether the run's workers outlive a change of the group: only state that every rank holds whole can be handed on."""
+    return "in-process" if plan.run.training.runtime.parallelism == "dataParallel" else "fresh"
 
 
 def run_node(plan: SessionPlan, settings: NodeSettings, *, num_workers: int, start_method: StartMethod) -> int:
     """Be a node of a typed run until it is over; returns the exit code."""
-    metrics = NodeMetrics(settings.run, settings.node, _exporter(plan, settings))
-    return asyncio.run(_serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method))
+    metrics = NodeMetrics(settings.run, settings.node, _exporter(plan.run.training.metrics, settings))
+    serve = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
+    return asyncio.run(serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method))
 
 
-async def _serve(
+def run_script_node(script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int) -> int:
+    """Be a node of a script's run until it is over; returns the exit code."""
+    metrics = NodeMetrics(settings.run, settings.node, _exporter(script.metrics, settings))
+    return asyncio.run(_serve_script(script, base_directory, settings, metrics, num_workers=num_workers))
+
+
+async def _serve_in_process(
     plan: SessionPlan, settings: NodeSettings, metrics: NodeMetrics, *, num_workers: int, start_method: StartMethod
 ) -> int:
     supervisor = Supervisor(settings, metrics=metrics)
+    # A bar is drawn by rank 0 itself, which needs the terminal.
+    captures: Captures = "stderr" if sys.stdout.isatty() else "both"
+
+    def start(local_rank: int, serial: int) -> Worker:
+        target = functools.partial(run_worker, plan, node=int(settings.node), local_rank=local_rank)
+        order = WorkerOrder(local_rank, serial, start_method, captures)
+        return supervisor.adopt(start_worker(target, order, variables={}))
+
     crew = InProcessCrew(
-        _starter(plan, settings, supervisor.adopt, start_method),
+        start,
         num_workers=num_workers,
         listener=supervisor,
         describe_place=functools.partial(_describe_place, plan),
@@ -58,19 +119,76 @@ async def _serve(
     return await supervisor.run(crew)
 
 
-def _starter(
-    plan: SessionPlan, settings: NodeSettings, adopt: Callable[[Worker], Worker], method: StartMethod
-) -> Callable[[int, int], Worker]:
-    # A bar is drawn by rank 0 itself, which needs the terminal.
-    captures = "stderr" if sys.stdout.isatty() else "both"
+async def _serve_fresh(
+    plan: SessionPlan, settings: NodeSettings, metrics: NodeMetrics, *, num_workers: int, start_method: StartMethod
+) -> int:
+    supervisor = Supervisor(settings, metrics=metrics)
+    captures: Captures = "stderr" if sys.stdout.isatty() else "both"
 
-    def start(local_rank: int, serial: int) -> Worker:
-        target = functools.partial(run_worker, plan, node=int(settings.node), local_rank=local_rank)
-        return adopt(
-            start_worker(target, local_rank=local_rank, serial=serial, variables={}, method=method, captures=captures)  # type: ignore[arg-type]
+    def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
+        target = functools.partial(_run_fresh, plan, generation=supervisor.newest_generation)
+        order = WorkerOrder(local_rank, serial, start_method, captures)
+        return supervisor.adopt(start_worker(target, order, variables=variables))
+
+    crew = FreshCrew(
+        start,
+        num_workers=num_workers,
+        listener=supervisor,
+        can_stop=lambda generation: True,
+        grace_seconds=settings.grace_seconds,
+    )
+    return await supervisor.run(crew)
+
+
+def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation: int) -> int:
+    """One worker of a typed run whose world lasts as long as itself."""
+    return run_session(plan, generation=generation, relay=Relay(channel.observe))
+
+
+async def _serve_script(
+    script: Script, base_directory: Path, settings: NodeSettings, metrics: NodeMetrics, *, num_workers: int
+) -> int:
+    reason = can_fork()
+    if reason is not None:
+        _log.warning("workers are started cold: %s", reason)
+    folder = tempfile.TemporaryDirectory(prefix="evergrad-node-")
+    supervisor: Supervisor
+    board = NodeBoard(
+        Path(folder.name) / "board",
+        on_report=lambda report: supervisor.reported(report),  # noqa: PLW0108 - it is made below
+        may_commit=lambda generation: supervisor.may_commit(generation),  # noqa: PLW0108
+    )
+
+    def announce() -> None:
+        place = crew.place
+        board.announce(
+            newest_generation=supervisor.newest_generation,
+            own_generation=place.generation if place is not None else 0,
+            contact=time.monotonic() - min(supervisor.seconds_since_contact, 1e6),
+            is_draining=supervisor.is_draining,
+            lease_seconds=supervisor.lease_seconds,
         )
 
-    return start
+    def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
+        announce()
+        target = functools.partial(run_script, script=script, base_directory=base_directory, is_warm=reason is None)
+        order = WorkerOrder(local_rank, serial, "fork", "both")
+        return supervisor.adopt(start_worker(target, order, variables={**variables, **board.environment}))
+
+    supervisor = Supervisor(settings, metrics=metrics, on_tick=announce)
+    crew = FreshCrew(
+        start,
+        num_workers=num_workers,
+        listener=supervisor,
+        can_stop=board.has_guard,
+        grace_seconds=float(script.grace_period_seconds),
+    )
+    await board.start()
+    try:
+        return await supervisor.run(crew)
+    finally:
+        board.close()
+        folder.cleanup()
 
 
 def _describe_place(plan: SessionPlan, step: int, slot: int) -> str:
@@ -79,11 +197,10 @@ def _describe_place(plan: SessionPlan, step: int, slot: int) -> str:
     return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
 
 
-def _exporter(plan: SessionPlan, settings: NodeSettings) -> PrometheusExporter | None:
-    metrics = plan.run.training.metrics
+def _exporter(metrics: Metrics, settings: NodeSettings) -> PrometheusExporter | None:
     if metrics.port is None:
         return None
     # Nodes of one machine share its ports: each takes the next one.
     port = metrics.port + int(settings.node) if metrics.port and settings.shares_host else metrics.port
-    before = read_before(RunDirectory(Path(plan.run_directory)))
+    before = read_before(RunDirectory(settings.run_directory))
     return PrometheusExporter(settings.run, port=port, linger_seconds=metrics.linger_seconds, before=before)

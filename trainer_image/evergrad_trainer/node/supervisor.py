@@ -21,6 +21,7 @@ from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
     Capacity,
+    Done,
     End,
     Go,
     Had,
@@ -103,8 +104,10 @@ class Crew(Protocol):
 class Supervisor:
     """Runs until the node's part in the run is over. One event loop, one thread."""
 
-    def __init__(self, settings: NodeSettings, *, metrics: NodeMetrics) -> None:
+    def __init__(self, settings: NodeSettings, *, metrics: NodeMetrics, on_tick: Callable[[], None] = lambda: None) -> None:
+        """``on_tick`` is called some times a second, and after each change of the group."""
         self._settings = settings
+        self._on_tick = on_tick
         self._metrics = metrics
         self._incarnation = uuid.uuid4().hex
         self._client = CoordinatorClient(
@@ -127,7 +130,8 @@ class Supervisor:
         self._root_cause = ""
         self._over = asyncio.Event()
         self._progress_at = 0.0
-        self._progress: Progress | None = None
+        self._done: Done | None = None
+        self._is_draining = False
 
     async def run(self, crew: Crew) -> int:
         """Serve with ``crew`` until the run, or this node's part in it, is over; returns the exit code."""
@@ -159,13 +163,14 @@ class Supervisor:
         loop.add_reader(worker.process.sentinel, self._reap, worker)
         if worker.output is not None:
             name = f"node-{self._settings.node}-worker-{worker.local_rank}.out"
-            self._outputs[worker.serial] = WorkerOutput(
+            output = self._outputs[worker.serial] = WorkerOutput(
                 worker.output,
                 path=self._settings.run_directory / "logs" / name,
                 node=self._settings.node,
                 rank=lambda: worker.rank,
                 is_forwarded=self._settings.forwards_output,
             )
+            worker.last_lines = lambda: "\n".join(output.last_lines)
         self._metrics.worker_started()
         return worker
 
@@ -206,10 +211,50 @@ class Supervisor:
             return
         if record.kind == "event" and record.record.get("type") == "save":
             self._client.send(Boundary(progress.generation, progress.step))
+        self._send_progress(progress)
+
+    def _send_progress(self, progress: Progress) -> None:
         now = time.monotonic()
         if now - self._progress_at >= _PROGRESS_SECONDS:
             self._progress_at = now
             self._client.send(progress)
+
+    def done(self, message: Done) -> None:
+        self._done = message
+        self._client.send(message)
+
+    def stopped(self, message: Result) -> None:
+        self._result = message
+        self._client.send(message)
+
+    def reported(self, report: dict[str, object]) -> None:
+        """A script says where it is; only the world's rank 0 speaks for the run."""
+        progress = self._metrics.report(report)
+        if progress is None:
+            return
+        if report.get("checkpoint_step") is not None:
+            self._client.send(Boundary(progress.generation, progress.step))
+        self._send_progress(progress)
+
+    async def may_commit(self, generation: int) -> bool:
+        """Whether a generation may still write, as the coordinator says."""
+        return await self._client.commit(generation)
+
+    @property
+    def seconds_since_contact(self) -> float:
+        return self._client.seconds_since_contact
+
+    @property
+    def lease_seconds(self) -> float:
+        return self._lease_seconds
+
+    @property
+    def newest_generation(self) -> int:
+        return self._known_generation
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
 
     def departed(self, *, is_saved: bool) -> None:
         self._client.send(Left(self._known_generation, is_saved))
@@ -242,6 +287,8 @@ class Supervisor:
         self._is_cut_off = False
         if self._result is not None:
             self._client.send(self._result)
+        if self._done is not None:
+            self._client.send(self._done)
         if self._leaving_since is not None:
             self._client.send(Leaving())
 
@@ -252,14 +299,19 @@ class Supervisor:
                 self._known_generation = max(self._known_generation, message.generation)
             case Plan():
                 self._known_generation = max(self._known_generation, message.generation)
+                self._done = None
+                self._is_draining = not message.hard
+                self._on_tick()
                 self._crew.change(message.generation, hard=message.hard, cause=message.reason)
             case Go():
+                self._is_draining = False
                 self._crew.begin(message)
+                self._on_tick()
                 self._say(f"generation {message.generation}: ranks {_ranks(message)} of {message.world_size}")
             case Leave():
                 self._crew.depart(message.generation, save=message.save)
             case End():
-                if message.message:
+                if message.message and message.exit_code != ExitCode.DONE:
                     self._root_cause = self._root_cause or message.message
                     print(message.message, file=sys.stderr, flush=True)
                 self._stop(message.exit_code)
@@ -283,6 +335,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self._crew.tick()
+            self._on_tick()
             away = self._client.seconds_since_contact
             if not self._is_cut_off and self._crew.place is not None and away > self._lease_seconds:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.

@@ -7,17 +7,18 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import Literal, Protocol
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.elastic.channel import Channel, channel_pair
+from evergrad_trainer.elastic.channel import Channel, Failed, channel_pair
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.node.failures import count_oom_kills
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
+Captures = Literal["nothing", "stderr", "both"]
 _PR_SET_PDEATHSIG = 1
 
 
@@ -46,8 +47,10 @@ class Worker:
     step: int = -1
     rank: int = -1
     last_heard: float = field(default_factory=time.monotonic)
-    failure: "WorkerFailure | None" = None
+    failure: Failed | None = None
     """What it said itself before it ended."""
+    last_lines: Callable[[], str] | None = None
+    """The end of what it printed."""
     was_killed: bool = False
     """The supervisor ended it on purpose."""
     oom_kills_before: int | None = None
@@ -67,48 +70,44 @@ class Worker:
         is_more = now is not None and self.oom_kills_before is not None and now > self.oom_kills_before
         return is_more and not self.was_killed and self.process.exitcode == -signal.SIGKILL
 
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it still runs."""
+        if self.process.is_alive():
+            os.kill(self.pid, number)
+
     def kill(self) -> None:
         """End it now. It may be frozen or stuck: SIGKILL needs no answer."""
         self.was_killed = True
-        if self.process.is_alive():
-            os.kill(self.pid, signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
 
 @dataclass(frozen=True)
-class WorkerFailure:
-    """A worker's own account of its end."""
+class WorkerOrder:
+    """Which worker to start, how, and what of its output goes into a pipe."""
 
-    error: str
-    text: str
-    exit_code: int
-    is_final: bool
-    is_agreed: bool
+    local_rank: int
+    serial: int
+    method: StartMethod
+    captures: Captures
 
 
-def start_worker(
-    target: Target,
-    *,
-    local_rank: int,
-    serial: int,
-    variables: Mapping[str, str],
-    method: StartMethod,
-    captures: Literal["nothing", "stderr", "both"],
-) -> Worker:
-    """Start one worker. ``variables`` are set in its environment; what it prints there goes into a pipe."""
+def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, str]) -> Worker:
+    """Start one worker; ``variables`` are set in its environment."""
     ours, theirs = channel_pair()
     pulse = Pulse()
-    read_end, write_end = os.pipe() if captures != "nothing" else (None, None)
-    context = multiprocessing.get_context(method)
-    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end, captures)
-    process: BaseProcess = context.Process(target=_worker_main, args=(start, ours), name=f"evergrad-worker-{local_rank}")  # type: ignore[attr-defined]
+    read_end, write_end = os.pipe() if order.captures != "nothing" else (None, None)
+    context = multiprocessing.get_context(order.method)
+    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end, order.captures)
+    process: BaseProcess = context.Process(  # type: ignore[attr-defined]
+        target=_worker_main, args=(start,), name=f"evergrad-worker-{order.local_rank}"
+    )
     sys.stdout.flush()
     sys.stderr.flush()
     process.start()
     theirs.close()
     if write_end is not None:
         os.close(write_end)
-    ours.socket.setblocking(False)
-    return Worker(local_rank, serial, process, ours, pulse, read_end, oom_kills_before=count_oom_kills())
+    return Worker(order.local_rank, order.serial, process, ours, pulse, read_end, oom_kills_before=count_oom_kills())
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class _Start:
     captures: str
 
 
-def _worker_main(start: _Start, other_end: Channel) -> None:
+def _worker_main(start: _Start) -> None:
     die_with_parent(start.parent)
     # Out of the terminal's foreground group: Ctrl-C reaches the node alone, which asks its workers.
     os.setpgid(0, 0)

@@ -1,0 +1,113 @@
+"""What a worker of ``spec.script`` does: run a Python file or module in a warm process, or become an executable."""
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.config.script import Script, program_path, worker_command, working_directory_of
+from evergrad_trainer.elastic.channel import MAX_TEXT, Channel, Failed
+from evergrad_trainer.elastic.pulse import Pulse
+
+_log = logging.getLogger(__name__)
+_WORTH_PRELOADING = ("torch", "numpy", "transformers", "accelerate", "datasets", "torchvision", "lightning")
+_LAST_FRAMES = 12
+
+
+def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
+    """Import here, once, what the script will import first, so that forked workers start warm; what was imported.
+
+    Only well-known libraries: importing the user's own modules in another process than the worker could do anything.
+    """
+    path = program_path(script.program, base_directory) if script.program.kind == "file" else None
+    wanted = {"torch"} | (_imports_of(path) if path is not None else set())
+    loaded = []
+    for name in _WORTH_PRELOADING:
+        if name in wanted and importlib.util.find_spec(name) is not None:
+            importlib.import_module(name)
+            loaded.append(name)
+    if "accelerate" in loaded or "transformers" in loaded:
+        _load_trainer()
+    return tuple(loaded)
+
+
+def run_script(channel: Channel, pulse: Pulse, *, script: Script, base_directory: Path, is_warm: bool) -> int:
+    """Be one worker of a script; returns its exit code. ``is_warm``: run Python in this process instead of a new one."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(script.env)
+    # A script may import the files beside it, whatever this process was started with.
+    os.environ.pop("PYTHONSAFEPATH", None)
+    os.chdir(working_directory_of(script, base_directory))
+    program = script.program
+    if program.kind == "executable" or not is_warm:
+        command = worker_command(script, base_directory=base_directory, python=sys.executable)
+        os.execvp(command[0], command)
+    try:
+        if program.kind == "module":
+            sys.path.insert(0, os.getcwd())
+            sys.argv = [program.name, *program.arguments]
+            runpy.run_module(program.name, run_name="__main__", alter_sys=True)
+        else:
+            path = str(program_path(program, base_directory))
+            sys.path.insert(0, str(Path(path).resolve().parent))
+            sys.argv = [path, *program.arguments]
+            runpy.run_path(path, run_name="__main__")
+    except SystemExit as stop:
+        return _exit_code(stop)
+    except BaseException as error:  # noqa: BLE001 - the user's own error: told to the supervisor, printed, and an exit code
+        traceback.print_exc()
+        _tell(channel, error)
+        return 1
+    return int(ExitCode.DONE)
+
+
+def can_fork() -> str | None:
+    """Why workers must not be forked from this process; None if they may."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return "this process has touched an accelerator"
+    return None
+
+
+def _tell(channel: Channel, error: BaseException) -> None:
+    frames = traceback.format_exception(error)
+    text = "".join(frames)[-MAX_TEXT:] if len(frames) <= _LAST_FRAMES else "".join(frames[-_LAST_FRAMES:])[-MAX_TEXT:]
+    is_final = False
+    channel.send(Failed(-1, -1, 1, type(error).__name__, f"{error}\n{text}"[:MAX_TEXT], is_final, is_agreed=False))
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return int(ExitCode.DONE)
+    if isinstance(stop.code, int):
+        return stop.code
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _imports_of(path: Path) -> set[str]:
+    """Top-level names a Python file imports; nothing for a file that cannot be read or parsed: its worker will say so."""
+    names: set[str] = set()
+    with contextlib.suppress(OSError, SyntaxError, ValueError):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                names.update(alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+def _load_trainer() -> None:
+    """transformers loads its classes on first use; these are the ones a training script uses."""
+    with contextlib.suppress(Exception):
+        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # noqa: F401
