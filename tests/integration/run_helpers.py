@@ -102,10 +102,10 @@ class Started:
         """Send it a signal."""
         os.kill(self.pid, number)
 
-    def wait(self) -> Ended:
+    def wait(self, *, seconds: float = SECONDS) -> Ended:
         """How it ended; kills it if that takes too long."""
         if self.ended is None:
-            status = warm_process().ask(wait=self.pid, seconds=SECONDS)
+            status = warm_process().ask(wait=self.pid, seconds=seconds)
             out, err = ((self.scratch / name).read_text() for name in ("stdout", "stderr"))
             self.ended = Ended(status, out, err)
         return self.ended
