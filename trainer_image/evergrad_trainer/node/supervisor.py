@@ -43,7 +43,7 @@ from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node.failures import write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.output import WorkerOutput
-from evergrad_trainer.node.workers import Worker
+from evergrad_trainer.node.workers import Worker, adopt_orphans, end_orphans
 
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
@@ -119,6 +119,7 @@ class Supervisor:
         )
         self._crew: Crew
         self._outputs: dict[int, WorkerOutput] = {}
+        self._pids: set[int] = set()
         self._store: TCPStore | None = None
         self._known_generation = 0
         self._lease_seconds = 10.0
@@ -136,6 +137,7 @@ class Supervisor:
     async def run(self, crew: Crew) -> int:
         """Serve with ``crew`` until the run, or this node's part in it, is over; returns the exit code."""
         self._crew = crew
+        adopt_orphans()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leave)
@@ -171,6 +173,7 @@ class Supervisor:
                 is_forwarded=self._settings.forwards_output,
             )
             worker.last_lines = lambda: "\n".join(output.last_lines)
+        self._pids.add(worker.pid)
         self._metrics.worker_started()
         return worker
 
@@ -335,6 +338,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             self._crew.tick()
+            end_orphans(known=self._pids)
             self._on_tick()
             away = self._client.seconds_since_contact
             if not self._is_cut_off and self._crew.place is not None and away > self._lease_seconds:
@@ -368,6 +372,8 @@ class Supervisor:
     def _reap(self, worker: Worker) -> None:
         loop = asyncio.get_running_loop()
         worker.process.join()
+        self._pids.discard(worker.pid)
+        worker.end_descendants()
         loop.remove_reader(worker.process.sentinel)
         with contextlib.suppress(EOFError):
             # Its last words may still be in the channel.

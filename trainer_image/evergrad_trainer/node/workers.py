@@ -1,5 +1,6 @@
 """Worker processes of a node: started warm, heard, watched, ended. No orphan is left, whatever ends first."""
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -7,9 +8,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Literal, Protocol
 
 from evergrad_coordinator.contract import ExitCode
@@ -20,6 +22,7 @@ from evergrad_trainer.node.failures import count_oom_kills
 StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Target(Protocol):
@@ -74,6 +77,11 @@ class Worker:
         """Send a signal, if it still runs."""
         if self.process.is_alive():
             os.kill(self.pid, number)
+
+    def end_descendants(self) -> None:
+        """Kill what it has started, once it has ended itself: its process group is its own."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def kill(self) -> None:
         """End it now. It may be frozen or stuck: SIGKILL needs no answer."""
@@ -160,6 +168,32 @@ def _is_foreign(number: int) -> bool:
     except OSError:
         return False
     return kind.startswith("socket:") or kind in ("anon_inode:[eventpoll]", "anon_inode:[pidfd]")
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of whatever its workers leave behind, as the first process of a container is anyway."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def end_orphans(*, known: Collection[int]) -> None:
+    """Kill and reap what workers have started and left behind; the ``known`` processes are the workers themselves.
+
+    They are told from this process's own helpers by their process group, which is that of the worker they come from.
+    """
+    for child in _children():
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            if child not in known and os.getpgid(child) != os.getpgrp():
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, os.WNOHANG)
+
+
+def _children() -> list[int]:
+    try:
+        text = Path(f"/proc/self/task/{os.getpid()}/children").read_text("ascii")
+    except OSError:
+        return []
+    return [int(word) for word in text.split()]
 
 
 def die_with_parent(parent: int) -> None:
