@@ -49,9 +49,9 @@ _PATIENCE_SECONDS = 90.0
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One thing that happens. ``pick``: which of those it can happen to, from 0 to 1, rather a late one. ``seconds``: how long it is frozen.
+    """One thing that happens. ``pick``: which of those it can happen to, from 0 to 1, rather a late one.
 
-    ``delay_seconds``: after the first disturbance of its event.
+    ``seconds``: how long it is frozen. ``delay_seconds``: after the first disturbance of its event.
     """
 
     kind: Kind
@@ -79,13 +79,13 @@ def plan_events(seed: int) -> Iterator[Event]:
             delay = 0.0 if source.random() < 0.4 else source.uniform(0.0, 1.6)
             second = _draw(source, delay_seconds=delay)
             disturbances += [second] if second.kind != "lose_all" else []
-        yield Event(source.uniform(0.0, 0.8), tuple(disturbances), awaits_all=source.random() < 0.5)
+        yield Event(source.uniform(0.0, 0.6), tuple(disturbances), awaits_all=source.random() < 0.5)
 
 
 def _draw(source: random.Random, *, delay_seconds: float) -> Disturbance:
     kind = source.choices(list(_WEIGHTS), weights=list(_WEIGHTS.values()))[0]
     # Below three seconds nobody is missed; above, the node is lost and comes back.
-    length = source.uniform(1.0, 2.5) if source.random() < 0.6 else source.uniform(3.2, 6.0)
+    length = source.uniform(1.0, 2.5) if source.random() < 0.7 else source.uniform(3.2, 6.0)
     # Some live long, as most do in a cluster: what they hold must not grow.
     pick = source.random() ** 0.6
     return Disturbance(kind, pick, round(length, 3) if kind in _FREEZES else 0.0, round(delay_seconds, 3))
