@@ -21,6 +21,8 @@ import psutil
 SECONDS = 60.0
 """A hang's bound: no event takes anywhere near as long."""
 RUN = "rendezvous"
+PYTHON = os.environ.get("EVERGRAD_TEST_PYTHON", sys.executable)
+"""The interpreter of agents and workers: another one brings another torch."""
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,11 @@ class Step:
 class Cluster:
     """Processes in one directory; ``steps`` is what all workers have written so far."""
 
-    def __init__(self, directory: Path, *coordinator_arguments: str, torchrun: Sequence[str] = ()) -> None:
+    def __init__(self, directory: Path, *coordinator_arguments: str) -> None:
         self.directory = directory
         self.agents: dict[str, list[subprocess.Popen[bytes]]] = {}
         self._coordinator: subprocess.Popen[bytes] | None = None
         self._coordinator_arguments = coordinator_arguments
-        self._torchrun = list(torchrun) or [sys.executable, "-m", "torch.distributed.run"]
         self._ports = {"port": 0, "statusPort": 0}
         self._processes: list[subprocess.Popen[bytes]] = []
         directory.mkdir(exist_ok=True)
@@ -89,7 +90,14 @@ class Cluster:
         self, node: str, *, script: Sequence[str] = (), max_nodes: int = 4, options: Sequence[str] = (), **variables: str
     ) -> "subprocess.Popen[bytes]":
         """torchrun for one node; its last process is ``agents[node][-1]``."""
-        command = [*self._torchrun, f"--nnodes=1:{max_nodes}", "--nproc-per-node=1", "--rdzv-backend=evergrad"]
+        command = [
+            PYTHON,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes=1:{max_nodes}",
+            "--nproc-per-node=1",
+            "--rdzv-backend=evergrad",
+        ]
         command += [f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={RUN}", "--max-restarts=1000000", "--monitor-interval=0.05"]
         command += [*options, *(script or [__file__])]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))}
@@ -136,11 +144,10 @@ class Cluster:
     # ---- what happened -----------------------------------------------------------------------------------------------
 
     def steps(self) -> list[Step]:
-        found = []
+        found: list[Step] = []
         for path in self.directory.glob("steps-*"):
-            for line in path.read_text().splitlines(keepends=True):
-                if line.endswith("\n"):
-                    found.append(Step(**json.loads(line)))
+            whole = path.read_text().split("\n")[:-1]
+            found += [Step(**json.loads(line)) for line in whole]
         return sorted(found, key=lambda step: step.at)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
@@ -213,6 +220,7 @@ def work() -> None:
     """The worker."""
     import torch
     import torch.distributed as dist
+
     from evergrad.elastic import report
 
     directory, node = Path(os.environ["TEST_DIRECTORY"]), os.environ["EVERGRAD_NODE"]

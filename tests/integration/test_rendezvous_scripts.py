@@ -1,4 +1,4 @@
-"""The example scripts, which know nothing of Evergrad: a node is killed in the middle, and training ends as if nothing had been."""
+"""The example scripts, which know nothing of Evergrad: a node is killed, and training ends as if nothing had been."""
 
 import re
 from collections.abc import Callable

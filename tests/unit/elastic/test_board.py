@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from evergrad import board_file
 from evergrad.board_file import RECORD_NAME, SOCKET_NAME, BoardError, Notice, decode_notice, encode_notice, read_notice
-
 from evergrad_trainer.elastic.board import NodeBoard
 
 NOTICE = Notice(newest_generation=7, own_generation=6, contact=12.5, lease_seconds=10.0, is_draining=True)

@@ -225,7 +225,8 @@ def test_a_child_of_a_guarded_worker_dies_by_a_termination_as_ever(
     code = (
         "should_stop(); ends = os.pipe(); child = os.fork()\n"
         "if child == 0: os.write(ends[1], b'!'); time.sleep(60); os._exit(1)\n"
-        "os.read(ends[0], 1); os.kill(child, signal.SIGTERM); print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), should_stop())"
+        "os.read(ends[0], 1); os.kill(child, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), should_stop())"
     )
     assert end_of(start(code, node=node)) == (0, "-15 False\n")
 

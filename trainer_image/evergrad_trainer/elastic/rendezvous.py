@@ -100,6 +100,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
 
         self._settings = settings
         self._process = os.getpid()
+        self._is_closed = False
         self._directory = Path(tempfile.mkdtemp(prefix="evergrad-"))
         self._store: TCPStore | None = None
         self._link: AgentLink = AgentLink(settings, directory=self._directory)
@@ -176,6 +177,8 @@ class EvergradRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(_ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap)
 
     def _forget_in_child(self) -> None:
+        if self._is_closed:
+            return
         with contextlib.suppress(ValueError):
             signal.set_wakeup_fd(-1)
         # Not closed but replaced: objects copied by the fork close their numbers at some later time.
@@ -185,8 +188,11 @@ class EvergradRendezvousHandler(RendezvousHandler):
         os.close(null)
 
     def _depart(self) -> None:
-        if os.getpid() == self._process:
+        if os.getpid() == self._process and not self._is_closed:
+            self._is_closed = True
             self._link.depart()
+            if threading.current_thread() is threading.main_thread():
+                signal.set_wakeup_fd(-1)
             shutil.rmtree(self._directory, ignore_errors=True)
 
 
