@@ -106,7 +106,7 @@ async def _serve_in_process(
 
     def start(local_rank: int, serial: int) -> Worker:
         target = functools.partial(run_worker, plan, node=int(settings.node), local_rank=local_rank)
-        order = WorkerOrder(local_rank, serial, start_method, captures)
+        order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
         return supervisor.adopt(start_worker(target, order, variables={}))
 
     crew = InProcessCrew(
@@ -127,7 +127,7 @@ async def _serve_fresh(
 
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
         target = functools.partial(_run_fresh, plan, generation=supervisor.newest_generation)
-        order = WorkerOrder(local_rank, serial, start_method, captures)
+        order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
         return supervisor.adopt(start_worker(target, order, variables=variables))
 
     crew = FreshCrew(
@@ -172,7 +172,7 @@ async def _serve_script(
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
         announce()
         target = functools.partial(run_script, script=script, base_directory=base_directory, is_warm=reason is None)
-        order = WorkerOrder(local_rank, serial, "fork", "both")
+        order = WorkerOrder(local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}")
         return supervisor.adopt(start_worker(target, order, variables={**variables, **board.environment}))
 
     supervisor = Supervisor(settings, metrics=metrics, on_tick=announce)

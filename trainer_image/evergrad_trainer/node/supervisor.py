@@ -43,7 +43,7 @@ from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node.failures import write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.output import WorkerOutput
-from evergrad_trainer.node.workers import Worker, adopt_orphans, end_orphans
+from evergrad_trainer.node.workers import Worker, adopt_orphans, end_orphans, name_process
 
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
@@ -138,6 +138,7 @@ class Supervisor:
         """Serve with ``crew`` until the run, or this node's part in it, is over; returns the exit code."""
         self._crew = crew
         adopt_orphans()
+        name_process(f"evergrad-node{self._settings.node}")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._leave)

@@ -22,6 +22,7 @@ from evergrad_trainer.node.failures import count_oom_kills
 StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -97,6 +98,8 @@ class WorkerOrder:
     serial: int
     method: StartMethod
     captures: Captures
+    name: str
+    """Node and local rank, for whoever looks at processes."""
 
 
 def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, str]) -> Worker:
@@ -105,7 +108,7 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     pulse = Pulse()
     read_end, write_end = os.pipe() if order.captures != "nothing" else (None, None)
     context = multiprocessing.get_context(order.method)
-    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end, order.captures)
+    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end, order.captures, order.name)
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=_worker_main, args=(start,), name=f"evergrad-worker-{order.local_rank}"
     )
@@ -127,12 +130,14 @@ class _Start:
     parent: int
     output: int | None
     captures: str
+    name: str
 
 
 def _worker_main(start: _Start) -> None:
     die_with_parent(start.parent)
     # Out of the terminal's foreground group: Ctrl-C reaches the node alone, which asks its workers.
     os.setpgid(0, 0)
+    name_process(f"evergrad-w{start.name}")
     _forget_parent(keep=(start.channel.socket.fileno(), start.output))
     os.environ.update(start.variables)
     code = int(ExitCode.INTERNAL)
@@ -168,6 +173,12 @@ def _is_foreign(number: int) -> bool:
     except OSError:
         return False
     return kind.startswith("socket:") or kind in ("anon_inode:[eventpoll]", "anon_inode:[pidfd]")
+
+
+def name_process(name: str) -> None:
+    """What ``ps`` and ``pkill -x`` call this process; the kernel keeps 15 characters."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def adopt_orphans() -> None:
