@@ -37,6 +37,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "overhead": _simple("overhead"),
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),
+    "coordinator": _simple("coordinator"),
 }
 
 

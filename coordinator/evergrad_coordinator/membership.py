@@ -17,6 +17,7 @@ from evergrad_coordinator.protocol import (
     Leave,
     Message,
     Permit,
+    Ping,
     Plan,
     Welcome,
 )  # fmt: skip
@@ -102,6 +103,8 @@ class Membership:
         if node is None or self.finished:
             return self._take()
         node.seen = now
+        if isinstance(message, Ping):
+            return []
         if bad := admission.find_bad_value(message):
             self.drop(node, bad, now)
         elif isinstance(message, Commit):
@@ -266,8 +269,9 @@ class Membership:
         is_gone = self.world is None or self.world.places.keys() <= self.world.out
         # All connections at once: more likely ours failed than all nodes. They may come back as they were.
         self.gathering = Gathering(adopts_until=None if is_gone else now + self._lease_end)
-        if self.world and is_gone:
-            self.world.is_over = True
+        if self.world:
+            self.world.is_over |= is_gone
+            self.world.done.clear()  # whoever comes now starts from a checkpoint, with all that it takes
         self.log("empty", wasLeft=self.was_left)
         if self.settings.exit_when_empty and self.was_left:
             held = max(self._roster.steps.values(), default=-1)

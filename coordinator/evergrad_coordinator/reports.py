@@ -75,7 +75,7 @@ def _on_up(group: Membership, node: Node, message: Up, now: float) -> None:
     node.step = max(message.step, node.step if node.step is not None else -1)
     group.training.step = message.step
     group.budget.observe(group.training)
-    if not world.is_up and world.up >= world.places.keys():
+    if not world.is_up and len(world.up) == len(world.places):
         world.up_at, world.up_step = now, message.step
         group.accounting.end(now=now)
         group.log("up", step=message.step)
@@ -135,7 +135,7 @@ def _on_done(group: Membership, node: Node, message: Done, now: float) -> None:
     world.done.add(node.key)
     world.out.add(node.key)
     node.is_done, node.group = True, 0
-    if world.done >= world.places.keys():
+    if len(world.done) == len(world.places):
         group.finish(ExitCode.DONE, "Complete", "all workers ended well")
         return
     group.change(now)

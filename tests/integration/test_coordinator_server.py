@@ -332,11 +332,8 @@ def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Sta
     assert coordinator.get("/healthz") == (200, "ok\n")
     assert coordinator.get("/nothing")[0] == 404
     assert coordinator.status()["reason"] == "WaitingForNodes"
-    for request, answer in (
-        (b"POST /status HTTP/1.1\r\n\r\n", b"405"),
-        (b"nonsense\r\n\r\n", b"400"),
-        (b"HEAD /status HTTP/1.1\r\n\r\n", b"200"),
-    ):
+    answers = {b"POST /status HTTP/1.1": b"405", b"nonsense": b"400", b"HEAD /status HTTP/1.1": b"200"}
+    for request, answer in answers.items():
         with socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE) as peer:
             peer.sendall(request + b"\r\n\r\n")
             assert read_until_closed(peer).startswith(b"HTTP/1.1 " + answer)

@@ -1,0 +1,166 @@
+"""The coordinator under 1,000 nodes: resident memory, idle load, and how quickly all hear of a lost one.
+
+The nodes are connections of one other process that answers as nodes do. Both processes share this machine's cores, so times hold
+for the coordinator and its thousand nodes together.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import typing
+from pathlib import Path
+
+from common import Row, print_rows
+
+from evergrad_coordinator.protocol import Go, Hello, Ping, Plan, Ready, Up, decode_from_coordinator, encode
+from evergrad_coordinator.server import allow_many_files
+
+_PING = encode(Ping())
+
+
+class FakeNode(asyncio.Protocol):
+    """Answers plans at once; counts what it is told."""
+
+    def __init__(self, crowd: "Crowd", number: int) -> None:
+        self.crowd, self.number = crowd, number
+        self.transport: asyncio.Transport | None = None
+        self._rest = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say hello."""
+        self.transport = typing.cast(asyncio.Transport, transport)
+        self.write(encode(Hello("r", str(self.number), f"i{self.number}", "127.0.0.1", 1, "in-process")))
+
+    def data_received(self, data: bytes) -> None:
+        """As a node that has nothing to stop."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if b'"pong"' in line:
+                continue
+            message = decode_from_coordinator(line)
+            if isinstance(message, Plan):
+                self.write(encode(Ready(message.generation, 1, 1)))
+            elif isinstance(message, Go):
+                self.crowd.gone += 1
+                self.write(encode(Up(message.generation, step=message.generation)))
+
+    def disconnect(self) -> None:
+        """As if killed."""
+        if self.transport:
+            self.transport.abort()
+
+    def write(self, data: bytes) -> None:
+        """Send, if still connected."""
+        if self.transport and not self.transport.is_closing():
+            self.transport.write(data)
+
+
+class Crowd:
+    """All nodes of one process."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.nodes: list[FakeNode] = []
+        self.gone = 0
+
+    async def connect(self, number: int) -> None:
+        """One node more."""
+        loop = asyncio.get_running_loop()
+        _, node = await loop.create_connection(lambda: FakeNode(self, number), "127.0.0.1", self.port)
+        self.nodes.append(node)
+
+    async def ping(self) -> None:
+        """Twice a second each, spread evenly."""
+        while True:
+            begun = time.monotonic()
+            for part in range(20):
+                for node in self.nodes[part::20]:
+                    node.write(_PING)
+                await asyncio.sleep(max(0.0, begun + (part + 1) * 0.025 - time.monotonic()))
+
+    async def wait_for_go(self, number: int) -> float:
+        """Seconds until so many have been told to go."""
+        begun = time.perf_counter()
+        while self.gone < number:
+            if time.perf_counter() - begun > 60:
+                raise TimeoutError(f"{self.gone} of {number} nodes were told")
+            await asyncio.sleep(0.001)
+        return time.perf_counter() - begun
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def resident_megabytes(pid: int) -> float:
+    """Of a process, now."""
+    lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
+
+
+async def measure_crowd(port: int, pid: int, *, num_nodes: int, losses: int, idle_seconds: float) -> dict[str, float]:
+    """Form the group, lose nodes one after the other, then leave it alone."""
+    crowd = Crowd(port)
+    pinger = asyncio.create_task(crowd.ping())
+    begun = time.perf_counter()
+    for first in range(0, num_nodes, 100):
+        await asyncio.gather(*(crowd.connect(number) for number in range(first, min(first + 100, num_nodes))))
+    await crowd.wait_for_go(num_nodes)
+    formed = time.perf_counter() - begun
+    seconds = []
+    for _ in range(losses):
+        await asyncio.sleep(1)
+        crowd.gone = 0
+        crowd.nodes.pop(0).disconnect()
+        seconds.append(await crowd.wait_for_go(len(crowd.nodes)))
+    await asyncio.sleep(1)
+    before = cpu_seconds(pid)
+    await asyncio.sleep(idle_seconds)
+    idle = (cpu_seconds(pid) - before) / idle_seconds
+    megabytes = resident_megabytes(pid)
+    pinger.cancel()
+    return {"formed": formed, "lost": statistics.median(seconds), "most": max(seconds), "idle": idle, "megabytes": megabytes}
+
+
+def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.0) -> list[Row]:
+    """All rows."""
+    allow_many_files()
+    with tempfile.TemporaryDirectory() as name:
+        address = Path(name) / "address.json"
+        command = [sys.executable, "-m", "evergrad_coordinator", "--run", "r", "--min", "1", "--max", str(num_nodes)]
+        command += ["--host", "127.0.0.1", "--state", f"{name}/state", "--address-file", str(address)]
+        with Path(name, "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
+            try:
+                while not address.exists():
+                    time.sleep(0.01)
+                alone = resident_megabytes(process.pid)
+                port = json.loads(address.read_text(encoding="ascii"))["port"]
+                job = measure_crowd(port, process.pid, num_nodes=num_nodes, losses=losses, idle_seconds=idle_seconds)
+                found = asyncio.run(job)
+            finally:
+                process.kill()
+    what = f"coordinator of {num_nodes} nodes"
+    return [
+        Row(what, "resident memory", found["megabytes"], "MB", goal="<= 40", note=f"{alone:.1f} MB without nodes"),
+        Row(
+            what, "one lost, all others told", found["lost"], "s", goal="<= 0.3", note=f"of {losses}, longest {found['most']:.2f}"
+        ),
+        Row(what, "idle: pings twice a second", found["idle"] * 100, "% of a core", goal="<= 10"),
+        Row(what, "formed, from the first connection", found["formed"], "s"),
+    ]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--losses", type=int, default=7)
+    options = parser.parse_args()
+    print_rows(measure(num_nodes=options.nodes, losses=options.losses))

@@ -1,0 +1,72 @@
+"""The number's file: durable, compared before it is set, held by one process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from evergrad_coordinator.journal import FileStore, JournalError, MemoryStore
+
+
+def test_a_new_file_begins_at_zero_and_remembers(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "runs" / "state")
+    assert store.load() == 0
+    assert store.advance(0, 5)
+    store.close()
+    again = FileStore(tmp_path / "runs" / "state")
+    assert again.load() == 5
+    again.close()
+
+
+def test_a_number_that_is_not_the_expected_one_is_not_replaced(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "state")
+    assert store.advance(0, 5)
+    assert not store.advance(4, 6)
+    assert store.load() == 5
+    store.close()
+
+
+def test_the_memory_store_compares_too() -> None:
+    store = MemoryStore(3)
+    assert not store.advance(2, 9)
+    assert store.advance(3, 9)
+    assert store.load() == 9
+
+
+def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "state")
+    with pytest.raises(JournalError, match=r"held by process \d+ on .*\. .*Wait for it to end"):
+        FileStore(tmp_path / "state")
+    store.close()
+    FileStore(tmp_path / "state").close()
+
+
+def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
+    code = "import os, sys; from pathlib import Path; from evergrad_coordinator.journal import FileStore"
+    code += "; FileStore(Path(sys.argv[1])); os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "state")], check=False).returncode == 9
+    FileStore(tmp_path / "state").close()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "7", '{"generation": "7"}', '{"generation": -1}', '{"generation": true}', "ü"])
+def test_a_damaged_file_is_named_with_its_remedy(tmp_path: Path, text: str) -> None:
+    (tmp_path / "state").write_text(text, encoding="utf-8")
+    store = FileStore(tmp_path / "state")
+    with pytest.raises(JournalError, match=r"state: .*(Delete it|delete the file)"):
+        store.load()
+    store.close()
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match="cannot be opened"):
+        FileStore(tmp_path / "file" / "state")
+
+
+def test_what_is_on_disk_is_json(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "state")
+    store.advance(0, 12)
+    store.close()
+    assert json.loads((tmp_path / "state").read_text()) == {"generation": 12}

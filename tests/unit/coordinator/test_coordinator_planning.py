@@ -1,0 +1,126 @@
+"""Pure choices: members, ranks, savers, root causes, budgets, lost seconds."""
+
+import pytest
+
+from evergrad_coordinator.accounting import Accounting
+from evergrad_coordinator.failures import Failure, FailureBudget, find_root_cause
+from evergrad_coordinator.planning import assign_places, choose_members, choose_saver, find_running
+from evergrad_coordinator.protocol import Broken, Cause, Had
+from evergrad_coordinator.state import Node, Place, Training, World, node_order
+
+
+def build_node(name: str, *, workers: int = 1, step: int | None = None, had: Had | None = None) -> Node:
+    return Node(int(name), name, "i", "a", workers, 0.0, had=had, step=step)
+
+
+def names(nodes: tuple[Node, ...]) -> list[str]:
+    return [node.name for node in nodes]
+
+
+def test_indices_are_sorted_as_numbers_and_other_names_come_last() -> None:
+    assert sorted(["10", "b", "9", "a", "2"], key=node_order) == ["2", "9", "10", "a", "b"]
+
+
+def test_members_are_kept_before_spares_of_a_lower_index() -> None:
+    world = World(1, {("5", "i"): Place(0, 1), ("6", "i"): Place(1, 1)}, 0.0)
+    nodes = [build_node(name) for name in ("1", "5", "6", "2")]
+    assert names(choose_members(nodes, world=world, proposal=None, max_nodes=3)) == ["1", "5", "6"]
+
+
+def test_places_are_consecutive() -> None:
+    nodes = [build_node("0", workers=2), build_node("1", workers=3), build_node("2")]
+    assert list(assign_places(nodes).values()) == [Place(0, 2), Place(2, 3), Place(5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("places", "is_whole"),
+    [
+        ([(0, 2, 4), (2, 2, 4)], True),
+        ([(2, 2, 4), (0, 2, 4)], True),
+        ([(0, 2, 4)], False),
+        ([(0, 2, 4), (0, 2, 4)], False),
+        ([(0, 2, 4), (1, 2, 4)], False),
+        ([(0, 2, 4), (2, 2, 5)], False),
+        ([(0, 4, 4), (4, 0, 4)], False),
+        ([], False),
+    ],
+)
+def test_a_group_is_found_running_only_if_every_rank_is_covered_once(places: list[tuple[int, int, int]], is_whole: bool) -> None:
+    nodes = [build_node(str(number), had=Had(7, *place)) for number, place in enumerate(places)]
+    assert (find_running(nodes, generation=7) is not None) is is_whole
+    assert find_running(nodes, generation=8) is None
+
+
+@pytest.mark.parametrize(
+    ("leavers", "staying", "saved", "saver"),
+    [
+        ([("2", 5), ("1", 5), ("3", 4)], [], -1, "1"),
+        ([("2", 5)], [("0", 5)], -1, None),
+        ([("2", 5)], [("0", 0)], -1, None),
+        ([("2", 5)], [("0", -1), ("1", None)], -1, "2"),
+        ([("2", 5)], [], 5, None),
+        ([("2", 6)], [], 5, "2"),
+        ([("2", -1), ("3", None)], [], -1, None),
+        ([("2", 0)], [], -1, "2"),
+        ([], [], -1, None),
+    ],
+)
+def test_one_leaver_saves_what_nobody_else_goes_on_with(
+    leavers: list[tuple[str, int | None]], staying: list[tuple[str, int | None]], saved: int, saver: str | None
+) -> None:
+    found = choose_saver(
+        [build_node(name, step=step) for name, step in leavers],
+        staying=[build_node(name, step=step) for name, step in staying],
+        saved_step=saved,
+    )
+    assert (found.name if found else None) == saver
+
+
+def build_failure(cause: Cause, at: float, *, generation: int = 1, step: int = 3) -> Failure:
+    return Failure("0", at, Broken(generation, cause, step=step))
+
+
+def test_the_root_cause_is_the_earliest_that_is_no_consequence() -> None:
+    peer, late, early = build_failure("peer_lost", 1.0), build_failure("stuck", 3.0), build_failure("out_of_memory", 2.0)
+    assert find_root_cause([peer, late, early]) is early
+    assert find_root_cause([peer]) is peer
+    assert find_root_cause([]) is None
+
+
+def test_a_broken_generation_counts_once() -> None:
+    budget = FailureBudget(1, "in-process")
+    for at in (1.0, 2.0, 3.0):
+        budget.report(build_failure("worker_crash", at), Training())
+    budget.report(build_failure("peer_lost", 0.0, generation=2), Training())
+    assert (budget.used, budget.is_exhausted) == (1, False)
+    budget.report(build_failure("stuck", 4.0, generation=3), Training())
+    assert budget.is_exhausted
+
+
+def test_progress_is_a_step_above_all_that_were_ever_reached() -> None:
+    budget = FailureBudget(3, "in-process")
+    budget.report(build_failure("stuck", 1.0, step=3), Training(step=10))
+    budget.observe(Training(step=10))
+    assert budget.used == 1
+    budget.observe(Training(step=11))
+    assert budget.used == 0
+
+
+def test_lost_seconds_belong_to_the_cause_not_to_its_consequence() -> None:
+    accounting = Accounting()
+    accounting.begin("peer_lost", at=10.0)
+    accounting.begin("worker_crash", at=9.5)
+    accounting.begin("node_lost", at=11.0)
+    assert accounting.observe_lost(now=12.0) == {"worker_crash": 2.5}
+    accounting.end(now=13.0)
+    accounting.end(now=20.0)
+    assert accounting.restarts == {"worker_crash": 1}
+    assert accounting.observe_lost(now=50.0) == {"worker_crash": 3.5}
+
+
+def test_a_planned_change_that_goes_wrong_is_accounted_to_what_went_wrong() -> None:
+    accounting = Accounting()
+    accounting.begin("node_joined", at=10.0)
+    accounting.begin("node_lost", at=11.0)
+    accounting.end(now=12.0)
+    assert accounting.lost_seconds == {"node_lost": 2.0}

@@ -1,0 +1,77 @@
+"""What /status and /metrics say."""
+
+import json
+
+from simulated_cluster import Cluster, make_settings
+
+from evergrad_coordinator.protocol import Broken, Progress
+from evergrad_coordinator.status import MAX_LISTED, build_metrics, build_status
+
+EDGE = {"connections": 3.0, "journal_writable": 1.0}
+
+
+def start_running(number: int = 3) -> Cluster:
+    cluster = Cluster(make_settings(expect=number, max_nodes=number))
+    for name in range(number):
+        cluster.start(name)
+    cluster.run_until_running()
+    return cluster
+
+
+def test_a_running_group_is_described() -> None:
+    cluster = start_running()
+    node = cluster.nodes[0]
+    node.say(Progress(1, 40, total_steps=100, loss=2.5, tokens_per_second=9.0, eta_seconds=3.0, checkpoint_step=30))
+    status = build_status(cluster.group, now=cluster.now + 2)
+    assert json.loads(json.dumps(status, allow_nan=False)) == status
+    assert (status["phase"], status["generation"], status["worldSize"]) == ("Running", 1, 3)
+    assert (status["step"], status["totalSteps"], status["loss"], status["checkpointStep"]) == (40, 100, 2.5, 30)
+    assert status["updatedSecondsAgo"] == 2
+    assert status["nodes"]["members"][1] == {"node": "1", "firstRank": 1, "workers": 1, "state": "running", "address": "10.0.0.1"}
+    assert status["lastFailure"] is None
+
+
+def test_what_is_not_known_is_null() -> None:
+    status = build_status(Cluster().group, now=1000.0)
+    assert [status[key] for key in ("step", "totalSteps", "loss", "checkpointStep", "updatedSecondsAgo")] == [None] * 5
+    assert status["phase"] == "Waiting"
+
+
+def test_members_are_listed_up_to_a_bound_and_counted() -> None:
+    cluster = start_running(MAX_LISTED + 6)
+    nodes = build_status(cluster.group, now=cluster.now)["nodes"]
+    assert len(nodes["members"]) == MAX_LISTED
+    assert nodes["numMembers"] == MAX_LISTED + 6
+
+
+def test_the_last_failure_is_told() -> None:
+    cluster = start_running()
+    cluster.nodes[1].say(Broken(1, "out_of_memory", rank=1, step=7, exit_code=-9, message="killed", time_since=1.0))
+    failure = build_status(cluster.group, now=cluster.now)["lastFailure"]
+    assert failure == {
+        "generation": 1, "cause": "out_of_memory", "node": "1", "rank": 1, "step": 7, "exitCode": -9, "message": "killed",
+        "secondsAgo": 1.0, "withoutProgress": 1,
+    }  # fmt: skip
+
+
+def test_an_outage_that_lasts_is_already_counted() -> None:
+    cluster = start_running(2)
+    cluster.nodes[1].die()
+    cluster.run(5)
+    lost = build_status(cluster.group, now=cluster.now)["lostSeconds"]
+    assert 4 < lost["node_lost"] < 6
+
+
+def test_metrics_are_prometheus_text() -> None:
+    cluster = start_running()
+    cluster.nodes[1].die()
+    cluster.run(3)
+    text = build_metrics(cluster.group, EDGE, {"malformed": 2}, now=cluster.now)
+    lines = text.splitlines()
+    assert 'evergrad_run_phase{phase="Running"} 1' in lines
+    assert 'evergrad_run_restarts_total{cause="node_lost"} 1' in lines
+    assert 'evergrad_coordinator_rejected_total{reason="malformed"} 2' in lines
+    assert "# TYPE evergrad_run_restarts_total counter" in lines
+    names = [line.split(" ")[2] for line in lines if line.startswith("# TYPE")]
+    assert len(names) == len(set(names))
+    assert all(line.startswith(("#", "evergrad_run_", "evergrad_coordinator_")) for line in lines)
