@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +89,15 @@ def _draw(source: random.Random, *, delay_seconds: float) -> Disturbance:
     # Some live long, as most do in a cluster: what they hold must not grow.
     pick = source.random() ** 0.6
     return Disturbance(kind, pick, round(length, 3) if kind in _FREEZES else 0.0, round(delay_seconds, 3))
+
+
+def choose_victim(pick: float, alive: Mapping[int, int], whole: Set[int]) -> int | None:
+    """Index of a node that may be disturbed: without it somebody still holds the newest state. None if there is none.
+
+    ``alive``: process id by index; ``whole``: the process ids of those that hold the state.
+    """
+    can_go = sorted(index for index, pid in alive.items() if whole - {pid})
+    return can_go[min(int(pick * len(can_go)), len(can_go) - 1)] if can_go else None
 
 
 class DisturbedNodes(LocalNodes):
@@ -331,12 +340,11 @@ class Chaos:
 
     def _hit(self, one: Disturbance) -> None:
         alive = {index: pid for index, pid in self._nodes.alive().items() if pid not in self._nodes.frozen}
-        can_go = {index: pid for index, pid in alive.items() if self._whole - {pid}}
-        if not can_go:
+        index = choose_victim(one.pick, alive, self._whole)
+        if index is None:
             self._tell(f"would {one.kind.replace('_', ' ')}, but spares the last that holds the state")
             return
-        index = sorted(can_go)[min(int(one.pick * len(can_go)), len(can_go) - 1)]
-        pid, workers = can_go[index], self._nodes.workers(index)
+        pid, workers = alive[index], self._nodes.workers(index)
         if one.kind == "leave":
             self._ask_to_leave(index, pid, "and to come back")
         elif one.kind == "kill_node":
