@@ -135,7 +135,9 @@ class Membership:
 
     def next_tick(self, *, now: float) -> float:
         """When the next tick is due."""
-        return now + TICK_SECONDS if self._review_at is None else min(self._review_at, now + TICK_SECONDS)
+        if self._review_at is None or self.finished:
+            return now + TICK_SECONDS
+        return min(self._review_at, now + TICK_SECONDS)
 
     # ---- what reports use --------------------------------------------------------------------------------------------
 

@@ -480,6 +480,14 @@ def test_the_result_ends_the_run_for_all_and_for_late_joiners() -> None:
     assert cluster.condition.phase == "Complete"
 
 
+def test_a_finished_run_keeps_no_core_busy() -> None:
+    cluster, nodes = start_running()
+    leave(nodes[1])
+    nodes[0].say(Result(1, 100))
+    cluster.run(2)
+    assert cluster.group.next_tick(now=cluster.now) > cluster.now + 0.1
+
+
 def test_a_result_of_an_older_generation_is_none() -> None:
     cluster, nodes = start_running()
     nodes[0].die()
