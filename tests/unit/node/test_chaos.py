@@ -140,8 +140,8 @@ def test_a_frozen_process_thaws_by_itself(nodes: DisturbedNodes) -> None:
 
 def test_a_signal_for_all_finds_nobody_frozen(nodes: DisturbedNodes) -> None:
     nodes.is_replacing = False
-    nodes.freeze(list(nodes.alive().values()), seconds=1000)
     wait_for_handlers(nodes)
+    nodes.freeze(list(nodes.alive().values()), seconds=1000)
     nodes.signal(signal.SIGTERM)
     poll_until(nodes, lambda: nodes.ended == {0: 75, 1: 75})
     assert nodes.frozen == {}
