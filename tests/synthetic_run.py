@@ -57,6 +57,22 @@ class Process:
     downtime_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class World:
+    """Training goes on in another world up to ``last``, ``forgotten`` steps before the newest row.
+
+    It stood still for ``paused_seconds`` up to its event and for ``settle_seconds`` from there to its first step.
+    """
+
+    last: int
+    world_size: int = 2
+    cause: str = "node 0 lost"
+    paused_seconds: float = 0.25
+    settle_seconds: float = 0.05
+    forgotten: int = 0
+    ended: str = "complete"
+
+
 class RunWriter:
     """Writes processes one after the other, as the loop would."""
 
@@ -69,6 +85,8 @@ class RunWriter:
         self.seconds: dict[str, float] = {}
         self._total_steps, self._save_every, self._evaluate_every, self._name = total_steps, save_every, evaluate_every, name
         self._generation = 0
+        self._step_now = 0
+        self._world_size = 2
         self.set_name = "heldOut"
 
     def write(self, process: Process) -> "RunWriter":
@@ -77,6 +95,7 @@ class RunWriter:
         log = RunLog(self.directory)
         begun = self.now
         self._pass("startup", STARTUP_SECONDS)
+        self._world_size, self._step_now = 2, process.resumed_from or 0
         fields = {
             "run": self._name,
             "process_start_time": begun,
@@ -95,11 +114,31 @@ class RunWriter:
         log.close()
         return self
 
+    def go_on(self, world: World) -> "RunWriter":
+        """Training goes on from memory; another process may be rank 0 from here on."""
+        self._generation += 1
+        log = RunLog(self.directory)
+        self._pass("reconfiguration", world.paused_seconds)
+        self._step_now -= world.forgotten
+        sizes = {"world_size": world.world_size, "from_world_size": self._world_size}
+        self._world_size = world.world_size
+        paused = {"cause": world.cause, "paused_seconds": world.paused_seconds, "pid": 1000 + self._generation}
+        self._event(log, EventType.WORLD, self._step_now, **sizes, **paused)
+        first = self._step_now + 1
+        if world.last >= first:
+            self._pass("reconfiguration", world.settle_seconds)
+        for step in range(first, world.last + 1):
+            self._step(log, step, is_first=step == first)
+        self._end(log, world)
+        log.close()
+        return self
+
     def _step(self, log: RunLog, step: int, *, is_first: bool) -> None:
         if not is_first:
             self._pass("other", PAUSE_SECONDS)
         self._pass("step", STEP_SECONDS)
-        log.step_end(step_record(step, generation=self._generation, time=self.now))
+        self._step_now = step
+        log.step_end(step_record(step, generation=self._generation, world_size=self._world_size, time=self.now))
         if step % self._evaluate_every == 0:
             self._pass("evaluation", EVALUATION_SECONDS)
             loss = 2.2 + 3.3 * math.exp(-step / 60)
@@ -114,7 +153,7 @@ class RunWriter:
         saved = {"seconds": 1.5, "blocking_seconds": BLOCKING_SECONDS, "bytes": 123_456_789}
         self._event(log, EventType.SAVE, step, checkpoint=f"step-{step}", kept=3, best=step == 100, **saved)
 
-    def _end(self, log: RunLog, process: Process) -> None:
+    def _end(self, log: RunLog, process: Process | World) -> None:
         if process.ended == "killed":
             return
         if process.ended == "failed":

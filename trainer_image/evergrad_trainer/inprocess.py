@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
@@ -215,7 +215,7 @@ class _Worker:
         """Rank 0 records that training goes on in another world."""
         session, last = self.session, self._progress.last_record
         if is_new:
-            session.observers.run_start(describe_run(session, self._machinery))
+            session.observers.run_start(replace(describe_run(session, self._machinery), takes_over=True))
         session.release_events()
         if last is not None and last_step(session.directory) < last.step:
             # Whoever should have written this row is gone, or was a step behind.

@@ -61,7 +61,10 @@ class Event:
 
 
 class EventType:
-    """Names of events. One process writes ``start`` first and, unless it is killed, ``end`` last."""
+    """Names of events. A run begins with ``start``, from a checkpoint or from nothing, and ends with ``end`` unless it is killed.
+
+    Between the two, rank 0 may be several processes after each other: each new one begins with ``world``.
+    """
 
     START = "start"
     """fields: run, process_start_time (Unix s), resumed_from (step or null), total_steps, world_size, pid."""
@@ -80,7 +83,11 @@ class EventType:
     WARNING = "warning"
     """fields: message."""
     WORLD = "world"
-    """The run goes on in another world. fields: world_size, from_world_size, cause, paused_seconds, lost_steps, joined, pid."""
+    """Training goes on in another world, in the same processes, without reading a checkpoint.
+
+    fields: world_size, from_world_size, cause (the coordinator's words), paused_seconds (since the last step; null before the
+    first), pid (of rank 0, which may be another process than before).
+    """
     STOP = "stop"
     """The run leaves at this boundary. fields: reason (StopReason), saved."""
     COMPLETE = "complete"
@@ -113,3 +120,9 @@ class RunInfo:
     model: str
     run_directory: str
     metrics_address: str | None = None
+    takes_over: bool = False
+    """This process goes on where another one of the same run was rank 0 before: nothing has started."""
+    highest_step: int | None = None
+    """The highest step any process of the run has finished before; None where nobody has looked."""
+    last_time: float | None = None
+    """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is none."""

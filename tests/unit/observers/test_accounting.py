@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from evergrad_trainer.observers.accounting import CAUSES, Goodput, account
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.observers.live_accounting import LiveAccounting
+from evergrad_trainer.observers.worlds import WORLD_CAUSES, world_cause
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
 
@@ -158,6 +159,155 @@ def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(syn
     assert goodput.processes[0].num_steps == 10
 
 
+def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.go_on(synthetic.World(last=90, cause="node 0 lost", world_size=1, ended="killed"))
+    run.go_on(synthetic.World(last=200, cause="node 0 joined", world_size=2, paused_seconds=0.1))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert goodput.restarts == () and goodput.notes == ()
+    assert [process.ended for process in goodput.processes] == ["complete"]
+    assert goodput.productive_seconds == pytest.approx(200 * synthetic.STEP_SECONDS)
+    assert goodput.lost_seconds["recompute"] == goodput.lost_seconds["downtime"] == 0
+    assert goodput.lost_seconds["reconfiguration"] == pytest.approx(0.45, abs=1e-4)
+    assert goodput.changes_by_cause == {"node_lost": 1, "node_joined": 1}
+    assert goodput.reconfiguration_seconds_by_cause == pytest.approx({"node_lost": 0.3, "node_joined": 0.15}, abs=1e-4)
+    assert [size for _, size in goodput.world_sizes] == [2, 1, 2, 0]
+    assert [time for time, _ in goodput.world_sizes] == sorted(time for time, _ in goodput.world_sizes)
+    assert (goodput.changes[0].step, goodput.changes[0].from_world_size, goodput.changes[0].detail) == (57, 2, "node 0 lost")
+
+
+def test_steps_a_new_world_trains_again_are_recompute_even_before_it_has(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.go_on(synthetic.World(last=54, forgotten=3, ended="killed"))
+    assert _account(read_history(run.directory)).lost_seconds["recompute"] == pytest.approx(3 * synthetic.STEP_SECONDS)
+    run.go_on(synthetic.World(last=70, ended="killed"))
+    goodput = _account(read_history(run.directory))
+    assert goodput.lost_seconds["recompute"] == pytest.approx(3 * synthetic.STEP_SECONDS)
+    assert goodput.productive_seconds == pytest.approx(70 * synthetic.STEP_SECONDS)
+
+
+def test_worlds_without_a_step_between_them_each_have_the_time_up_to_their_own_event(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.go_on(synthetic.World(last=57, cause="node 0 lost", paused_seconds=0.5, ended="killed"))
+    run.go_on(synthetic.World(last=60, cause="generation 2 broke", paused_seconds=2.0, settle_seconds=0.25, ended="killed"))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert goodput.reconfiguration_seconds_by_cause == pytest.approx({"node_lost": 0.5, "worker_lost": 2.25}, abs=1e-4)
+
+
+def test_an_evaluation_and_a_save_before_a_change_are_not_counted_as_reconfiguration_too(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path, save_every=40, evaluate_every=40)
+    run.write(synthetic.Process(last=40, ended="killed"))
+    run.go_on(synthetic.World(last=60, ended="killed"))
+    goodput = _account(read_history(run.directory))
+    _check_sum(goodput, run.now - synthetic.BEGIN)
+    assert goodput.lost_seconds["reconfiguration"] == pytest.approx(0.3, abs=1e-4)
+    assert goodput.lost_seconds["evaluation"] == pytest.approx(synthetic.EVALUATION_SECONDS)
+
+
+def test_a_world_that_changes_before_the_first_step_is_not_startup(synthetic: ModuleType) -> None:
+    begin = synthetic.BEGIN
+    events = [
+        Event(EventType.START, begin + 2, 0, 1, {"process_start_time": begin, "resumed_from": None, "world_size": 3}),
+        Event(EventType.WORLD, begin + 5, 0, 2, {"world_size": 2, "from_world_size": None, "cause": "node 2 lost"}),
+    ]
+    row = synthetic.step_record(1, generation=2, time=begin + 6.5)
+    goodput = account(StepTable.from_records([row]), events, [])
+    _check_sum(goodput, 6.5)
+    assert goodput.lost_seconds["startup"] == pytest.approx(2.0)
+    assert goodput.lost_seconds["reconfiguration"] == pytest.approx(4.0)
+
+
+def test_a_stop_in_a_world_of_its_own_ends_the_run_that_was_trained_before(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.go_on(synthetic.World(last=60, ended="killed"))
+    history = read_history(run.directory)
+    left = [
+        Event(EventType.STOP, run.now + 1, 60, 7, {"reason": "signal", "saved": True}),
+        Event(EventType.END, run.now + 1, 60, 7, {"exit_code": 75}),
+    ]
+    goodput = account(history.steps, [*history.events, *left], history.evaluations)
+    assert goodput.restarts == ()
+    assert [process.ended for process in goodput.processes] == ["signal"]
+
+
+def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="failed"))
+    run.go_on(synthetic.World(last=60, cause="generation 1 broke", ended="killed"))
+    history = read_history(run.directory)
+    assert [process.ended for process in _account(history).processes] == ["running or killed"]
+    # In a world that had not begun to train: generation 3 failed, and generation 4 went on.
+    failed = [
+        Event(EventType.FAILED, run.now + 1, 60, 3, {"error": "OSError", "message": "disk", "exit_code": 70}),
+        Event(EventType.END, run.now + 1, 60, 3, {"exit_code": 70}),
+        Event(EventType.WORLD, run.now + 2, 60, 4, {"world_size": 1, "cause": "generation 3 broke"}),
+    ]
+    goodput = account(history.steps, [*history.events, *failed], history.evaluations)
+    assert goodput.restarts == ()
+    assert goodput.changes_by_cause == {"worker_lost": 2}
+
+
+def test_a_node_that_outlived_its_workers_did_not_start_before_they_were_lost(synthetic: ModuleType) -> None:
+    begin = synthetic.BEGIN
+    events = [
+        Event(EventType.START, begin + 2, 0, 1, {"process_start_time": begin, "resumed_from": None}),
+        Event(EventType.START, begin + 20, 0, 2, {"process_start_time": begin, "resumed_from": None}),
+    ]
+    rows = [synthetic.step_record(1, time=begin + 3), synthetic.step_record(1, generation=2, time=begin + 21)]
+    goodput = account(StepTable.from_records(rows), events, [])
+    _check_sum(goodput, 21.0)
+    assert goodput.notes == ()
+    assert goodput.lost_seconds["downtime"] == 0
+    assert goodput.lost_seconds["startup"] == pytest.approx(2.5 + 17.5)
+
+
+def test_a_row_that_a_frozen_process_writes_after_its_world_is_gone_moves_no_account(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path)
+    run.write(synthetic.Process(last=57, ended="killed"))
+    run.go_on(synthetic.World(last=70, ended="killed"))
+    history = read_history(run.directory)
+    records = [history.steps.record(row) for row in range(len(history.steps))]
+    late = synthetic.step_record(58, generation=1, time=run.now)
+    goodput = account(StepTable.from_records([*records, late]), history.events, history.evaluations)
+    assert goodput.lost_seconds["reconfiguration"] == pytest.approx(0.3, abs=1e-4)
+    assert goodput.productive_seconds == pytest.approx(70 * synthetic.STEP_SECONDS)
+    assert goodput.lost_seconds["recompute"] == pytest.approx(synthetic.STEP_SECONDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("node 0 lost", "node_lost"),
+        ("nodes 0, 2, 10 … lost", "node_lost"),
+        ("node 1 joined", "node_joined"),
+        ("3 nodes are here", "node_joined"),
+        ("node 1 leaving", "node_left"),
+        ("preemption", "node_left"),
+        ("generation 4 broke", "worker_lost"),
+        ("the number of workers changed", "capacity_changed"),
+        ("coordinator_lost", "coordinator_lost"),
+        ("", "other"),
+        (None, "other"),
+        ("the moon", "other"),
+    ],
+)
+def test_the_coordinator_s_words_become_one_of_few_causes(text: str | None, cause: str) -> None:
+    assert world_cause(text) == cause
+    assert cause in WORLD_CAUSES
+
+
 def test_a_clock_set_back_between_two_processes_makes_no_negative_downtime_and_is_reported(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
@@ -266,6 +416,52 @@ def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
     assert goodput.productive_seconds == pytest.approx(((saved or 0) + 10) * synthetic.STEP_SECONDS)
 
 
+_LINKS = st.tuples(
+    st.sampled_from(["start", "world"]),
+    st.integers(0, 30),
+    st.sampled_from(["killed", "signal", "failed"]),
+    st.floats(0, 100),
+    st.floats(0, 20),
+    st.sampled_from(["node 1 lost", "node 1 joined", "node 2 leaving", "generation 3 broke"]),
+    st.integers(0, 2),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(plan=st.lists(_LINKS, max_size=8))
+def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clock_saw(
+    plan: list[tuple[str, int, str, float, float, str, int]], tmp_path_factory: pytest.TempPathFactory, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20)
+    run.write(synthetic.Process(last=17, ended="killed"))
+    at, saved, ended, worlds, starts = 17, 15, "killed", 0, 0
+    for kind, num_steps, ending, gap, settle, cause, forgotten in plan:
+        # A state that was saved and left is on the disk alone, and what is older than the checkpoint is in no memory.
+        if kind == "start" or ended == "signal":
+            run.write(synthetic.Process(last=saved + num_steps, resumed_from=saved, ended=ending, downtime_seconds=gap))
+            at, starts = saved + num_steps, starts + 1
+        else:
+            forgotten = min(forgotten, at - saved)
+            last = at - forgotten + num_steps
+            world = synthetic.World(
+                last=last, cause=cause, paused_seconds=gap, settle_seconds=settle, forgotten=forgotten, ended=ending
+            )
+            run.go_on(world)
+            at, worlds = last, worlds + 1
+        saved = at if ending == "signal" else max(saved, at - at % 15)
+        ended = ending
+    goodput = _account(read_history(run.directory))
+    wall = run.now - synthetic.BEGIN
+    _check_sum(goodput, wall)
+    assert goodput.elapsed_seconds == pytest.approx(wall, rel=0.01)
+    assert (len(goodput.changes), len(goodput.restarts)) == (worlds, starts)
+    assert math.fsum(goodput.reconfiguration_seconds_by_cause.values()) == pytest.approx(goodput.lost_seconds["reconfiguration"])
+    for cause in ("startup", "restore", "checkpoint", "evaluation", "downtime", "reconfiguration", "other"):
+        assert goodput.lost_seconds[cause] == pytest.approx(run.seconds.get(cause, 0.0), abs=1e-2), cause
+    assert goodput.productive_seconds == pytest.approx(at * synthetic.STEP_SECONDS)
+    assert goodput.productive_seconds + goodput.lost_seconds["recompute"] == pytest.approx(run.seconds["step"])
+
+
 def test_live_totals_of_all_processes_sum_to_the_elapsed_time_and_agree_with_the_accounts(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
@@ -289,6 +485,55 @@ def test_live_totals_of_all_processes_sum_to_the_elapsed_time_and_agree_with_the
         + 3 * synthetic.BLOCKING_SECONDS
     )
     assert sum(second.phases.values()) == pytest.approx(wall, abs=1e-4)
+
+
+def test_live_totals_of_one_process_in_several_worlds_agree_with_the_accounts(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path, save_every=40, evaluate_every=40)
+    run.write(synthetic.Process(last=40, ended="killed"))
+    run.go_on(synthetic.World(last=40, cause="node 1 lost", ended="killed"))
+    run.go_on(synthetic.World(last=70, cause="node 2 lost", paused_seconds=3.0, ended="killed"))
+    run.go_on(synthetic.World(last=100, cause="node 1 joined"))
+    history = read_history(run.directory)
+    goodput, live = _account(history), LiveAccounting()
+    for generation in (1, 2, 3, 4):
+        _replay(history, live, generation)
+    assert live.productive == pytest.approx(goodput.productive_seconds)
+    # The last save is reported when no pause follows that could pay for it.
+    assert live.lost == pytest.approx(goodput.lost_seconds, abs=1e-3)
+
+
+def test_live_totals_leave_out_what_rank_0_did_elsewhere(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path, save_every=1000, evaluate_every=1000)
+    run.write(synthetic.Process(last=10, ended="killed"))
+    run.go_on(synthetic.World(last=20, cause="node 0 lost", ended="killed"))
+    run.go_on(synthetic.World(last=30, cause="node 0 joined", ended="killed"))
+    run.go_on(synthetic.World(last=40, cause="node 0 lost", ended="killed"))
+    history = read_history(run.directory)
+    goodput = _account(history)
+    there, here = LiveAccounting(), LiveAccounting()
+    _replay(history, there, 1)
+    here.begin(highest_step=10, last_time=None, takes_over=True)
+    _replay(history, here, 2)
+    there.begin(highest_step=20, last_time=None, takes_over=True)
+    _replay(history, there, 3)
+    here.begin(highest_step=30, last_time=None, takes_over=True)
+    _replay(history, here, 4)
+    assert there.productive + here.productive == pytest.approx(goodput.productive_seconds)
+    lost = {cause: there.lost[cause] + here.lost[cause] for cause in CAUSES}
+    assert lost == pytest.approx(goodput.lost_seconds, abs=1e-3)
+
+
+def test_a_live_start_after_all_state_was_lost_counts_repeated_steps_and_no_time_twice(synthetic: ModuleType) -> None:
+    live = LiveAccounting()
+    live.event(Event(EventType.START, 2.0, 0, 1, {"process_start_time": 0.0}))
+    live.step(synthetic.step_record(1, time=3.0))
+    # Elsewhere steps 2 to 5 were trained until 8.0; then all processes were lost, and the nodes' own start is long ago.
+    live.begin(highest_step=5, last_time=8.0, takes_over=False)
+    live.event(Event(EventType.START, 10.0, 0, 3, {"process_start_time": 0.0}))
+    live.step(synthetic.step_record(1, generation=3, time=11.0))
+    assert (live.productive, live.lost["recompute"]) == (0.5, 0.5)
+    assert live.lost["downtime"] == 0
+    assert live.lost["startup"] == pytest.approx(2.5 + 2.5)
 
 
 def test_a_late_save_report_is_paid_back_by_the_next_pause(synthetic: ModuleType) -> None:

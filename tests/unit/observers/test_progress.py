@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -37,6 +38,9 @@ INFO = RunInfo(
     "http://localhost:9/metrics",
 )
 EVALUATION = EvaluationRecord(1240, 3, "heldOut", 2.51307, 12.3429, 40960, 3.14159, 1.0)
+
+
+WORLD = {"world_size": 2, "from_world_size": 3, "cause": "node 0 lost", "paused_seconds": 0.1234, "pid": 7}
 
 
 class Clock:
@@ -76,6 +80,20 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(synthetic: M
         "warning two lines",
         "stop step=1241 reason=signal saved=true",
     ]
+
+
+def test_a_rank_0_that_takes_over_says_who_came_or_went_instead_of_starting_again(synthetic: ModuleType) -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(stream, every=10, clock=Clock())
+    lines.run_start(replace(INFO, takes_over=True))
+    lines.event(Event(EventType.WORLD, 0.0, 1207, 4, WORLD))
+    lines.step_end(synthetic.step_record(1210, world_size=2))
+    lines.event(Event(EventType.WORLD, 0.0, 1210, 5, {"world_size": 3, "from_world_size": None, "cause": 'no"quote'}))
+    printed = stream.getvalue().splitlines()
+    assert printed[0] == 'world size=2 from=3 cause="node 0 lost" paused=0.12s'
+    assert printed[1].startswith("step 1210/20000 ")
+    assert printed[2] == r'world size=3 cause="no\"quote"'
+    assert len(printed) == 3
 
 
 def test_the_last_step_is_always_printed(synthetic: ModuleType) -> None:
@@ -133,9 +151,26 @@ def _state(synthetic: ModuleType) -> State:
 
 
 def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> None:
-    line = render_line(_state(synthetic), 140).plain
+    line = render_line(_state(synthetic), 150).plain
     assert line.startswith("docs-lm  ━")
-    assert line.endswith("1,234/20,000  6%  loss 2.0139  16.4k tokens/s  ETA 2h36m  saved 1,200  heldOut 2.5131")
+    assert line.endswith("1,234/20,000  6%  loss 2.0139  16.4k tokens/s  ETA 2h36m  2 processes  saved 1,200  heldOut 2.5131")
+
+
+def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(synthetic: ModuleType) -> None:
+    clock = Clock()
+    state = State(clock)
+    state.start(replace(INFO, world_size=3, takes_over=True))
+    assert state.saved_step is None
+    state.activity = "evaluating heldOut 3/12"
+    state.see(Event(EventType.WORLD, 0.0, 1207, 4, WORLD))
+    line = render_line(state, 150).plain
+    assert "2 processes  node 0 lost" in line and "evaluating" not in line
+    clock.now += 60.0
+    state.finish_step(synthetic.step_record(1208, world_size=1))
+    line = render_line(state, 150).plain
+    assert "lost" not in line and "process" not in line
+    state.see(Event(EventType.WORLD, 0.0, 1208, 5, {"world_size": 1, "cause": "node 1 lost"}))
+    assert "1 process  node 1 lost" in render_line(state, 150).plain
 
 
 @pytest.mark.parametrize("width", range(4, 160, 3))
@@ -215,6 +250,23 @@ def test_on_a_terminal_the_bar_is_drawn_and_events_scroll_by_above_it(
     assert "heldOut  loss 2.5131  perplexity 12.34  best so far" in text
     assert "fallback checkpoint=step-1200 reason=hash differs" in text
     assert "saved 1,299" in text.splitlines()[-1]
+
+
+def test_a_bar_that_takes_over_introduces_nothing_again(
+    terminal: tuple[io.TextIOWrapper, int], synthetic: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "150")
+    stream, controller = terminal
+    bar = build_progress(stream, every=10)
+    bar.run_start(replace(INFO, takes_over=True))
+    bar.event(Event(EventType.WORLD, 0.0, 1207, 4, WORLD))
+    bar.step_end(synthetic.step_record(1208))
+    bar.close()
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", _read(controller))
+    assert "parameters" not in text and "run directory" not in text
+    assert 'world size=2 from=3 cause="node 0 lost" paused=0.12s' in text
+    assert "2 processes  node 0 lost" in text.splitlines()[-1]
 
 
 def test_without_a_terminal_there_is_nothing_but_plain_text(synthetic: ModuleType) -> None:

@@ -1,22 +1,28 @@
 """The Prometheus endpoint: what it serves, how it starts and ends, and that the documentation lists exactly that."""
 
+import json
 import re
 import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from evergrad_trainer.errors import ConfigurationError
+from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.observers.accounting import CAUSES
 from evergrad_trainer.observers.history import Before
 from evergrad_trainer.observers.instruments import FAILURE_REASONS, failure_reason
 from evergrad_trainer.observers.live_accounting import PHASES
 from evergrad_trainer.observers.prometheus import PrometheusExporter
+from evergrad_trainer.observers.relay import Relay, tell
+from evergrad_trainer.observers.worlds import WORLD_CAUSES
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 INFO = RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm")
@@ -127,13 +133,97 @@ def test_time_is_productive_or_lost_to_a_cause(exporter: PrometheusExporter, syn
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
     assert lost == pytest.approx(
         {"startup": 3.0, "restore": 1.5, "recompute": 1.0, "checkpoint": 0.25, "evaluation": 2.0, "downtime": 5.0, "other": 0.0}
+        | {"reconfiguration": 0.0}
     )
+
+
+def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
+    _train(exporter, synthetic)
+    fields = {"world_size": 1, "from_world_size": 2, "cause": "node 1 lost", "paused_seconds": 3.5}
+    exporter.event(Event(EventType.WORLD, 118.0, 60, 4, fields))
+    assert _samples(exporter)["evergrad_world_size", ()] == 1
+    exporter.step_end(synthetic.step_record(61, generation=4, world_size=1, time=119.0))
+    samples = _samples(exporter)
+    counted = {cause: samples["evergrad_world_changes_total", (("cause", cause),)] for cause in WORLD_CAUSES}
+    assert counted == dict.fromkeys(WORLD_CAUSES, 0) | {"node_lost": 1}
+    # From the end of step 60 at 114.5 to the begin of step 61 at 118.5, less an evaluation of 2 s and a save of 0.25 s.
+    assert samples["evergrad_lost_seconds_total", (("cause", "reconfiguration"),)] == pytest.approx(4.0 - 2.25)
+    assert samples["evergrad_lost_seconds_total", (("cause", "other"),)] == pytest.approx(0.0)
+
+
+def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
+    _train(exporter, synthetic)
+    exporter.event(Event(EventType.END, 117.0, 60, 3, {"exit_code": 70}))
+    before = _samples(exporter)
+    exporter.rank_0_left()
+    away = _samples(exporter)
+    assert ("evergrad_step", ()) not in away and ("evergrad_last_step_timestamp_seconds", ()) not in away
+    exporter.run_start(replace(INFO, generation=7, start_step=90, takes_over=True, highest_step=90, last_time=500.0))
+    fields = {"world_size": 2, "from_world_size": 3, "cause": "node 0 lost", "paused_seconds": 0.25}
+    exporter.event(Event(EventType.WORLD, 501.0, 90, 7, fields))
+    exporter.step_end(synthetic.step_record(91, generation=7, time=502.0))
+    after = _samples(exporter)
+    counters = {key for key in before if key[0].startswith("evergrad_") and key[0].endswith(("_total", "_count", "_sum"))}
+    assert counters
+    for key in counters:
+        assert before[key] == away[key] <= after[key], key
+    assert after["evergrad_step", ()] == 91
+    assert after["evergrad_steps_total", ()] == 21
+    # What went on elsewhere between 117 and 500 is in the other node's counters.
+    lost = sum(after["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES)
+    assert lost - sum(before["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES) == pytest.approx(0.75)
+    assert ("evergrad_exit_code", ()) not in after
+    attempts = [dict(labels)["attempt"] for name, labels in after if name == "evergrad_info"]
+    assert attempts == ["7"]
+
+
+def test_a_second_start_on_one_endpoint_keeps_the_counters(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+    _train(exporter, synthetic)
+    exporter.run_start(replace(INFO, generation=4, start_step=40, highest_step=60, last_time=117.0))
+    exporter.event(Event(EventType.START, 130.0, 40, 4, {"process_start_time": 127.0, "resumed_from": 40}))
+    exporter.step_end(synthetic.step_record(41, generation=4, time=131.0))
+    samples = _samples(exporter)
+    assert samples["evergrad_steps_total", ()] == 21
+    assert samples["evergrad_step", ()] == 41
+    assert samples["evergrad_lost_seconds_total", (("cause", "recompute"),)] == pytest.approx(1.0 + 0.5)
+    assert samples["evergrad_lost_seconds_total", (("cause", "downtime"),)] == pytest.approx(5.0 + 10.0)
+    assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
+
+
+def test_what_is_relayed_arrives_with_what_the_run_has_left_before(
+    exporter: PrometheusExporter, tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
+    sent: list[tuple[str, dict[str, Any]]] = []
+    relay = Relay(lambda kind, record: sent.append((kind, json.loads(json.dumps(record)))))
+    relay.run_start(replace(INFO, run_directory=str(tmp_path), takes_over=True))
+    relay.step_end(synthetic.step_record(58, generation=4, time=run.now))
+    for kind, record in sent:
+        tell(exporter, kind, record)
+    assert (sent[0][1]["highest_step"], sent[0][1]["last_time"]) == (57, run.now)
+    samples = _samples(exporter)
+    assert samples["evergrad_step", ()] == 58
+    assert samples["evergrad_productive_seconds_total", ()] == 0.5
+
+
+def test_a_relay_that_cannot_read_the_run_directory_still_relays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    sent: list[tuple[str, dict[str, Any]]] = []
+    Relay(lambda kind, record: sent.append((kind, record))).run_start(replace(INFO, run_directory=str(tmp_path)))
+    assert [(kind, record["highest_step"]) for kind, record in sent] == [("run_start", None)]
+    assert "metrics.jsonl" in caplog.text
 
 
 def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExporter) -> None:
     samples = _samples(exporter)
     assert samples["evergrad_steps_total", ()] == 0
     assert samples["evergrad_nonfinite_total", (("what", "loss"),)] == 0
+    for cause in WORLD_CAUSES:
+        assert samples["evergrad_world_changes_total", (("cause", cause),)] == 0
     for reason in FAILURE_REASONS:
         assert samples["evergrad_checkpoint_failures_total", (("op", "save"), ("reason", reason))] == 0
     assert ("evergrad_loss", (("dataset", ""), ("split", "train"))) not in samples
@@ -233,9 +323,11 @@ def test_free_text_never_becomes_a_label(text: str, reason: str) -> None:
 
 
 def test_the_documentation_lists_exactly_the_exported_metrics(exporter: PrometheusExporter) -> None:
+    """And those the node's supervisor adds to the same endpoint."""
     rows = re.findall(r"^\| `(evergrad_\w+)` \| (\w+) \|([^|]*)\|", DOCUMENT.read_text("utf-8"), re.MULTILINE)
     documented = {name: (kind, tuple(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
     exported = {}
+    NodeMetrics("docs-lm", "0", exporter)
     for family in exporter.registry.collect():
         if family.name.startswith("evergrad_"):
             name = f"{family.name}_total" if family.type == "counter" else family.name

@@ -199,6 +199,27 @@ def test_the_status_says_how_the_run_stands(tmp_path: Path, synthetic: ModuleTyp
     assert (status.label, status.detail) == (label, detail)
 
 
+def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(tmp_path: Path, synthetic: ModuleType) -> None:
+    run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
+    run.go_on(synthetic.World(last=90, cause="node 0 lost", world_size=1, ended="killed"))
+    run.go_on(synthetic.World(last=200, cause="node <0> joined", world_size=3, paused_seconds=60.0))
+    page, markdown = _report(run.directory)
+    assert "## Changes of the world" in markdown and "Changes of the world" in page.text
+    assert "| 57 | 300ms | node 0 lost |" in markdown and "2 → 1" in markdown
+    assert "| 90 | 1m00s | node &lt;0&gt; joined |" in markdown
+    assert "| node lost | 1 | 300ms | 300ms |" in markdown
+    assert "1 × node lost, 1 × node joined; training stood still for 1m00s" in page.text
+    assert "1–3 processes" in page.text and "None: the run was trained in one go." in markdown
+    assert "World size" in page.text and "since the start" in page.text
+    assert "Changes of the world: last step before to first step after" in markdown
+
+
+def test_a_run_in_one_world_says_nothing_of_changes(tmp_path: Path, synthetic: ModuleType) -> None:
+    page, markdown = _report(synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57)).directory)
+    assert "Changes of the world" not in markdown + page.text
+    assert "World size" not in page.text
+
+
 def test_steps_lost_in_a_kill_and_not_yet_trained_again_are_no_progress(tmp_path: Path, synthetic: ModuleType) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
     run.write(synthetic.Process(last=53, resumed_from=50, ended="killed"))

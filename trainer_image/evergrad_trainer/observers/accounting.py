@@ -4,6 +4,7 @@ Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput
 process had to begin before it and no later row repeats it.
 """
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,22 +15,29 @@ import numpy.typing as npt
 from evergrad_trainer.observers.events import seconds_of
 from evergrad_trainer.observers.formatting import duration
 from evergrad_trainer.observers.history import StepTable
+from evergrad_trainer.observers.worlds import WorldChange, is_positive, measure_changes
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
-CAUSES = ("startup", "restore", "recompute", "checkpoint", "evaluation", "downtime", "other")
+CAUSES = ("startup", "restore", "recompute", "checkpoint", "evaluation", "reconfiguration", "downtime", "other")
 """What time is lost to.
 
 startup: process start → first step, less what restore, evaluation and checkpoint claim of it · restore: reading a checkpoint ·
-recompute: steps that were trained again later · checkpoint: training stood still for a save · evaluation · downtime: no process
-was there · other: between the steps, and after the last one.
+recompute: steps that were trained again later · checkpoint: training stood still for a save · evaluation ·
+reconfiguration: last step in one world → first step in the next, less what evaluation and checkpoint claim of it · downtime: no
+process was there · other: between the steps, and after the last one.
 """
 
 _CLOCK_TOLERANCE_SECONDS = 0.001
+_CLOCKS_APART_SECONDS = 1.0
+"""So much the clocks of two machines may differ: in another world another one writes."""
 
 
 @dataclass(frozen=True)
 class ProcessAccount:
-    """One process of the run. ``seconds`` has every cause of CAUSES and ``productive``; they sum to its share of the time."""
+    """One process of the run, or all those that handed its state on from world to world, from one start to the next.
+
+    ``seconds`` has every cause of CAUSES and ``productive``; they sum to its share of the time. ``world_size``: at its start.
+    """
 
     generation: int
     begin: float
@@ -43,6 +51,7 @@ class ProcessAccount:
     """``running or killed`` for the last one without an end; else a cause of Restart or ``complete``."""
     detail: str
     seconds: dict[str, float]
+    changes: tuple[WorldChange, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,38 @@ class Goodput:
         """Goodput between 0 and 1; not a number for a run without time."""
         elapsed = self.elapsed_seconds
         return self.productive_seconds / elapsed if elapsed > 0 else math.nan
+
+    @property
+    def changes(self) -> tuple[WorldChange, ...]:
+        """All changes of the world in which training went on without reading a checkpoint."""
+        return tuple(change for process in self.processes for change in process.changes)
+
+    @property
+    def changes_by_cause(self) -> dict[str, int]:
+        """How many changes of the world each cause had, in order of their first appearance."""
+        counts: dict[str, int] = {}
+        for change in self.changes:
+            counts[change.cause] = counts.get(change.cause, 0) + 1
+        return counts
+
+    @property
+    def reconfiguration_seconds_by_cause(self) -> dict[str, float]:
+        """Seconds lost to changes of the world, by their cause; they sum to ``lost_seconds["reconfiguration"]``."""
+        return {
+            cause: math.fsum(change.seconds for change in self.changes if change.cause == cause)
+            for cause in self.changes_by_cause
+        }
+
+    @property
+    def world_sizes(self) -> tuple[tuple[float, int], ...]:
+        """(Unix seconds, processes from then on), in order; 0 where no process was there."""
+        points: list[tuple[float, int]] = []
+        for process in self.processes:
+            if process.world_size is not None:
+                points.append((process.begin, process.world_size))
+            points += [(change.time, change.world_size) for change in process.changes if change.world_size is not None]
+            points.append((process.end, 0))
+        return tuple(points)
 
     @property
     def restarts_by_cause(self) -> dict[str, int]:
@@ -179,27 +220,59 @@ def _without_start(steps: StepTable, events: Sequence[Event], evaluations: Seque
     trained = set(np.unique(steps.generation).tolist())
     if not started:
         return trained | {event.generation for event in events} | {one.generation for one in evaluations}
-    # A generation with steps but no start is the same process in a new world; one that only failed is a process of its own.
-    return {event.generation for event in events if event.type in (EventType.FAILED, EventType.END)} - started - trained
+    # A generation with steps, a world or a stop but no start goes on with the state of the one before; one that only failed is a
+    # process of its own, unless its peers went on without it.
+    goes_on = {event.generation for event in events if event.type in (EventType.WORLD, EventType.STOP)} | trained
+    failed = {event.generation for event in events if event.type in (EventType.FAILED, EventType.END)} - started - goes_on
+    begins = sorted((event.generation, event.type) for event in events if event.type in (EventType.START, EventType.WORLD))
+    return {one for one in failed if _next_begin(begins, one) != EventType.WORLD}
+
+
+def _next_begin(begins: Sequence[tuple[int, str]], generation: int) -> str | None:
+    """Whether a start or another world came first after ``generation``; None where nothing came."""
+    place = bisect.bisect_left(begins, (generation + 1, ""))
+    return begins[place][1] if place < len(begins) else None
 
 
 def _kept(steps: StepTable, parts: list[_Part]) -> npt.NDArray[np.bool_]:
-    """Which rows count for good: the last of their step, and not after the step a later process began from."""
-    kept = np.zeros(len(steps), np.bool_)
-    kept[steps.last_rows()] = True
+    """Which rows count for good: the last of their step, and not after the step a later process or world began from."""
+    holds = np.zeros(len(steps), np.bool_)
     earliest = math.inf
     for part in reversed(parts):
-        kept[part.rows] &= steps.step[part.rows] <= earliest
+        holds[part.rows] = steps.step[part.rows] <= np.minimum(earliest, _bounds(part))
         earliest = min(earliest, math.inf if part.resumed_from is None else part.resumed_from)
+    kept = np.zeros(len(steps), np.bool_)
+    rows = np.nonzero(holds)[0]
+    kept[rows[steps.take(rows).last_rows()]] = True
     return kept
+
+
+def _bounds(part: _Part) -> npt.NDArray[np.float64]:
+    """For each row of a part the earliest step from which a newer world of that part went on."""
+    worlds = sorted((event.generation, event.step) for event in part.events if event.type == EventType.WORLD)
+    earliest = np.array([*(step for _, step in worlds), math.inf], np.float64)
+    earliest = np.minimum.accumulate(earliest[::-1])[::-1]
+    generations = np.array([generation for generation, _ in worlds], np.int64)
+    return earliest[np.searchsorted(generations, part.steps.generation[part.rows], side="right")]
 
 
 def _seconds(values: npt.NDArray[np.float64]) -> float:
     return float(np.clip(np.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0), 0.0, None).sum())
 
 
+def _begin(part: _Part, previous_end: float | None) -> float:
+    """When a part of the run began. Of two that were there at once, the newer one began where the older one ended.
+
+    A node outlives its workers: a start may name a process that was there before the last sign of the part before.
+    """
+    if previous_end is None or part.start is None or part.start.time < previous_end:
+        return part.begin
+    return max(part.begin, previous_end)
+
+
 def _account_process(part: _Part, kept: npt.NDArray[np.bool_], *, previous_end: float | None, is_last: bool) -> ProcessAccount:
-    steps, rows, begin = part.steps, part.rows, part.begin
+    steps, rows, begin = part.steps, part.rows, _begin(part, previous_end)
+    changes = measure_changes(part.events, steps, rows, part.evaluations)
     in_steps = steps.step_seconds[rows]
     restore = sum(seconds_of(event, "seconds") for event in part.events if event.type == EventType.RESTORED)
     seconds = {
@@ -209,10 +282,13 @@ def _account_process(part: _Part, kept: npt.NDArray[np.bool_], *, previous_end: 
         "checkpoint": _blocking(part.events),
         "evaluation": sum(max(0.0, one.seconds) for one in part.evaluations if math.isfinite(one.seconds)),
         "downtime": max(0.0, begin - previous_end) if previous_end is not None else 0.0,
+        "reconfiguration": math.fsum(change.seconds for change in changes),
     }
     evidence = [float(times.max()) for times in part.times if len(times)]
     end = max([begin, *evidence])
-    seconds["startup"] = _startup(part, end, claimed=restore)
+    first = int(steps.generation[rows[0]]) if len(rows) else math.inf
+    before_first = sum(change.seconds for change in changes if change.generation <= first)
+    seconds["startup"] = _startup(part, begin, end, claimed=restore + before_first)
     # Durations come from a clock that never goes back. Where they exceed the wall time, the wall clock was set.
     measured = math.fsum(value for cause, value in seconds.items() if cause != "downtime")
     seconds["other"] = max(0.0, end - begin - measured)
@@ -223,14 +299,23 @@ def _account_process(part: _Part, kept: npt.NDArray[np.bool_], *, previous_end: 
         begin=begin,
         end=end,
         pid=start.get("pid"),
-        world_size=start.get("world_size") or (int(steps.world_size[rows[-1]]) if len(rows) else None),
+        world_size=_world_size(part),
         resumed_from=part.resumed_from,
         num_steps=len(rows),
         last_step=int(steps.step[rows[-1]]) if len(rows) else None,
         ended=ended,
         detail=detail,
         seconds=seconds,
+        changes=changes,
     )
+
+
+def _world_size(part: _Part) -> int | None:
+    """Processes at the start of a part; None where nobody says."""
+    said = part.start.fields.get("world_size") if part.start is not None else None
+    if isinstance(said, int) and is_positive(said):
+        return said
+    return int(part.steps.world_size[part.rows[0]]) if len(part.rows) else None
 
 
 def _blocking(events: Sequence[Event]) -> float:
@@ -238,7 +323,7 @@ def _blocking(events: Sequence[Event]) -> float:
     return sum(seconds_of(event, "blocking_seconds") for event in events if event.type in saves)
 
 
-def _startup(part: _Part, end: float, *, claimed: float) -> float:
+def _startup(part: _Part, begin: float, end: float, *, claimed: float) -> float:
     """Process start → begin of the first step (or the end, without one), less what other causes ``claimed`` of it."""
     first, until = math.inf, end
     if len(part.rows):
@@ -246,20 +331,27 @@ def _startup(part: _Part, end: float, *, claimed: float) -> float:
         first, until = float(part.steps.step[row]), float(part.steps.time[row] - part.steps.step_seconds[row])
     claimed += sum(one.seconds for one in part.evaluations if one.step < first and one.seconds > 0)
     claimed += _blocking([event for event in part.events if event.step < first])
-    return max(0.0, until - part.begin - claimed) if math.isfinite(until) else 0.0
+    return max(0.0, until - begin - claimed) if math.isfinite(until) else 0.0
 
 
 def _ending(events: Sequence[Event], *, is_last: bool) -> tuple[str, str]:
     """How a process ended, by what it wrote down, and the error's name and message where it failed."""
-    ending = ("running or killed", "") if is_last else ("killed", "")
+    unknown = ("running or killed", "") if is_last else ("killed", "")
+    ending, has_failed = unknown, False
     for event in events:
-        if event.type == EventType.STOP:
+        if event.type == EventType.WORLD:
+            # One of its processes may have ended or failed; the others went on.
+            ending, has_failed = unknown, False
+        elif has_failed:
+            continue
+        elif event.type == EventType.STOP:
             ending = (str(event.fields.get("reason", "stop")), "")
         elif event.type == EventType.COMPLETE:
             ending = ("complete", "")
         elif event.type == EventType.FAILED:
-            return "failed", f"{event.fields.get('error', 'error')}: {event.fields.get('message', '')}".rstrip(": ")
-        elif event.type == EventType.END and ending[0] in ("killed", "running or killed"):
+            text = f"{event.fields.get('error', 'error')}: {event.fields.get('message', '')}".rstrip(": ")
+            ending, has_failed = ("failed", text), True
+        elif event.type == EventType.END and ending == unknown:
             ending = (f"exit {event.fields.get('exit_code')}", "")
     return ending
 
@@ -282,10 +374,13 @@ def _restart(part: _Part, now: ProcessAccount, before: ProcessAccount, part_befo
 
 def _odd_clocks(part: _Part, previous_end: float | None) -> list[str]:
     notes = []
+    tolerance = _CLOCK_TOLERANCE_SECONDS
+    if any(event.type == EventType.WORLD for event in part.events):
+        tolerance = _CLOCKS_APART_SECONDS
     backwards = max((-float(np.diff(times).min()) for times in part.times if len(times) > 1), default=0.0)
-    if backwards > _CLOCK_TOLERANCE_SECONDS:
+    if backwards > tolerance:
         notes.append(f"the clock went back by {duration(backwards)} while generation {part.generation} ran")
-    if previous_end is not None and previous_end - part.begin > _CLOCK_TOLERANCE_SECONDS:
+    if previous_end is not None and previous_end - _begin(part, previous_end) > _CLOCK_TOLERANCE_SECONDS:
         notes.append(
             f"generation {part.generation} began {duration(previous_end - part.begin)} before the last sign of the one before: "
             "the clock went back, or both ran at once"

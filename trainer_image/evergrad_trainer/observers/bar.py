@@ -47,6 +47,10 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
         (6, f"{short_count(state.tokens_per_second or math.nan)} tokens/s", ""),
         (7, remaining, "green"),
     ]
+    if state.num_processes > 1 or state.recent_change:
+        parts.append((2, f"{count(state.num_processes)} process{'' if state.num_processes == 1 else 'es'}", "dim"))
+    if state.recent_change:
+        parts.append((6, state.recent_change, "yellow"))
     if state.saved_step is not None:
         parts.append((5, f"saved {count(state.saved_step)}", "dim"))
     parts.extend((4, f"{name} {real(loss)}", "magenta") for name, loss in state.evaluations.items())
@@ -90,6 +94,11 @@ class ProgressBar(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._state.start(info)
+        if not info.takes_over:
+            self._introduce(info)
+        self._live.start(refresh=True)
+
+    def _introduce(self, info: RunInfo) -> None:
         facts = [
             f"{short_count(info.parameters)} parameters",
             f"{count(info.total_steps)} steps of {count(info.tokens_per_step)} tokens",
@@ -101,7 +110,6 @@ class ProgressBar(BaseObserver):
         self._print(Text.assemble(("run directory  ", "dim"), info.run_directory))
         if info.metrics_address:
             self._print(Text.assemble(("metrics        ", "dim"), info.metrics_address))
-        self._live.start(refresh=True)
 
     def step_end(self, record: StepRecord) -> None:
         self._state.finish_step(record)
@@ -147,4 +155,4 @@ class ProgressBar(BaseObserver):
         self._console.print(text, soft_wrap=True)
 
 
-_ALARMING = frozenset({EventType.WARNING, EventType.SAVE_FAILED, EventType.FALLBACK})
+_ALARMING = frozenset({EventType.WARNING, EventType.SAVE_FAILED, EventType.FALLBACK, EventType.WORLD})

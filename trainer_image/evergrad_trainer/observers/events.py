@@ -1,5 +1,6 @@
 """Events as lines of events.jsonl, and what can be read from one. Pure."""
 
+import json
 import math
 from typing import Any
 
@@ -53,11 +54,25 @@ def describe_event(event: Event) -> str | None:
         EventType.RESTORED: lambda: f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}",
         EventType.EXTENDED: lambda: f"from={fields.get('from_steps')} to={fields.get('to_steps')}",
         EventType.WARNING: lambda: str(fields.get("message")),
+        EventType.WORLD: lambda: _describe_world(fields),
         EventType.STOP: lambda: f"step={event.step} reason={fields.get('reason')} saved={str(fields.get('saved')).lower()}",
         EventType.COMPLETE: lambda: f"step={event.step}",
         EventType.FAILED: lambda: f"step={event.step} error={fields.get('error')} message={fields.get('message')}",
     }.get(event.type)
     return None if line is None else " ".join(f"{event.type} {line()}".split())
+
+
+def _describe_world(fields: dict[str, object]) -> str:
+    """``size=2 from=3 cause="node 0 lost" paused=0.12s``, without what is unknown."""
+    size, before, cause, paused = (fields.get(key) for key in ("world_size", "from_world_size", "cause", "paused_seconds"))
+    parts = [f"size={size}"]
+    if before is not None:
+        parts.append(f"from={before}")
+    if cause:
+        parts.append(f"cause={json.dumps(cause, ensure_ascii=False)}")
+    if isinstance(paused, int | float):
+        parts.append(f"paused={paused:.2f}s")
+    return " ".join(parts)
 
 
 def _get(fields: dict[str, object], key: str) -> str:

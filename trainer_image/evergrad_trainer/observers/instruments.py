@@ -4,6 +4,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from evergrad_trainer.observers.accounting import CAUSES
 from evergrad_trainer.observers.live_accounting import PHASES
+from evergrad_trainer.observers.worlds import WORLD_CAUSES
 
 STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 CHECKPOINT_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
@@ -16,6 +17,7 @@ class Instruments:
 
     def __init__(self, registry: CollectorRegistry, run: str) -> None:
         self._registry = registry
+        self._gauges: list[Gauge] = []
         self.info = self._gauge("info", "Facts about the run, for joins", "attempt", "model", "precision", "parallelism",
                                 "framework_version", "image_version")  # fmt: skip
         self.step = self._gauge("step", "Last finished optimizer step")
@@ -50,6 +52,9 @@ class Instruments:
         self.checkpoint_failures = self._counter("checkpoint_failures_total", "Checkpoint operations that failed", "op", "reason")
         self.productive = self._counter("productive_seconds_total", "Seconds in steps that were not trained before")
         self.lost = self._counter("lost_seconds_total", "Seconds not in such steps, by cause", "cause")
+        self.world_changes = self._counter(
+            "world_changes_total", "Times training went on in another world without reading a checkpoint", "cause"
+        )
         self.exit_code = self._gauge("exit_code", "Exit code of the trainer, once it has ended")
         self._begin_at_zero(run)
 
@@ -61,6 +66,8 @@ class Instruments:
             self.phase_seconds.labels(run, phase)
         for cause in CAUSES:
             self.lost.labels(run, cause)
+        for cause in WORLD_CAUSES:
+            self.world_changes.labels(run, cause)
         for what in NON_FINITE:
             self.nonfinite.labels(run, what)
         for reason in FAILURE_REASONS:
@@ -68,7 +75,14 @@ class Instruments:
         self.checkpoint_failures.labels(run, "load", "invalid")
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"evergrad_{name}", f"{text}.", ("run", *labels), registry=self._registry)
+        gauge = Gauge(f"evergrad_{name}", f"{text}.", ("run", *labels), registry=self._registry)
+        self._gauges.append(gauge)
+        return gauge
+
+    def forget_gauges(self) -> None:
+        """Last values of what goes on elsewhere by now would be wrong; counters stay."""
+        for gauge in self._gauges:
+            gauge.clear()
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"evergrad_{name}", f"{text}.", ("run", *labels), registry=self._registry)

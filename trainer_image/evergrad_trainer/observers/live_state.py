@@ -9,6 +9,8 @@ from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
 SHORT_WINDOW_SECONDS = 60.0
 LONG_WINDOW_SECONDS = 300.0
+CHANGE_SHOWN_SECONDS = 20.0
+"""How long a display says who came or went."""
 
 
 class Rate:
@@ -59,6 +61,9 @@ class State:
         self.loss = math.nan
         self.saved_step: int | None = None
         self.activity = ""
+        self.num_processes = 0
+        self._change = ""
+        self._changed = -math.inf
         self.evaluations: dict[str, float] = {}
         self.best_evaluations: dict[str, float] = {}
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=clock)
@@ -66,10 +71,11 @@ class State:
 
     def start(self, info: RunInfo) -> None:
         self.name, self.total_steps, self.step = info.name, info.total_steps, info.start_step
-        self.saved_step = info.start_step or None
+        self.num_processes = info.world_size
+        self.saved_step = None if info.takes_over else info.start_step or None
 
     def finish_step(self, record: StepRecord) -> None:
-        self.step, self.loss = record.step, record.loss
+        self.step, self.loss, self.num_processes = record.step, record.loss, record.world_size
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
         self._steps.add(1, first_seconds=record.step_seconds)
 
@@ -84,6 +90,15 @@ class State:
             self.saved_step = saved_step(event)
         elif event.type == EventType.EXTENDED:
             self.total_steps = int(event.fields.get("to_steps", self.total_steps))
+        elif event.type == EventType.WORLD:
+            self.num_processes = int(event.fields.get("world_size", self.num_processes))
+            self._change, self._changed = str(event.fields.get("cause") or ""), self._clock()
+            self.activity = ""
+
+    @property
+    def recent_change(self) -> str:
+        """Who came or went a moment ago, in the coordinator's words; empty otherwise."""
+        return self._change if self._clock() - self._changed < CHANGE_SHOWN_SECONDS else ""
 
     @property
     def elapsed_seconds(self) -> float:

@@ -38,6 +38,9 @@ class ProgressLines(BaseObserver):
 
     def run_start(self, info: RunInfo) -> None:
         self._state.start(info)
+        if info.takes_over:
+            # The run has said so before; the world event that follows tells who came or went.
+            return
         self._print(
             f"start run={info.name} step={info.start_step}/{info.total_steps} model={info.model} "
             f"parameters={short_count(info.parameters)} processes={info.world_size} precision={info.precision} "

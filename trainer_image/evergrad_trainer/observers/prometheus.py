@@ -15,6 +15,7 @@ from evergrad_trainer.observers.instruments import Instruments, failure_reason
 from evergrad_trainer.observers.live_accounting import LiveAccounting
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
+from evergrad_trainer.observers.worlds import world_cause
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 LOSS_WINDOW_STEPS = 10
@@ -24,7 +25,11 @@ _LINGER_POLL_SECONDS = 0.1
 
 
 class PrometheusExporter(BaseObserver):
-    """Last values as gauges, all that adds up as counters; one endpoint a run, on rank 0."""
+    """Last values as gauges, all that adds up as counters; one endpoint a run, on rank 0.
+
+    In the supervisor of a node it outlives rank 0, which may go elsewhere and come back: ``run_start`` may be heard many
+    times, and no counter ever decreases.
+    """
 
     def __init__(
         self,
@@ -64,6 +69,13 @@ class PrometheusExporter(BaseObserver):
     def run_start(self, info: RunInfo) -> None:
         metrics, run = self._metrics, self._run
         self._samples_per_step = info.samples_per_step
+        self._live.begin(highest_step=info.highest_step, last_time=info.last_time, takes_over=info.takes_over)
+        self._losses.clear()
+        self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
+        if info.takes_over:
+            metrics.forget_gauges()
+        for gauge in (metrics.info, metrics.exit_code):
+            gauge.clear()
         metrics.info.labels(
             run=run,
             attempt=str(info.generation),
@@ -76,6 +88,10 @@ class PrometheusExporter(BaseObserver):
         metrics.step.labels(run).set(info.start_step)
         metrics.max_steps.labels(run).set(info.total_steps)
         metrics.world_size.labels(run).set(info.world_size)
+
+    def rank_0_left(self) -> None:
+        """Rank 0 is on another node now, whose endpoint has the last values."""
+        self._metrics.forget_gauges()
 
     def step_end(self, record: StepRecord) -> None:
         metrics, run = self._metrics, self._run
@@ -119,6 +135,11 @@ class PrometheusExporter(BaseObserver):
         elif event.type == EventType.FAILED and event.fields.get("error") == "NonFiniteError":
             first_clause = str(event.fields.get("message", "")).split(";")[0]
             metrics.nonfinite.labels(run, "grad" if "gradient norm" in first_clause else "loss").inc()
+        elif event.type == EventType.WORLD:
+            metrics.world_changes.labels(run, world_cause(event.fields.get("cause"))).inc()
+            metrics.world_size.labels(run).set(float(event.fields["world_size"]))
+            # What has ended was one process; the run goes on.
+            metrics.exit_code.clear()
         elif event.type == EventType.END:
             metrics.exit_code.labels(run).set(float(event.fields["exit_code"]))
         self._publish()

@@ -1,12 +1,19 @@
 """Passes rank 0's records on to the process that serves the node's metrics."""
 
+import logging
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
+from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.events import event_row, parse_event_row
+from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
+from evergrad_trainer.run_directory import RunDirectory
+
+_log = logging.getLogger(__name__)
 
 
 class Relay(BaseObserver):
@@ -16,6 +23,12 @@ class Relay(BaseObserver):
         self._send = send
 
     def run_start(self, info: RunInfo) -> None:
+        # The receiver has not heard what rank 0 did elsewhere meanwhile, and must not wait for a slow volume to learn it.
+        try:
+            before = read_before(RunDirectory(Path(info.run_directory)))
+            info = replace(info, highest_step=before.highest_step, last_time=before.last_time)
+        except RunDirectoryError as error:
+            _log.warning("the metrics may count repeated steps as new ones: %s", error)
         self._send("run_start", asdict(info))
 
     def step_end(self, record: StepRecord) -> None:

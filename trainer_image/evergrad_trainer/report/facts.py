@@ -16,6 +16,7 @@ from evergrad_trainer.records import EventType
 from evergrad_trainer.report.tables import (
     CAUSE_TEXTS,
     ENDING_TEXTS,
+    WORLD_TEXTS,
     Table,
     best_evaluations,
     checkpoint_table,
@@ -23,6 +24,8 @@ from evergrad_trainer.report.tables import (
     last_evaluations,
     restart_table,
     warnings_of,
+    world_cause_table,
+    world_table,
 )
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -72,6 +75,9 @@ class Facts:
     evaluations: Table
     checkpoints: Table
     restarts: Table
+    worlds: Table
+    """Each change of the world; without rows where the world stayed the same."""
+    world_causes: Table
     warnings: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     configuration: str
@@ -101,6 +107,8 @@ def gather_facts(directory: RunDirectory) -> Facts:
         evaluations=evaluation_table(evaluations),
         checkpoints=checkpoint_table(history.events),
         restarts=restart_table(goodput),
+        worlds=world_table(goodput),
+        world_causes=world_cause_table(goodput),
         warnings=warnings_of(history, goodput),
         environment=_environment(read_processes(directory)),
         configuration=_as_yaml(resolved.get("manifest", resolved)),
@@ -145,17 +153,27 @@ def _dig(value: Any, *keys: str) -> Any:
 
 
 def _subtitle(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:
-    parameters, processes = started.get("parameters"), started.get("world_size")
+    parameters = started.get("parameters")
     facts = [
         str(started["model"]) if started.get("model") else "",
         f"{short_count(parameters)} parameters" if isinstance(parameters, int) else "",
         str(started.get("precision") or ""),
         str(started.get("parallelism") or ""),
-        f"{processes} process{'es' if processes != 1 else ''}" if isinstance(processes, int) else "",
+        _processes(started.get("world_size"), goodput),
     ]
     if goodput.processes:
         facts.append(f"{utc(goodput.processes[0].begin)} – {utc(max(one.end for one in goodput.processes))} UTC")
     return tuple(fact for fact in facts if fact)
+
+
+def _processes(at_start: Any, goodput: Goodput) -> str:
+    """``2 processes``, or ``1–3 processes`` where training went on with another number of them."""
+    sizes = {change.world_size for change in goodput.changes} | {change.from_world_size for change in goodput.changes}
+    known = sorted({size for size in (*sizes, at_start) if isinstance(size, int)})
+    if not known:
+        return ""
+    number = f"{known[0]}–{known[-1]}" if len(known) > 1 else str(known[0])
+    return f"{number} process{'es' if known[-1] != 1 else ''}"
 
 
 def _status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
@@ -183,6 +201,7 @@ def _figures(history: History, steps: StepTable, goodput: Goodput, started: Mapp
         Figure("Wall time", duration(goodput.elapsed_seconds), f"{duration(goodput.productive_seconds)} in steps that were kept"),
         Figure("Goodput", percent(goodput.ratio), "of the time went into steps that were kept"),
         _restart_figure(goodput),
+        *_world_figures(goodput),
     ]
     return tuple(figures)
 
@@ -224,6 +243,14 @@ def _restart_figure(goodput: Goodput) -> Figure:
     repeated = sum(restart.repeated_steps for restart in goodput.restarts)
     note = ", ".join(causes) + f"; {count(repeated)} step{'' if repeated == 1 else 's'} lost" if causes else "trained in one go"
     return Figure("Restarts", count(len(goodput.restarts)), note)
+
+
+def _world_figures(goodput: Goodput) -> list[Figure]:
+    if not goodput.changes:
+        return []
+    causes = ", ".join(f"{number} × {WORLD_TEXTS[cause]}" for cause, number in goodput.changes_by_cause.items())
+    lost = duration(goodput.lost_seconds["reconfiguration"])
+    return [Figure("Changes of the world", count(len(goodput.changes)), f"{causes}; training stood still for {lost}")]
 
 
 def _shares(goodput: Goodput) -> tuple[Share, ...]:

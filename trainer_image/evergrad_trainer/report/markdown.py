@@ -8,6 +8,7 @@ from evergrad_trainer.report.facts import Facts
 from evergrad_trainer.report.tables import Table
 
 _SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
+_WORLD_NOTE = "Training went on with the state in memory: no restart, no checkpoint read."
 _MARKUP = str.maketrans({"<": "&lt;", ">": "&gt;", "&": "&amp;"})
 
 
@@ -35,6 +36,8 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         ("Restarts", facts.restarts, "None: the run was trained in one go."),
     ):
         parts += [f"## {title}", _render(table) if table.rows else empty]
+    if facts.worlds.rows:
+        parts += ["## Changes of the world", _WORLD_NOTE, _render(facts.world_causes), _render(facts.worlds)]
     if facts.environment:
         parts += ["## Environment", _table(("", ""), facts.environment, right=set())]
     if facts.configuration:

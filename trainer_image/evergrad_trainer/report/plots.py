@@ -21,6 +21,8 @@ WIDE, NARROW = 960, (460, 270)
 """Pixels. Plots that fill a wide page have a second form of that width."""
 
 _MOST_SETS = 6
+_MOST_CHANGES = 2000
+_TIME_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 PHASES = (
     ("forward_backward_seconds", "forward and backward"),
     ("communication_seconds", "communication"),
@@ -60,6 +62,8 @@ class _Draft:
     paint: Callable[["Axes"], None]
     unit: str
     wide: int | None = None
+    across: str = "step"
+    """What x is; all plots against the step share one range."""
 
 
 def build_plots(facts: Facts) -> tuple[Plot, ...]:
@@ -80,6 +84,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
             _draw(draft, span)
             for draft in (_learning_rate_plot(facts), _speed_plot(facts), _norm_plot(facts), _split_plot(facts))
         ),
+        *([_draw(_world_plot(facts), span)] if facts.goodput.changes else []),
     )
 
 
@@ -89,10 +94,12 @@ def _draw(draft: _Draft, span: tuple[float, float]) -> Plot:
 
     def paint(axes: "Axes") -> None:
         draft.paint(axes)
-        axes.set_xlim(*span)
+        if draft.across == "step":
+            axes.set_xlim(*span)
 
     svgs = tuple(
-        (form, draw(paint, size=size, key=f"{key}{form}", unit=draft.unit, label=draft.description)) for form, size in forms
+        (form, draw(paint, size=size, key=f"{key}{form}", unit=draft.unit, label=draft.description, across=draft.across))
+        for form, size in forms
     )
     return Plot(draft.title, tuple(draft.legend), svgs)
 
@@ -234,6 +241,27 @@ def _split_plot(facts: Facts) -> _Draft:
     return _Draft(
         "What a step consists of", "Seconds of a step by phase, stacked, against the step.", legend, paint, unit=unit, wide=250
     )
+
+
+def _world_plot(facts: Facts) -> _Draft:
+    """The one plot over time: where training stands still, no step goes by."""
+    sizes = facts.goodput.world_sizes[-_MOST_CHANGES:]
+    begin = facts.goodput.world_sizes[0][0]
+    elapsed = sizes[-1][0] - begin
+    unit, seconds = next(((unit, one) for unit, one in _TIME_UNITS if elapsed >= 5 * one), _TIME_UNITS[-1])
+    x = np.array([(time - begin) / seconds for time, _ in sizes], np.float64)
+    y = np.array([size for _, size in sizes], np.float64)
+    lengths = np.clip(np.diff(x), 0.0, None)
+    mean = float((y[:-1] * lengths).sum() / lengths.sum()) if lengths.sum() > 0 else float(y[0])
+
+    def paint(axes: "Axes") -> None:
+        axes.step(x, y, where="post", color=COLORS["s1"], linewidth=1.6)
+        axes.set_ylim(bottom=0)
+
+    numbers = f"at most {int(y.max())}, {mean:.1f} on average"
+    legend = [Legend("processes that train together", "s1", "line", numbers)]
+    description = f"Processes that train together, against time: {numbers}."
+    return _Draft("World size", description, legend, paint, unit="processes", across=f"{unit} since the start", wide=200)
 
 
 def _line(axes: "Axes", curve: Curve, color: str, *, width: float, opacity: float = 1.0, marker: bool = False) -> None:

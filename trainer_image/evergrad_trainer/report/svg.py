@@ -22,8 +22,8 @@ _FONT_PIXELS = 10.5
 Paint = Callable[["Axes"], None]
 
 
-def draw(paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str) -> str:
-    """Draw onto axes of ``size`` pixels with the step as x and return the markup.
+def draw(paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str, across: str = "step") -> str:
+    """Draw onto axes of ``size`` pixels and return the markup. ``across`` labels the x axis.
 
     ``key`` makes ids unique within the page and the output repeatable. ``unit`` labels the y axis. ``label`` tells screen
     readers what the plot shows.
@@ -33,7 +33,7 @@ def draw(paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str
         figure = matplotlib.figure.Figure(figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH), layout="constrained")
         axes = figure.subplots()
         paint(axes)
-        _dress(axes, unit, columns=size[0])
+        _dress(axes, unit, across, columns=size[0])
         buffer = io.StringIO()
         figure.savefig(
             buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -82,7 +82,7 @@ _STYLE: dict[str, Any] = {
 }
 
 
-def _dress(axes: "Axes", unit: str, *, columns: int) -> None:
+def _dress(axes: "Axes", unit: str, across: str, *, columns: int) -> None:
     """Ticks, labels and their formats, alike on all plots."""
     ticker = _matplotlib().ticker
     axes.xaxis.set_major_locator(
@@ -92,7 +92,7 @@ def _dress(axes: "Axes", unit: str, *, columns: int) -> None:
     if axes.get_yscale() == "linear":
         axes.yaxis.set_major_locator(ticker.MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: _tick(value)))
-    axes.set_xlabel("step", loc="right")
+    axes.set_xlabel(across, loc="right")
     axes.set_title(unit, loc="left", fontsize=_FONT_PIXELS, color=COLORS["muted"], pad=8)
 
 

@@ -22,8 +22,19 @@ CAUSE_TEXTS = {
     "recompute": "Steps lost in a kill and trained again",
     "checkpoint": "Standing still for saves",
     "evaluation": "Evaluation",
+    "reconfiguration": "Changes of the world: last step before to first step after",
     "downtime": "No process was there",
     "other": "Between steps, and after the last",
+}
+
+WORLD_TEXTS = {
+    "node_lost": "node lost",
+    "node_joined": "node joined",
+    "node_left": "node asked to leave",
+    "worker_lost": "process lost",
+    "capacity_changed": "number of processes changed",
+    "coordinator_lost": "coordinator lost",
+    "other": "other",
 }
 
 ENDING_TEXTS = {
@@ -88,6 +99,38 @@ def restart_table(goodput: Goodput) -> Table:
         for restart in goodput.restarts
     ]
     return build_table(titles, rows, numeric=titles[2:5])
+
+
+def world_cause_table(goodput: Goodput) -> Table:
+    """What changes of the world cost, by their cause, the dearest first."""
+    seconds, counts = goodput.reconfiguration_seconds_by_cause, goodput.changes_by_cause
+    longest = {cause: max(one.seconds for one in goodput.changes if one.cause == cause) for cause in counts}
+    titles = ("Cause", "Changes", "Training stood still", "Longest")
+    rows = [
+        (WORLD_TEXTS[cause], count(counts[cause]), duration(seconds[cause]), duration(longest[cause]))
+        for cause in sorted(counts, key=lambda cause: -seconds[cause])
+    ]
+    return build_table(titles, rows, numeric=titles[1:])
+
+
+def world_table(goodput: Goodput) -> Table:
+    """All changes of the world in order."""
+    titles = ("Changed (UTC)", "Processes", "After step", "Training stood still", "")
+    rows = [
+        (
+            utc(change.time),
+            f"{_processes(change.from_world_size)} → {_processes(change.world_size)}",
+            count(change.step),
+            duration(change.seconds),
+            change.detail or WORLD_TEXTS[change.cause],
+        )
+        for change in goodput.changes
+    ]
+    return build_table(titles, rows, numeric=titles[1:4])
+
+
+def _processes(number: int | None) -> str:
+    return "–" if number is None else count(number)
 
 
 def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:

@@ -1,0 +1,134 @@
+"""Changes of a run's world: who came and went, and how long training stood still for it. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from evergrad_trainer.observers.events import saved_step, seconds_of
+from evergrad_trainer.observers.history import StepTable
+from evergrad_trainer.records import EvaluationRecord, Event, EventType
+
+WORLD_CAUSES = ("node_lost", "node_joined", "node_left", "worker_lost", "capacity_changed", "coordinator_lost", "other")
+"""Why a world gives way to another one.
+
+node_left: asked to go, as in a preemption · worker_lost: a process of a node that is still there · capacity_changed: a node
+has more or fewer processes.
+"""
+
+_WORDS = (
+    ("coordinator_lost", ("coordinator",)),
+    ("node_left", ("leaving", "preemption")),
+    ("node_joined", ("joined", "are here")),
+    ("capacity_changed", ("number of workers",)),
+    ("worker_lost", ("broke", "worker", "out of memory", "stuck", "crash")),
+    ("node_lost", ("lost",)),
+)
+
+
+def world_cause(text: object) -> str:
+    """One of WORLD_CAUSES for the coordinator's words, such as ``node 0 lost``."""
+    lower = str(text or "").lower().replace("_", " ")
+    return next((cause for cause, words in _WORDS if any(word in lower for word in words)), "other")
+
+
+@dataclass(frozen=True)
+class WorldChange:
+    """One change. ``seconds``: training stood still for it, from the last step before it to the first step after it."""
+
+    time: float
+    generation: int
+    step: int
+    """Last finished step in the state that goes on."""
+    world_size: int | None
+    from_world_size: int | None
+    cause: str
+    """One of WORLD_CAUSES."""
+    detail: str
+    """The cause in the coordinator's words."""
+    seconds: float
+
+
+def is_positive(value: object) -> bool:
+    """Whether a field holds a number of processes."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def measure_changes(
+    events: Sequence[Event], steps: StepTable, rows: npt.NDArray[np.int64], evaluations: Sequence[EvaluationRecord]
+) -> tuple[WorldChange, ...]:
+    """The changes among the ``events`` of one part of a run, which has these ``rows`` and evaluations.
+
+    Where several changes follow each other without a step in between, each has the time up to its own event, the last one the
+    rest too. What saves and evaluations claim of the time is not counted again.
+    """
+    worlds = [event for event in events if event.type == EventType.WORLD]
+    if not worlds:
+        return ()
+    order = rows[np.argsort(steps.generation[rows], kind="stable")]
+    places = np.searchsorted(steps.generation[order], [event.generation for event in worlds], side="left").tolist()
+    changes = []
+    for index, world in enumerate(worlds):
+        place = places[index]
+        is_first = index == 0 or places[index - 1] != place
+        is_last = index == len(worlds) - 1 or places[index + 1] != place
+        before = _row_before(order[:place], steps, world.time)
+        if not is_first:
+            begin = worlds[index - 1].time
+        elif before is not None:
+            begin = float(steps.time[before])
+        else:
+            begin = _last_sign(world, events, evaluations)
+        end = world.time
+        if is_last and place < len(order):
+            after = order[place]
+            end = max(end, float(np.nan_to_num(steps.time[after] - steps.step_seconds[after], nan=end)))
+        claimed = _claimed(
+            events, evaluations, begin, end, saved=int(steps.step[before]) if is_first and before is not None else None
+        )
+        changes.append(_change(world, max(0.0, end - begin - claimed)))
+    return tuple(changes)
+
+
+def _change(world: Event, seconds: float) -> WorldChange:
+    size, from_size = world.fields.get("world_size"), world.fields.get("from_world_size")
+    detail = str(world.fields.get("cause") or "")
+    return WorldChange(
+        time=world.time,
+        generation=world.generation,
+        step=world.step,
+        world_size=size if is_positive(size) else None,
+        from_world_size=from_size if is_positive(from_size) else None,
+        cause=world_cause(detail),
+        detail=detail,
+        seconds=seconds if math.isfinite(seconds) else 0.0,
+    )
+
+
+def _row_before(rows: npt.NDArray[np.int64], steps: StepTable, time: float) -> int | None:
+    """The last of these rows that was written by ``time``: one who was frozen may write an old row much later."""
+    for row in rows[::-1]:
+        if steps.time[row] <= time:
+            return int(row)
+    return None
+
+
+def _last_sign(world: Event, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> float:
+    """Where no step was before a change: what was heard last before it."""
+    older = [event.time for event in events if event.generation < world.generation and event.time <= world.time]
+    older += [one.time for one in evaluations if one.generation < world.generation and one.time <= world.time]
+    return max(older, default=world.time)
+
+
+def _claimed(
+    events: Sequence[Event], evaluations: Sequence[EvaluationRecord], begin: float, end: float, *, saved: int | None
+) -> float:
+    """Seconds between ``begin`` and ``end`` that evaluations claim, and saves of the step ``saved``, which are reported later."""
+    seconds = sum(one.seconds for one in evaluations if begin < one.time <= end and one.seconds > 0)
+    for event in events:
+        is_save = event.type == EventType.SAVE and saved_step(event) == saved
+        if is_save or (event.type == EventType.SAVE_FAILED and event.step == saved):
+            seconds += seconds_of(event, "blocking_seconds")
+    return seconds
