@@ -45,6 +45,7 @@ def fault(
     local_rank: int | None = None,
     rank: int | None = None,
     step: int | None = None,
+    slot: int | None = None,
     call: int = 1,
     to: str = "self",
     name: str = "",
@@ -54,9 +55,9 @@ def fault(
     """In the workers that match: do ``action`` at ``place`` (see elastic_processes) from the ``call``-th time on, once.
 
     ``action``: a signal, to the worker (``self``) or its ``node``; ``raise``; ``lose`` (as if a peer were lost); ``exit``; or
-    ``hold``: stand still until ``Cluster.release(name)``. ``step`` is the one that was begun last.
+    ``hold``: stand still until ``Cluster.release(name)``. ``step`` and ``slot`` are those that were begun last.
     """
-    fields = {"node": node, "local_rank": local_rank, "rank": rank, "step": step, "call": call, "to": to}
+    fields = {"node": node, "local_rank": local_rank, "rank": rank, "step": step, "slot": slot, "call": call, "to": to}
     name = name or f"{action}-{place}-{node}-{rank}-{step}"
     return {**fields, "action": action, "place": place, "name": name, "is_repeated": is_repeated, "seconds": seconds}
 
@@ -114,6 +115,13 @@ class Process:
 
     def send(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def freeze(self) -> list[int]:
+        """Stop it and its workers where they are; which processes those are."""
+        pids = [self.pid, *self.workers()]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        return pids
 
     def kill(self) -> None:
         """End it; it may be stopped."""
@@ -187,10 +195,10 @@ class Cluster:
         workers: int = 1,
         faults: Sequence[Fault] = (),
         sets: Sequence[str] = (),
-        environment: Mapping[str, str] | None = None,
+        constants: Mapping[str, float] | None = None,
         **settings: Any,
     ) -> Process:
-        """Start one node. ``sets``: changes of its manifest; ``settings``: of its NodeSettings."""
+        """Start one node. ``sets``: changes of its manifest; ``constants``: of modules; ``settings``: of its NodeSettings."""
         arguments = ["run", "tiny.yaml", "--run-directory", str(self.directory), "--workers", str(workers)]
         for one in sets:
             arguments += ["--set", one]
@@ -200,14 +208,14 @@ class Cluster:
             arguments=arguments,
             faults=list(faults),
             settings={"node": str(index), "coordinator_port": self.port, "grace_seconds": 20.0, **settings},
-            environment=dict(environment or {}),
+            constants=dict(constants or {}),
         )
         return self.nodes[index]
 
-    def _start(self, kind: str, name: str, *, environment: Mapping[str, str] | None = None, **task: Any) -> Process:
+    def _start(self, kind: str, name: str, **task: Any) -> Process:
         output = self.path / f"{len(self.started):02}-{name}"
         place = {"output": str(output), "cwd": str(self.experiment.path), "scratch": str(self.path)}
-        pid = warm_process().ask(spawn={"kind": kind, "environment": dict(environment or {}), **place, **task})
+        pid = warm_process().ask(spawn={"kind": kind, **place, **task})
         process = Process(pid, output)
         self.started.append(process)
         return process
@@ -229,6 +237,10 @@ class Cluster:
         for process in reversed(self.started):
             process.kill()
         until(lambda: not any(map(is_alive, workers)), "the workers' end")
+
+    def until_planned(self, reason: str) -> None:
+        """Until the coordinator has planned a group for that reason."""
+        self.until(lambda: any(line["reason"] == reason for line in self.log("plan")), f"a plan because of: {reason}")
 
     # ---- what happened -----------------------------------------------------------------------------------------------
 
@@ -262,6 +274,11 @@ class Cluster:
         """Until somebody has finished that step."""
         self.until(lambda: any(row["step"] >= step for row in self.trace()), f"step {step}")
 
+    def is_paused(self, *, seconds: float) -> bool:
+        """Whether nobody has finished a step for so long."""
+        trace = self.trace()
+        return bool(trace) and time.monotonic() - trace[-1]["ended"] > seconds
+
     def finish(self, code: int = DONE, *, nodes: Sequence[int] | None = None) -> None:
         """Wait until these nodes (default: all) have ended, by ``code``."""
         for index in self.nodes if nodes is None else nodes:
@@ -282,6 +299,7 @@ class Cluster:
             check_generations(self.trace())
             if not is_state_lost:
                 check_nothing_repeated(self.trace())
+            assert not [line for line in self.log("gone") if line["why"] == "not ready in time"], "a node did not answer a plan"
             generations = [row["generation"] for row in metric_rows(self.directory)]
             assert generations == sorted(generations), "metrics: generations go back"
             run_helpers.assert_same_curve(self.directory, reference, exact=is_exact)
@@ -297,7 +315,7 @@ def train_undisturbed(experiment: Experiment, *arguments: str) -> None:
     """Train ``tiny.yaml`` in one process, into ``undisturbed``."""
     command = ["run", "tiny.yaml", "--run-directory", str(experiment.at("undisturbed")), *arguments]
     output = experiment.path / "undisturbed"
-    task = {"kind": "command", "environment": {}, "output": str(output), "cwd": str(experiment.path), "arguments": command}
+    task = {"kind": "command", "output": str(output), "cwd": str(experiment.path), "arguments": command}
     process = Process(warm_process().ask(spawn=task), output)
     assert process.wait() == DONE, process.said()
 

@@ -29,6 +29,7 @@ PLACES = {
     "send": ("evergrad_trainer.world", "World.send"),
     "receive": ("evergrad_trainer.world", "World.receive"),
     "slot": ("evergrad_trainer.elastic.pulse", "Pulse.beat"),
+    "forward": ("evergrad_trainer.step", "Stepper._forward_backward"),
     "tally": ("evergrad_trainer.step", "_Tally.exchange"),
     "reducing": ("evergrad_trainer.world", "World.start_sum"),
     "update": ("evergrad_trainer.step", "Stepper._scale_and_clip"),
@@ -50,10 +51,12 @@ class _Here:
     local_rank: int = -1
     rank: int = -1
     step: int = 0
+    slot: int = -1
     generation: int = -1
 
 
 _here = _Here()
+_SELECTS = ("node", "local_rank", "rank", "step", "slot")
 
 
 def serve() -> None:
@@ -114,7 +117,6 @@ def _become(task: dict[str, Any]) -> None:
     try:
         os.setpgid(0, 0)
         os.chdir(task["cwd"])
-        os.environ.update(task["environment"])
         mains: dict[str, Callable[[dict[str, Any]], int]] = {
             "coordinator": _coordinate,
             "node": _be_node,
@@ -152,7 +154,6 @@ def _be_node(task: dict[str, Any]) -> int:
     from evergrad_trainer.resume import inspect_directory
     from evergrad_trainer.run_directory import RunDirectory
 
-    sys.argv = ["evergrad", *task["arguments"]]
     args = _build_parser().parse_args(task["arguments"])
     loaded = load_from(args)
     directory = RunDirectory(Path(args.run_directory))
@@ -172,6 +173,10 @@ def _be_node(task: dict[str, Any]) -> int:
         termination_log=Path(f"{task['output']}.last-words"),
         **task["settings"],
     )
+    for name, value in task["constants"].items():
+        module, _, constant = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), constant), name
+        setattr(importlib.import_module(module), constant, value)
     _watch(Path(task["scratch"]), task["faults"])
     return run_node(plan, settings, num_workers=num_workers, start_method="fork")
 
@@ -202,6 +207,14 @@ def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:
         return outcome
 
     stepper.run = watched_step
+    pulse = importlib.import_module("evergrad_trainer.elastic.pulse").Pulse
+    beat = pulse.beat
+
+    def watched_beat(self: Any, step: int, slot: int) -> None:
+        _here.slot = slot
+        beat(self, step, slot)
+
+    pulse.beat = watched_beat
     for one in faults:
         _plan(one, scratch)
 
@@ -218,7 +231,7 @@ def _plan(fault: dict[str, Any], scratch: Path) -> None:
 
     def happen() -> None:
         nonlocal calls
-        if any(fault[key] is not None and fault[key] != getattr(_here, key) for key in ("node", "local_rank", "rank", "step")):
+        if any(fault[key] is not None and fault[key] != getattr(_here, key) for key in _SELECTS):
             return
         calls += 1
         if calls >= fault["call"] and _may_happen(fault, scratch):

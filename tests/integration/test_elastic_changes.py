@@ -35,7 +35,7 @@ def test_a_death_while_a_newcomer_is_fed_leaves_the_others_with_their_state(
     cluster = make_elastic().start(faults=[hold, death])
     cluster.until_held()
     cluster.start_node(3, faults=[death])
-    cluster.until(lambda: any(line["reason"] == "node 3 joined" for line in cluster.log("plan")), "the plan")
+    cluster.until_planned("node 3 joined")
     cluster.release("held")
     cluster.finish(nodes=[one for one in range(4) if one != node])
     assert cluster.has_happened("kill")

@@ -1,0 +1,75 @@
+"""The coordinator dies: alone, with a node, with all nodes, and for longer than the lease."""
+
+from collections.abc import Callable
+from typing import Any
+
+from elastic_helpers import STEPS, Cluster, fault
+from run_helpers import checkpoints, steps_of
+
+MakeCluster = Callable[..., Cluster]
+
+
+def kill_coordinator(cluster: Cluster) -> None:
+    assert cluster.coordinator is not None
+    cluster.coordinator.kill()
+
+
+def test_training_goes_on_without_the_coordinator_and_the_next_one_adopts_the_group(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)]
+    cluster = make_elastic().start(faults=holds)
+    cluster.until_held("held-4")
+    kill_coordinator(cluster)
+    cluster.release("held-4")
+    cluster.until_held("held-8")
+    cluster.start_coordinator()
+    cluster.until(lambda: cluster.log("adopted"), "the adoption")
+    cluster.release("held-8")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len({row["generation"] for row in cluster.trace()}) == 1, "nobody has noticed"
+
+
+def test_coordinator_and_a_node_lost_together_cost_no_finished_step(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic(options=("--lease", "2")).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+    cluster.until_held()
+    kill_coordinator(cluster)
+    cluster.nodes[2].kill()
+    cluster.release("held")
+    cluster.start_coordinator()
+    cluster.finish(nodes=[0, 1])
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [len(cluster.pids(node)) for node in (0, 1)] == [1, 1]
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
+
+
+def test_all_lost_together_go_on_from_the_newest_checkpoint(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    holds = [fault("hold", "slot", node=0, step=9, name="held")]
+    cluster = make_elastic(options=("--lease", "2")).start(faults=holds)
+    cluster.until_held()
+    cluster.until(lambda: checkpoints(cluster.directory) == [5], "the checkpoint")
+    kill_coordinator(cluster)
+    for node in cluster.nodes.values():
+        node.kill()
+    cluster.start()
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
+    assert steps_of(cluster.directory) == [*range(1, 9), *range(6, STEPS + 1)]
+
+
+def test_away_for_longer_than_the_lease_training_pauses_and_goes_on_in_its_processes(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    slow = fault("hold", "slot", node=0, is_repeated=True, seconds=0.2, name="slow")
+    cluster = make_elastic(options=("--lease", "1")).start(faults=[slow])
+    cluster.until_step(1)
+    kill_coordinator(cluster)
+    cluster.until(lambda: cluster.is_paused(seconds=2), "the pause")
+    assert cluster.trace()[-1]["step"] < STEPS
+    cluster.release("slow")
+    cluster.start_coordinator()
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1))

@@ -1,0 +1,69 @@
+"""Nodes, supervisors and workers that stand still: the others go on without them, and they come back with their processes."""
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from elastic_helpers import STEPS, Cluster, fault
+
+MakeCluster = Callable[..., Cluster]
+QUICK = ("--silence", "2", "--lease", "4")
+
+
+def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Supervisor and worker stand still with the worker between two sums; thawed they meet a world that has gone on."""
+    holds = [fault("hold", "slot", node=1, step=4, name="held"), fault("hold", "slot", node=0, step=8, name="wait")]
+    cluster = make_elastic(options=QUICK).start(faults=holds)
+    cluster.until_held()
+    frozen = cluster.nodes[1].freeze()
+    cluster.until_held("wait")
+    for pid in frozen:
+        os.kill(pid, signal.SIGCONT)
+    cluster.release("held")
+    cluster.until_planned("node 1 joined")
+    cluster.release("wait")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
+    assert [row["step"] for row in cluster.trace() if row["node"] == 1] == [1, 2, 3, *range(10, STEPS + 1)]
+    assert next(line["why"] for line in cluster.log("gone") if line["node"] == "1") == "silent"
+
+
+def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Its worker runs and computes, but nobody can tell it anything."""
+    holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)]
+    cluster = make_elastic(options=QUICK).start(faults=holds)
+    cluster.until_held("held-4")
+    cluster.nodes[1].send(signal.SIGSTOP)
+    cluster.until_planned("node 1 lost")
+    cluster.release("held-4")
+    cluster.until_held("held-8")
+    cluster.nodes[1].send(signal.SIGCONT)
+    cluster.until_planned("node 1 joined")
+    cluster.release("held-8")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
+    assert {row["step"] for row in cluster.trace() if row["size"] == 2} >= {5, 6, 7}
+
+
+def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic(expect=2).start(
+        faults=[fault("SIGSTOP", "reducing", node=1, step=4)], constants={"evergrad_trainer.node.crew.FROZEN_SECONDS": 2.0}
+    )
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len(cluster.pids(0)) == 1
+    assert [line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"] == ["stuck"]
+
+
+def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Node 1 stands still in its own computation when node 2 dies: node 0 does not wait for it for ever."""
+    faults = [fault("hold", "slot", node=1, step=4, name="held"), fault("SIGKILL", "tally", node=2, step=4, to="node")]
+    cluster = make_elastic().start(faults=faults, constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 1.0})
+    cluster.finish(nodes=[0, 1])
+    assert cluster.has_happened("held")
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len(cluster.pids(0)) == 1
+    assert "stuck" in {line["cause"] for line in cluster.log("broken")}

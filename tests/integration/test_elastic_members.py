@@ -1,0 +1,92 @@
+"""Nodes that come, and nodes that leave because they were asked to: no step is repeated, and nobody saves without need."""
+
+import signal
+from collections.abc import Callable
+from typing import Any
+
+from elastic_helpers import STEPS, Cluster, fault
+from run_helpers import STOPPED_SAVED, checkpoints, events, steps_of
+
+MakeCluster = Callable[..., Cluster]
+
+
+def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic(expect=2, max_nodes=4).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+    cluster.until_held()
+    cluster.start_node(2)
+    cluster.start_node(3)
+    cluster.until(lambda: {line["node"] for line in cluster.log("hello")} == set("0123"), "both newcomers")
+    cluster.until(lambda: cluster.log("plan")[-1]["members"] == 4, "a plan of four")
+    cluster.release("held")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [len(cluster.pids(node)) for node in range(4)] == [1, 1, 1, 1]
+    assert [row["step"] for row in cluster.trace() if row["node"] == 3] == list(range(6, STEPS + 1))
+    assert all(not line["hard"] for line in cluster.log("plan"))
+
+
+def test_a_world_of_one_grows_and_shrinks_back(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic(expect=1).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+    cluster.until_held()
+    cluster.start_node(1, faults=[fault("SIGKILL", "reducing", node=1, step=8, to="node")])
+    cluster.until_planned("node 1 joined")
+    cluster.release("held")
+    cluster.finish(nodes=[0])
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [1] * 5 + [2] * 2 + [1] * 5
+    assert len(cluster.pids(0)) == 1
+
+
+def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=7, name="held")])
+    cluster.until_held()
+    cluster.nodes[0].send(signal.SIGTERM)
+    cluster.until_planned("node 0 leaving")
+    cluster.release("held")
+    assert cluster.nodes[0].wait() == STOPPED_SAVED
+    cluster.finish(nodes=[1, 2])
+    cluster.check(undisturbed.at("undisturbed"))
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
+    assert [row["step"] for row in cluster.trace() if row["node"] == 0] == list(range(1, 9)), "wishes are read before a step"
+    assert checkpoints(cluster.directory) == [5, 10, STEPS], "nobody saves for a node that leaves"
+
+
+def test_when_all_are_asked_to_leave_one_saves_and_the_run_goes_on_later(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=7, name="held")])
+    cluster.until_held()
+    for node in cluster.nodes.values():
+        node.send(signal.SIGTERM)
+    cluster.until(lambda: len(cluster.log("leaving")) == 3, "three that leave")
+    cluster.release("held")
+    cluster.finish(STOPPED_SAVED)
+    assert cluster.coordinator is not None and cluster.coordinator.wait() == STOPPED_SAVED
+    assert checkpoints(cluster.directory) == [5, 8]
+    assert [event["checkpoint"] for event in events(cluster.directory, "save")] == ["step-5", "step-8"]
+    cluster.start()
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
+
+
+def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    death = fault("SIGKILL", "slot", node=1, step=4, to="node")
+    cluster = make_elastic(min_nodes=2, expect=2).start(faults=[death])
+    cluster.until(lambda: cluster.log("waiting"), "the wait for nodes")
+    assert checkpoints(cluster.directory) == []
+    cluster.start_node(1)
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len(cluster.pids(0)) == 1 and len(cluster.pids(1)) == 2
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
+
+
+def test_the_same_node_started_twice_leaves_the_newer_one(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+    cluster.until_held()
+    older = cluster.nodes[1]
+    cluster.start_node(1)
+    assert older.wait() == STOPPED_SAVED
+    cluster.release("held")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [len(cluster.pids(node)) for node in (0, 2)] == [1, 1]
