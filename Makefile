@@ -15,7 +15,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test verify lint format generate generated bench lock clean distclean
+.PHONY: help install run test verify chaos lint format generate generated bench lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -45,6 +45,10 @@ run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example: a small languag
 test: $(INSTALLED) ## all tests
 	$(call stage,tests)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+
+chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one
+	$(call stage,chaos)
+	OMP_NUM_THREADS=1 CHAOS_EVENTS=$(or $(EVENTS),300) CHAOS_SEED=$(or $(SEED),7) $(BIN)/python -m pytest tests/integration/test_chaos.py
 
 lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,ruff)

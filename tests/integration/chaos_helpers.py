@@ -121,7 +121,8 @@ class Disturbed:
 
     @property
     def printed(self) -> str:
-        return (self.started.scratch / "stdout").read_text()
+        path = self.started.scratch / "stdout"
+        return path.read_text() if path.exists() else ""
 
     def lines(self) -> list[str]:
         """What chaos said."""

@@ -26,8 +26,8 @@ from evergrad_trainer.observers.accounting import account
 from evergrad_trainer.observers.history import read_history
 from evergrad_trainer.run_directory import RunDirectory
 
-EVENTS = int(os.environ.get("EVENTS") or 30)
-SEED = int(os.environ.get("SEED") or 7)
+EVENTS = int(os.environ.get("CHAOS_EVENTS") or 30)
+SEED = int(os.environ.get("CHAOS_SEED") or 7)
 HANG_SECONDS = 240.0 + 10.0 * max(0, EVENTS - 30)
 
 pytestmark = pytest.mark.timeout(HANG_SECONDS + 120.0)
