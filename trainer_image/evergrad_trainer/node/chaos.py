@@ -268,7 +268,7 @@ class Chaos:
         return status
 
     def _has_recovered(self, status: dict[str, Any]) -> bool:
-        """Two reports of further steps: the first may be of what was done before the disturbance."""
+        """Steps are reported, and not only such as were done before the disturbance: a newer generation's, or the third."""
         running = self._running(status)
         if status["phase"] != "Running" or status["generation"] < self._needs_generation or status["step"] is None:
             return False
@@ -278,7 +278,7 @@ class Chaos:
             is_whole = len(running) == min(len(alive), int(status["nodes"]["max"])) and len(alive) == len(self._nodes.nodes)
         else:
             is_whole = len(running) >= min(2, self._nodes.num_nodes)
-        if not is_whole or len(self._steps) < 3:
+        if not is_whole or len(self._steps) < (2 if self._needs_generation else 3):
             return False
         self._whole = set(running)
         return True
