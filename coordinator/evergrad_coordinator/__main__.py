@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -128,6 +129,8 @@ def build_settings(options: argparse.Namespace, token: str) -> Settings:
 
 async def serve(options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int) -> int:
     """Until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
+    gc.freeze()  # a change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
+    gc.set_threshold(20_000, 20, 20)
     server = Server(Membership(settings, generation=generation, now=time.monotonic()), store, log=log_line)
     status = StatusServer(server)
     loop = asyncio.get_running_loop()
