@@ -85,6 +85,7 @@ class InProcessCrew:
         self._is_ending = False
         self._is_departing = False
         self._are_saved = True
+        self._saver: Worker | None = None
         self._last_tick = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -116,6 +117,8 @@ class InProcessCrew:
         self._change = say.Change(generation, hard)
         self._cause = cause
         self._asked_at = time.monotonic()
+        # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be lost.
+        self._answered = min(self._answered, generation - 1)
         for worker in self._warm():
             worker.channel.send(self._change, wait=False)
         self._check_ready()
@@ -138,8 +141,12 @@ class InProcessCrew:
         """Let all workers leave the run; with ``save`` the one that holds the newest state saves it first."""
         self._is_ending = self._is_departing = True
         holders = sorted(self._warm(), key=lambda worker: (-worker.step, worker.local_rank))
+        # Until the worker that saves says that it has.
+        self._are_saved = not (save and holders)
         for number, worker in enumerate(holders):
             worker.channel.send(say.Depart(generation, save and number == 0), wait=False)
+            if save and number == 0:
+                self._saver = worker
         for worker in self._workers.values():
             if not worker.is_warm:
                 worker.kill()
@@ -196,7 +203,8 @@ class InProcessCrew:
             case say.Observed():
                 self._listener.observed(record)
             case say.Saved():
-                self._are_saved = self._are_saved and record.is_saved
+                if worker is self._saver:
+                    self._are_saved = record.is_saved
 
     def end(self, worker: Worker, exit_code: int) -> None:
         """A worker's process has ended."""

@@ -82,6 +82,7 @@ class FreshCrew:
     def change(self, generation: int, *, hard: bool, cause: str) -> None:
         """Leave the running group: in order if it is whole and its workers know how, at once otherwise."""
         self._generation = max(generation, self._generation)
+        self._answered = min(self._answered, generation - 1)
         if self._workers:
             in_order = not hard and self._go is not None and self._can_stop(self._go.generation)
             self._stop(self._grace_seconds if in_order else _HARD_SECONDS, is_asking=not self._is_stopping)

@@ -169,7 +169,7 @@ class LocalNodes:
     @property
     def are_over(self) -> bool:
         """Whether no node runs, and none will be replaced."""
-        if any(node.process.exitcode is None for node in self.nodes.values()):
+        if any(node.lost_at is None for node in self.nodes.values()):
             return False
         return not self.is_replacing or set(self.nodes) <= set(self.ended)
 
@@ -237,7 +237,7 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
 def combine_node_codes(ended: dict[int, int]) -> int:
     """The run's exit code where the coordinator cannot say it any more."""
     codes = set(ended.values())
-    for code in (ExitCode.USER_ERROR, ExitCode.DONE, ExitCode.INTERNAL, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED):
+    for code in (ExitCode.USER_ERROR, ExitCode.DONE, ExitCode.INTERNAL, ExitCode.STOPPED_UNSAVED, ExitCode.STOPPED_SAVED):
         if code in codes:
             return int(code)
     return int(ExitCode.INTERNAL)
