@@ -263,7 +263,6 @@ class _Worker:
         if order.save and self._is_whole:
             self.generation = max(self.generation + 1, order.generation)
             session.membership.move_to(World(self.generation, rank=0, size=1, device=session.world.device))
-            claim_exactly(session.directory.checkpoints, self.generation)
             self._checkpoints.enter_world(failures=0)
             self._take_office()
             is_saved = self._save_alone()
@@ -285,6 +284,7 @@ class _Worker:
             return True
         extra = progress.extra(self._run.stream.cursor(progress.finished_steps))
         try:
+            claim_exactly(self.session.directory.checkpoints, self.generation)
             self._checkpoints.save(progress.finished_steps, self._run.state(), extra=extra, wait=True)
         except EvergradError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
