@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 LOCKS := $(addprefix requirements/,trainer.txt torch.txt torch-cpu.txt dev.txt)
 PYDOC := examples/pydoc
+# Another torch to try the rendezvous backend with.
+TORCH ?= 2.15.0
+OTHER := $(VENV)-torch-$(TORCH)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
 export PYTHONSAFEPATH := 1
@@ -15,15 +18,15 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test verify chaos lint format generate generated bench lock clean distclean
+.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
 help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), RUN (for make run), BENCH (for make bench), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
 
@@ -39,8 +42,8 @@ $(INSTALLED): $(LOCKS) requirements/locks.py coordinator/pyproject.toml operator
 $(PYDOC)/documents.jsonl: | $(INSTALLED)
 	@$(BIN)/python $(PYDOC)/make_documents.py $@
 
-run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example: a small language model of Python's documentation, into runs/pydoc-lm
-	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml $(RUN)
+run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nodes: a small language model of Python's documentation, into runs/pydoc-lm
+	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml --nodes 2 $(RUN)
 
 test: $(INSTALLED) ## all tests
 	$(call stage,tests)
@@ -49,6 +52,21 @@ test: $(INSTALLED) ## all tests
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one
 	$(call stage,chaos)
 	OMP_NUM_THREADS=1 CHAOS_EVENTS=$(or $(EVENTS),300) CHAOS_SEED=$(or $(SEED),7) $(BIN)/python -m pytest tests/integration/test_chaos.py
+
+$(OTHER)/.installed: coordinator/pyproject.toml trainer_image/pyproject.toml
+	$(call stage,torch $(TORCH))
+	@$(PYTHON) -m venv $(OTHER)
+	@$(OTHER)/bin/python -m pip install --disable-pip-version-check $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) \
+		torch==$(TORCH) numpy 'setuptools>=77'
+	@$(OTHER)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
+		--editable coordinator --editable trainer_image
+	@touch $@
+
+# Without a CPU build in TORCH_WHEELS this takes the index's torch, with gigabytes of CUDA packages on Linux.
+test-torch-matrix: $(INSTALLED) $(OTHER)/.installed ## the rendezvous backend with another torch (TORCH=2.15.0), in a .venv of its own
+	$(call stage,torch $(TORCH))
+	OMP_NUM_THREADS=1 EVERGRAD_TEST_PYTHON=$(abspath $(OTHER)/bin/python) $(BIN)/python -m pytest tests/unit/elastic/test_torch_behaviours.py \
+		tests/integration/test_rendezvous_changes.py tests/integration/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
 
 lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,ruff)
@@ -80,8 +98,8 @@ lock: $(INSTALLED) ## write requirements/*.txt anew from the .in files (TORCH_WH
 	$(BIN)/python requirements/locks.py update $(if $(UPGRADE),--upgrade)
 
 clean: ## remove caches and build products; runs/ stays
-	find . -path ./$(VENV) -prune -o -path ./runs -prune -o -type d \( -name __pycache__ -o -name build -o -name dist -o -name '*.egg-info' \) -print0 | xargs -0 rm -rf
+	find . -path './$(VENV)*' -prune -o -path ./runs -prune -o -type d \( -name __pycache__ -o -name build -o -name dist -o -name '*.egg-info' \) -print0 | xargs -0 rm -rf
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 distclean: clean ## clean, and remove .venv and the example's documents; runs/ stays
-	rm -rf $(VENV) $(PYDOC)/documents.jsonl
+	rm -rf $(VENV) $(VENV)-torch-* $(PYDOC)/documents.jsonl

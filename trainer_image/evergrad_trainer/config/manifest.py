@@ -92,7 +92,7 @@ class FailurePolicy(Section):
     """When a failing run is given up. Preemption, eviction and lost nodes never count."""
 
     max_failures_without_progress: Count = Field(default=3, ge=1, le=1000)
-    """Failures of the user's making in a row, without a newer checkpoint, after which the run fails."""
+    """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes never count."""
 
 
 class Spec(Section):

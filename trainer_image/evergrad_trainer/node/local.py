@@ -70,6 +70,9 @@ class LocalCoordinator:
             "--max-failures", str(settings.max_failures), "--address-file", str(self._file), "--linger", "0.2",
             "--exit-when-empty", *settings.extra,
         ]  # fmt: skip
+        if self.process is None:
+            # The first one of this run: no group is left from before.
+            command.append("--nothing-runs")
         settings.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with settings.log.open("ab") as log:
