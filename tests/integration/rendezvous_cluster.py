@@ -1,6 +1,6 @@
 """A coordinator and torchrun agents on this machine, for the tests: every process ends with its ``Cluster``.
 
-The worker (this file, started as a script) sums ones over all ranks and writes a line a step, until it is told to finish.
+Their worker, unless a test has its own, is rendezvous_worker.py.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 
+WORKER = Path(__file__).with_name("rendezvous_worker.py")
 SECONDS = 60.0
 """A hang's bound: no event takes anywhere near as long."""
 RUN = "rendezvous"
@@ -98,8 +99,8 @@ class Cluster:
             "--nproc-per-node=1",
             "--rdzv-backend=evergrad",
         ]
-        command += [f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={RUN}", "--max-restarts=1000000", "--monitor-interval=0.05"]
-        command += [*options, *(script or [__file__])]
+        command += [f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={RUN}", "--max-restarts=1000000"]
+        command += [*options, *(script or [str(WORKER)])]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "EVERGRAD_NODE": node}
         environment |= {"TEST_DIRECTORY": str(self.directory), **variables}
@@ -214,44 +215,3 @@ class Cluster:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
         self._processes.append(process)
         return process
-
-
-def work() -> None:
-    """The worker."""
-    import torch
-    import torch.distributed as dist
-
-    from evergrad.elastic import report
-
-    directory, node = Path(os.environ["TEST_DIRECTORY"]), os.environ["EVERGRAD_NODE"]
-    dist.init_process_group("gloo")
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    with (directory / f"steps-{node}-{os.getpid()}").open("a", buffering=1) as log:
-        while True:
-            values = torch.tensor([1.0, float((directory / "finish").exists())])
-            dist.all_reduce(values)
-            generation = int(os.environ["EVERGRAD_GENERATION"])
-            step = Step(time.monotonic(), node, os.getpid(), generation, rank, world_size, values[0].item())
-            log.write(json.dumps(vars(step)) + "\n")
-            if (directory / "boundary").exists():
-                report(1, checkpoint_step=1)
-            if values[1] > 0:
-                break
-            time.sleep(0.05)
-    dist.destroy_process_group()
-    after_training(directory, node)
-
-
-def after_training(directory: Path, node: str) -> None:
-    """Faults planned for the end: linger until a file exists, or fail once."""
-    print(f"node {node} has finished training", flush=True)
-    while (directory / f"linger-{node}").exists():
-        time.sleep(0.02)
-    crash = directory / f"crash-{node}"
-    if crash.exists():
-        crash.unlink()
-        sys.exit(3)
-
-
-if __name__ == "__main__":
-    work()

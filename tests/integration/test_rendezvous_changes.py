@@ -21,7 +21,9 @@ def test_nodes_come_and_go_and_the_run_ends_with_exit_code_0(make_cluster: MakeC
     os.kill(cluster.worker("1"), signal.SIGKILL)
     second = cluster.until_world(3, above=first)
     assert cluster.status()["restarts"].get("worker_crash") == 1
-    assert cluster.status()["lastFailure"]["exitCode"] == -signal.SIGKILL
+    failure = cluster.status()["lastFailure"]
+    assert failure["rank"] == 1
+    assert failure["exitCode"] in (-signal.SIGKILL, None)  # None: the agent was quicker to collect it
 
     # Rank 0's pod is killed: the others go on.
     cluster.kill_pod("0")

@@ -105,6 +105,10 @@ def test_nothing_of_the_product_reads_or_writes_pickles(texts: dict[Path, str], 
             keywords = (
                 {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords} if isinstance(node, ast.Call) else {}
             )
+            # These stand for scripts of other people, who save as the library says; what they load is never executed.
+            is_harmless = called in {"torch.load", "torch.save"} and keywords.get("weights_only", "True") == "True"
+            if is_harmless and name.startswith("examples/scripts/"):
+                continue
             if called in {"torch.load", "torch.save"} or keywords.get("trust_remote_code", "False") != "False":
                 hits.append(f"{name}:{node.lineno} {called}")
     assert hits == []

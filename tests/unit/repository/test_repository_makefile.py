@@ -15,7 +15,7 @@ def make(root: Path, *arguments: str) -> str:
 
 
 def test_help_lists_every_target_with_its_duty(root: Path) -> None:
-    shown = dict(re.findall(r"^  (\w+) +(\S.*)$", make(root, "help"), re.MULTILINE))
+    shown = dict(re.findall(r"^  ([\w-]+) +(\S.*)$", make(root, "help"), re.MULTILINE))
     declared = re.search(r"^\.PHONY: (.*)$", (root / "Makefile").read_text(), re.MULTILINE)
     assert declared is not None
     assert set(shown) == set(declared[1].split())

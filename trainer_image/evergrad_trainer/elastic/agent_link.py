@@ -40,6 +40,7 @@ from evergrad_trainer.elastic.board import NodeBoard
 _TICK_SECONDS = 0.2
 _PROGRESS_SECONDS = 0.5
 _CLOSE_SECONDS = 2.0
+_END_SECONDS = 0.5
 _DEPART_SECONDS = 1.0
 """For the plan that follows the word of leaving: much longer than the coordinator waits for other events."""
 _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -119,9 +120,7 @@ class AgentLink:
             if self._is_leaving and self.end is None and place is not None and not self._done_generation:
                 self._is_out = True
                 self._call(self._say_ready_to_leave)
-                until = time.monotonic() + _DEPART_SECONDS
-                while self.end is None and self._answered_generation <= place.generation and time.monotonic() < until:
-                    self.changed.wait(_TICK_SECONDS)
+                self.changed.wait_for(lambda: self.end or self._answered_generation > place.generation, _DEPART_SECONDS)
                 self._send(Left(self.newest, is_saved=False))
         self.close()
 
@@ -154,6 +153,8 @@ class AgentLink:
         with self.changed:
             place = self.place
             if place is not None and not self._is_stopping_workers and self.newest <= place.generation and self.end is None:
+                # On a busy machine the agent may know of the end before the watch, which knows whose it was.
+                self.changed.wait_for(lambda: self._first_end is not None, _END_SECONDS if self._watch is not None else 0)
                 self._send_broken(place.generation)
             self.place = self.go = None
             self._is_stopping_workers = False
@@ -363,6 +364,7 @@ class AgentLink:
         with self.changed:
             place = self.place
             self._first_end = self._first_end or end
+            self.changed.notify_all()
             if (
                 place is not None
                 and self.newest <= place.generation
