@@ -196,9 +196,11 @@ class Cluster:
         faults: Sequence[Fault] = (),
         sets: Sequence[str] = (),
         constants: Mapping[str, float] | None = None,
+        resolver: Path | None = None,
         **settings: Any,
     ) -> Process:
-        """Start one node. ``sets``: changes of its manifest; ``constants``: of modules; ``settings``: of its NodeSettings."""
+        """Start one node. ``sets``: changes of its manifest; ``constants``: of modules; ``settings``: of its
+        NodeSettings; ``resolver``: the resolv.conf it sees."""
         arguments = ["run", "tiny.yaml", "--run-directory", str(self.directory), "--workers", str(workers)]
         for one in sets:
             arguments += ["--set", one]
@@ -209,6 +211,7 @@ class Cluster:
             faults=list(faults),
             settings={"node": str(index), "coordinator_port": self.port, "grace_seconds": 20.0, **settings},
             constants=dict(constants or {}),
+            resolver=None if resolver is None else str(resolver),
         )
         return self.nodes[index]
 
@@ -318,6 +321,29 @@ def train_undisturbed(experiment: Experiment, *arguments: str) -> None:
     task = {"kind": "command", "output": str(output), "cwd": str(experiment.path), "arguments": command}
     process = Process(warm_process().ask(spawn=task), output)
     assert process.wait() == DONE, process.said()
+
+
+@dataclass
+class Functions:
+    """Functions of a test file, each in a process of its own."""
+
+    path: Path
+    started: list[Process] = field(default_factory=list)
+
+    def start(self, function: Callable[..., Any], **params: Any) -> Process:
+        output = self.path / f"{len(self.started):02}-{function.__name__}"
+        task = {"kind": "function", "file": function.__code__.co_filename, "name": function.__name__, "params": params}
+        self.started.append(Process(warm_process().ask(spawn={**task, "cwd": str(self.path), "output": str(output)}), output))
+        return self.started[-1]
+
+    def result(self, process: Process) -> Any:
+        """What it returned."""
+        assert process.wait() == 0, process.said()
+        return json.loads(Path(f"{process.output}.out").read_text())
+
+    def close(self) -> None:
+        for process in self.started:
+            process.kill()
 
 
 def until(condition: Callable[[], Any], what: str, describe: Callable[[], str] = lambda: "") -> Any:

@@ -5,11 +5,14 @@ that it forks writes down every finished step of its workers (``trace.jsonl`` of
 """
 
 import contextlib
+import ctypes
 import functools
 import importlib
+import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -117,10 +120,13 @@ def _become(task: dict[str, Any]) -> None:
     try:
         os.setpgid(0, 0)
         os.chdir(task["cwd"])
+        if task.get("resolver"):
+            _resolve_with(task["resolver"])
         mains: dict[str, Callable[[dict[str, Any]], int]] = {
             "coordinator": _coordinate,
             "node": _be_node,
             "command": _run_command,
+            "function": _call_function,
         }
         status = mains[task["kind"]](task)
     except SystemExit as error:
@@ -133,6 +139,15 @@ def _become(task: dict[str, Any]) -> None:
         os._exit(status)
 
 
+def _resolve_with(configuration: str) -> None:
+    """Give this process, and those it starts, another resolv.conf."""
+    new_namespace = 0x00020000
+    if ctypes.CDLL(None, use_errno=True).unshare(new_namespace) != 0:
+        raise OSError(ctypes.get_errno(), "unshare")
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+    subprocess.run(["mount", "--bind", configuration, "/etc/resolv.conf"], check=True)
+
+
 def _coordinate(task: dict[str, Any]) -> int:
     return importlib.import_module("evergrad_coordinator.__main__").main(task["arguments"])  # type: ignore[no-any-return]
 
@@ -140,6 +155,17 @@ def _coordinate(task: dict[str, Any]) -> int:
 def _run_command(task: dict[str, Any]) -> int:
     sys.argv = ["evergrad", *task["arguments"]]
     return importlib.import_module("evergrad_trainer.cli.main").main(task["arguments"])  # type: ignore[no-any-return]
+
+
+def _call_function(task: dict[str, Any]) -> int:
+    """A function of a test file: what it returns, as JSON, is its output."""
+    sys.modules["elastic_helpers"] = importlib.import_module("elastic_helpers")
+    spec = importlib.util.spec_from_file_location("elastic_function", task["file"])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    print(json.dumps(getattr(module, task["name"])(**task["params"])))
+    return 0
 
 
 def _be_node(task: dict[str, Any]) -> int:
