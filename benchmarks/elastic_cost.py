@@ -1,0 +1,160 @@
+"""What being elastic costs while nothing happens: tokens/s of two nodes against plain torchrun, and a supervisor's memory.
+
+Both groups are there at the same time and take turns: whoever is not in turn is stopped (SIGSTOP), so that whatever else the
+machine does hits both alike. Only steps that began and ended within a turn count.
+"""
+
+import contextlib
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from elastic_nodes import (
+    LENGTH,
+    BenchmarkError,
+    ElasticNodes,
+    NodesSettings,
+    Steps,
+    descendants,
+    end_process,
+    free_port,
+    running,
+    start_process,
+    training_manifest,
+)
+
+NUM_NODES = 2
+_SAMPLES = 4
+_STEPS_A_TURN = 5
+Sample = dict[str, Any]
+
+
+def measure_cost(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
+    """Turns of both; a sample is a turn's tokens/s of each."""
+    # Stopped for seconds, a node must not be taken for lost.
+    patience = ("--silence", "900", "--lease", "900", "--up-limit", "900")
+    manifest = training_manifest(num_nodes=NUM_NODES, is_tiny=is_tiny, samples=_SAMPLES)
+    nodes = ElasticNodes(NodesSettings(folder / "elastic", manifest, NUM_NODES, extra=patience))
+    with running(nodes, num_nodes=NUM_NODES) as first:
+        nodes.steps.wait_further(first, 2)
+        elastic = [nodes.coordinator.pid, *(pid for index in nodes.nodes for pid in _with_descendants(nodes.pid(index)))]
+        with _stopped(elastic), _static(folder / "static", nodes.directory.parent) as (agent, steps):
+            static = _with_descendants(agent.pid)
+            samples = []
+            _signal(static, signal.SIGSTOP)
+            for number in range(2 * events + 1):
+                turn = {"elastic": _turn(elastic, nodes.steps), "static": _turn(static, steps)}
+                # The first turn warms up.
+                samples += [turn] if number else []
+                if number and number % 5 == 0:
+                    print(f"  turn {number}: {turn['elastic']:.0f} and {turn['static']:.0f} tokens/s", flush=True)
+            _signal(static, signal.SIGCONT)
+    return {"turn": samples}
+
+
+@contextlib.contextmanager
+def _static(folder: Path, elastic: Path) -> Iterator[tuple[subprocess.Popen[bytes], Steps]]:
+    """The same trainer and file under plain torchrun, in a world that cannot change."""
+    folder.mkdir(parents=True)
+    for name in ("run.yaml", "documents.jsonl"):
+        (folder / name).write_bytes((elastic / name).read_bytes())
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(NUM_NODES),
+        "--master-port",
+        str(free_port()),
+    ]
+    command += ["-m", "evergrad_trainer", "run", "run.yaml", "--run-directory", "run"]
+    agent = start_process(command, output=folder / "torchrun.log")
+
+    def check() -> None:
+        if agent.poll() is not None:
+            raise BenchmarkError(f"torchrun has ended: {(folder / 'torchrun.log').read_text(encoding='utf-8')[-2000:]}")
+
+    try:
+        steps = Steps(folder / "run" / "metrics.jsonl")
+        steps.wait(lambda row: row["step"] >= 3, "the first steps under torchrun", check=check)
+        yield agent, steps
+    finally:
+        end_process(agent)
+
+
+@contextlib.contextmanager
+def _stopped(pids: list[int]) -> Iterator[None]:
+    """Stopped now; going on at the end, as whoever ends these processes expects."""
+    _signal(pids, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(pids, signal.SIGCONT)
+
+
+def _turn(pids: list[int], steps: Steps) -> float:
+    """Let these processes go on for some steps; tokens/s of those that were whole within the turn."""
+    steps.read()
+    begun = time.time()
+    _signal(pids, signal.SIGCONT)
+    try:
+        # The step that was under way takes the time it was stopped for.
+        first = steps.wait(lambda row: row["time"] > begun, "a step of this turn")
+        seconds = steps.wait_further(first, _STEPS_A_TURN)
+    finally:
+        _signal(pids, signal.SIGSTOP)
+    return _SAMPLES * LENGTH * len(seconds) / sum(seconds)
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _with_descendants(pid: int) -> list[int]:
+    return [pid, *descendants(pid)]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def measure_memory(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
+    """Megabytes of a node's supervisor and of its one worker, as on a node of a cluster: nothing else shares their pages.
+
+    Proportional set size: a page that n processes share counts 1/n in each.
+    """
+    manifest = training_manifest(num_nodes=1, is_tiny=is_tiny)
+    nodes = ElasticNodes(NodesSettings(folder, manifest, 1))
+    port = nodes.port
+    command = [sys.executable, "-m", "evergrad_trainer", "node", "run.yaml", "--join", f"127.0.0.1:{port}", "--node", "0"]
+    command += ["--address", "127.0.0.1", "--run-directory", "run", "--workers", "1"]
+    samples: list[Sample] = []
+    try:
+        supervisor = start_process(command, output=folder / "node.log")
+        try:
+            first = nodes.steps.wait(lambda row: row["step"] >= 2, "the first steps of a node")
+            for _ in range(min(events, 3)):
+                nodes.steps.wait_further(first, 2)
+                (worker,) = descendants(supervisor.pid)
+                samples.append(_memory(supervisor.pid, "supervisor") | _memory(worker, "worker"))
+        finally:
+            end_process(supervisor)
+    finally:
+        nodes.close()
+    print(f"  supervisor {statistics.median(one['supervisor_Pss'] for one in samples):.0f} MB", flush=True)
+    return {"memory": samples}
+
+
+def _memory(pid: int, name: str) -> dict[str, float]:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    kib = {words[0].rstrip(":"): int(words[1]) for words in map(str.split, lines[1:])}
+    private = kib["Private_Clean"] + kib["Private_Dirty"]
+    figures = {"Rss": kib["Rss"], "Pss": kib["Pss"], "private": private}
+    return {f"{name}_{key}": value * 1024 / 1e6 for key, value in figures.items()}
