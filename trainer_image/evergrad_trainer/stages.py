@@ -81,6 +81,8 @@ class Session:
     metrics_address: str | None = None
     waiting: list[Event] | None = field(default_factory=list)
     """Events before the start event, which comes first; None once it is written."""
+    is_announced: bool = False
+    """This process has written a start event."""
 
     @property
     def world(self) -> World:
@@ -191,6 +193,7 @@ def announce(session: Session, machinery: Machinery) -> None:
         "pid": os.getpid(),
     }
     session.observers.event(Event(EventType.START, time.time(), progress.finished_steps, world.generation, start))
+    session.is_announced = True
     session.release_events()
     if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
         session.emit(EventType.EXTENDED, {"from_steps": before["derived"]["totalSteps"], "to_steps": plan.numbers.total_steps})
@@ -247,7 +250,8 @@ def _after_first_step(session: Session) -> None:
     for phase, moment in session.marks.items():
         phases[phase] = round(moment - previous, 6)
         previous = moment
-    session.emit(EventType.PHASES, phases)
+    if session.is_announced:
+        session.emit(EventType.PHASES, phases)
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -16,7 +16,15 @@ from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.errors import ConfigurationError, raise_if
 from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
-from evergrad_trainer.node.run import choose_start_method, fingerprint, prepare_process, recovery_of, run_node, run_script_node
+from evergrad_trainer.node.run import (
+    choose_start_method,
+    fingerprint,
+    prepare_process,
+    recovery_of,
+    run_node,
+    run_script_node,
+    started_later,
+)
 from evergrad_trainer.node.scripts import preload
 from evergrad_trainer.node.supervisor import NodeSettings
 from evergrad_trainer.provenance.record import record_process
@@ -38,13 +46,18 @@ def run_nodes(args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int
     directory = Path(plan.run_directory)
     coordinator = LocalCoordinator(coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=recovery_of(plan)))
 
+    nodes: LocalNodes
+
     def be_node(index: int) -> int:
         settings = _node_settings(plan.run, directory, coordinator, index, recovery=recovery_of(plan))
-        return run_node(plan, settings, num_workers=num_workers, start_method=method)
+        own = plan if nodes.starts[index] == 1 else started_later(plan)
+        return run_node(own, settings, num_workers=num_workers, start_method=method)
 
     if args.chaos is not None:
-        return run_disturbed(args.chaos, coordinator, DisturbedNodes(be_node, args.nodes), directory=directory)
-    return run_local(coordinator, LocalNodes(be_node, args.nodes))
+        nodes = disturbed = DisturbedNodes(be_node, args.nodes)
+        return run_disturbed(args.chaos, coordinator, disturbed, directory=directory)
+    nodes = LocalNodes(be_node, args.nodes)
+    return run_local(coordinator, nodes)
 
 
 def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:

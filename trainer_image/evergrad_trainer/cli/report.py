@@ -58,5 +58,6 @@ def _summary(paths: "ReportPaths") -> dict[str, Any]:
             "lost_seconds": goodput.lost_seconds,
         },
         "restarts": [dict(restart.__dict__) for restart in goodput.restarts],
+        "world_changes": [dict(change.__dict__) for change in goodput.changes],
         "warnings": list(facts.warnings),
     }

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -138,6 +139,8 @@ class LocalNodes:
     is_replacing: bool = True
     nodes: dict[int, _Node] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
+    starts: Counter[int] = field(default_factory=Counter)
+    """How often each node was started, itself included when its process looks."""
 
     def start(self) -> None:
         for index in range(self.num_nodes):
@@ -147,6 +150,7 @@ class LocalNodes:
         """Start (again) the node of that index, forked from this warm process."""
         sys.stdout.flush()
         sys.stderr.flush()
+        self.starts[index] += 1
         process = multiprocessing.get_context("fork").Process(
             target=_node_main, args=(self.main, index, os.getpid()), name=f"evergrad-node-{index}"
         )

@@ -58,6 +58,12 @@ class NodeMetrics:
         self._with(lambda series: series.show(self.progress))
         return self.progress
 
+    def rank_0_left(self) -> None:
+        """Rank 0 is on another node now: what this one knows of the run is old."""
+        self.progress = None
+        if self._exporter is not None:
+            self._exporter.rank_0_left()
+
     def worker_started(self) -> None:
         self._with(lambda series: series.starts.inc())
 

@@ -1,6 +1,7 @@
 """Puts a node together: settings, workers, supervisor."""
 
 import asyncio
+import dataclasses
 import functools
 import logging
 import os
@@ -79,6 +80,11 @@ def fingerprint(run: TrainingRun) -> dict[str, str]:
     return {"torch": str(torch.__version__), "evergrad": __version__, "configuration": config_hash(run)}
 
 
+def started_later(plan: SessionPlan) -> SessionPlan:
+    """The plan of a process that was not there when the command began: its start-up is its own."""
+    return dataclasses.replace(plan, process_start=time.time(), marks={})
+
+
 def recovery_of(plan: SessionPlan) -> Recovery:
     """Whether the run's workers outlive a change of the group: only state that every rank holds whole can be handed on."""
     return "in-process" if plan.run.training.runtime.parallelism == "dataParallel" else "fresh"
@@ -105,7 +111,8 @@ async def _serve_in_process(
     captures: Captures = "stderr" if sys.stdout.isatty() else "both"
 
     def start(local_rank: int, serial: int) -> Worker:
-        target = functools.partial(run_worker, plan, node=int(settings.node), local_rank=local_rank)
+        own = plan if serial <= num_workers else started_later(plan)
+        target = functools.partial(run_worker, own, node=int(settings.node), local_rank=local_rank)
         order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
         return supervisor.adopt(start_worker(target, order, variables={}))
 

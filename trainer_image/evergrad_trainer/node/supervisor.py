@@ -309,6 +309,8 @@ class Supervisor:
                 self._crew.change(message.generation, hard=message.hard, cause=message.reason)
             case Go():
                 self._is_draining = False
+                if message.first_rank != 0:
+                    self._metrics.rank_0_left()
                 self._crew.begin(message)
                 self._on_tick()
                 self._say(f"generation {message.generation}: ranks {_ranks(message)} of {message.world_size}")

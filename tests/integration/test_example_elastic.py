@@ -1,0 +1,57 @@
+"""The walk through examples/elastic: its commands do what its words say."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 400
+
+
+def commands_of(readme: Path) -> str:
+    """All shell blocks of a README, as one script that stops at the first failure."""
+    return "set -e\n" + "\n".join(re.findall(r"```sh\n(.*?)```", readme.read_text("utf-8"), re.DOTALL))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(SECONDS + 20)
+def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    manifest = tmp_path / "examples/elastic/trainingrun.yaml"
+    # Fewer steps than a reader would want to watch.
+    manifest.write_text(manifest.read_text("utf-8").replace("horizon: {steps: 120}", "horizon: {steps: 80}"), "utf-8")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    script = commands_of(ROOT / "examples/elastic/README.md")
+    process = subprocess.Popen(
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    finally:
+        # The launchers are in the session's first group; their nodes and workers die with them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert process.returncode == 0, output[-8000:]
+    assert "losses equal bit by bit" in output
+    events = [json.loads(line) for line in (tmp_path / "runs/elastic/events.jsonl").read_text("utf-8").splitlines()]
+    worlds = [event["world_size"] for event in events if event["type"] == "world"]
+    assert len(worlds) >= 4, events
+    assert min(worlds) <= 2
+    rows = [json.loads(line) for line in (tmp_path / "runs/elastic/metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 81)), "no finished step is trained again"
+    assert (tmp_path / "runs/chaos/complete.json").is_file()
