@@ -395,6 +395,16 @@ def test_the_exit_barrier_is_a_vote_and_lasts_until_the_coordinator_has_counted(
     assert not waiting.is_alive()
 
 
+def test_the_last_progress_is_said_before_the_vote_that_may_end_the_run(handler: EvergradRendezvousHandler) -> None:
+    client = FakeClient.newest
+    store = join(handler).store
+    client.call(handler._link._take_report, {"step": 9, "rank": 0, "generation": 7})
+    store.add("barrier", 1)
+    client.heard(Done)
+    kinds = [type(message) for message in client.sent]
+    assert kinds.index(Progress) < kinds.index(Done)
+
+
 def test_a_run_that_fails_while_we_wait_for_its_end_fails_us(handler: EvergradRendezvousHandler) -> None:
     store = join(handler).store
     store.add("barrier", 1)
@@ -463,7 +473,7 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(handl
     assert (first.total_steps, first.loss, first.tokens_per_second, first.checkpoint_step) == (9, 1.0, 2.5, 4)
     assert first.eta_seconds is not None
     until(lambda: client.heard(Progress)[-1].step == 5, "the newest step")
-    assert handler._link._step() == 5
+    assert handler._link._reports.step == 5
 
 
 def test_only_the_own_generation_is_asked_for_commits(handler: EvergradRendezvousHandler) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from evergrad_coordinator.client import CoordinatorClient
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
-    Boundary,
     Done,
     End,
     Go,
@@ -28,12 +27,12 @@ from evergrad_coordinator.protocol import (
     Message,
     Plan,
     Pong,
-    Progress,
     Ready,
     Refused,
     Up,
     Welcome,
 )
+from evergrad_trainer.elastic.agent_reports import WorkerReports
 from evergrad_trainer.elastic.agent_workers import WorkerEnd, WorkerWatch, build_broken
 from evergrad_trainer.elastic.board import NodeBoard
 
@@ -93,10 +92,7 @@ class AgentLink:
         self._answered_generation = 0
         self._first_end: WorkerEnd | None = None
         self._watch: WorkerWatch | None = None
-        self._report: dict[str, object] = {}
-        self._is_report_new = False
-        self._first_report: tuple[int, float] | None = None
-        self._checkpoint_step = -1
+        self._reports = WorkerReports()
         self._failure: BaseException | None = None
         self._is_started = threading.Event()
         self.wakeup_read, self.wakeup_write = os.pipe()
@@ -139,7 +135,7 @@ class AgentLink:
                 return True
             if self._up_generation < place.generation:
                 self._up_generation = place.generation
-                self._send(Up(place.generation, self._step()))
+                self._send(Up(place.generation, self._reports.step))
             has_lost = self.seconds_since_contact() > self.lease_seconds
             if has_lost:
                 _say(f"no contact with the coordinator for {self.lease_seconds:g} s: stopping the workers")
@@ -167,8 +163,8 @@ class AgentLink:
     def take_place(self, go: Go) -> None:
         """The group of ``go`` begins: its workers are started next."""
         self.place = Had(go.generation, first_rank=go.first_rank, workers=go.workers, world_size=go.world_size)
-        self.go = self.plan = self._first_end = self._first_report = None
-        self._report = {}
+        self.go = self.plan = self._first_end = None
+        self._reports.begin(go.generation)
         self._call(self._begin_watch, go.port)
 
     def vote_done(self) -> None:
@@ -184,7 +180,7 @@ class AgentLink:
                 raise SystemExit(int(ExitCode.STOPPED_SAVED))
             self._done_generation = self.place.generation
             if self._up_generation < self.place.generation:
-                self._send(Up(self.place.generation, self._step()))
+                self._send(Up(self.place.generation, self._reports.step))
             self._call(self._flush_report)
             self._send(Done(self._done_generation))
             if self.plan is not None:
@@ -222,7 +218,7 @@ class AgentLink:
     def _send_broken(self, generation: int) -> None:
         if self._broken_generation < generation and not self._is_leaving:
             self._broken_generation = generation
-            self._send(build_broken(generation, end=self._first_end, step=self._step(), now=time.monotonic()))
+            self._send(build_broken(generation, end=self._first_end, step=self._reports.step, now=time.monotonic()))
 
     def _drains(self) -> bool:
         """Whether the planned change can wait for workers that save and leave by themselves."""
@@ -232,10 +228,6 @@ class AgentLink:
         if self.newest > place.generation:
             return plan is not None and not plan.hard
         return self._is_leaving
-
-    def _step(self) -> int:
-        step = self._report.get("step", -1)
-        return step if isinstance(step, int) else -1
 
     # ---- the loop's thread -------------------------------------------------------------------------------------------
 
@@ -408,41 +400,17 @@ class AgentLink:
 
     def _take_report(self, report: dict[str, object]) -> None:
         with self.changed:
-            place = self.place
-            if place is None or report.get("generation") != place.generation or report.get("rank", 0) != 0:
-                return
-            self._report = {**self._report, **report}
-            self._is_report_new = True
-            step = self._step()
-            if self._first_report is None:
-                self._first_report = (step, time.monotonic())
-            checkpoint_step = report.get("checkpoint_step")
-            if isinstance(checkpoint_step, int) and checkpoint_step > self._checkpoint_step:
-                self._checkpoint_step = checkpoint_step
-                self._flush_report()
-                self._send(Boundary(place.generation, checkpoint_step))
+            self._say_now(self._reports.take(report, now=time.monotonic()))
 
     def _flush_report(self) -> None:
         with self.changed:
-            if self._is_report_new and self.place is not None:
-                self._is_report_new = False
-                self._send(self._build_progress(self.place.generation))
+            self._say_now(self._reports.flush(now=time.monotonic()))
 
-    def _build_progress(self, generation: int) -> Progress:
-        step, total_steps = self._step(), _whole(self._report.get("total_steps"))
-        eta_seconds = None
-        if total_steps is not None and self._first_report is not None and step > self._first_report[0]:
-            pace = (time.monotonic() - self._first_report[1]) / (step - self._first_report[0])
-            eta_seconds = max(0, total_steps - step) * pace
-        return Progress(
-            generation,
-            step=step,
-            total_steps=total_steps,
-            loss=_number(self._report.get("loss")),
-            tokens_per_second=_number(self._report.get("tokens_per_second")),
-            eta_seconds=eta_seconds,
-            checkpoint_step=_whole(self._report.get("checkpoint_step")),
-        )
+    def _say_now(self, messages: list[Message]) -> None:
+        # Not by way of the loop: the last progress has to be said before the vote that may end the run.
+        if self._client is not None:
+            for message in messages:
+                self._client.send(message)
 
     async def _may_commit(self, generation: int) -> bool:
         if self._client is None or self.place is None or self.place.generation != generation:
@@ -453,14 +421,6 @@ class AgentLink:
                 return False
             await asyncio.sleep(_TICK_SECONDS)
         return await self._client.commit(generation)
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _say(text: str) -> None:

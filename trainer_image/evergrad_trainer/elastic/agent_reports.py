@@ -1,0 +1,72 @@
+"""What the workers of a torchrun agent report, as messages for the coordinator. Pure; ``now`` is an argument."""
+
+from collections.abc import Mapping
+
+from evergrad_coordinator.protocol import Boundary, Message, Progress
+
+
+class WorkerReports:
+    """The newest report of one generation, and what of it has not been said yet."""
+
+    def __init__(self) -> None:
+        self._generation = 0
+        self._values: dict[str, object] = {}
+        self._is_new = False
+        self._began: tuple[int, float] | None = None
+        """Step and time of the generation's first report."""
+        self._checkpoint_step = -1
+        """Newest checkpoint of any generation."""
+
+    def begin(self, generation: int) -> None:
+        """The workers of ``generation`` are started."""
+        self._generation = generation
+        self._values = {}
+        self._is_new = False
+        self._began = None
+
+    @property
+    def step(self) -> int:
+        """Of the newest report; -1 before the first."""
+        return _whole(self._values.get("step"), default=-1)
+
+    def take(self, report: Mapping[str, object], *, now: float) -> list[Message]:
+        """Note a worker's report; only the world's rank 0 counts. Returns what cannot wait: a new checkpoint."""
+        if report.get("generation") != self._generation or report.get("rank", 0) != 0:
+            return []
+        self._values |= report
+        self._is_new = True
+        self._began = self._began or (self.step, now)
+        checkpoint_step = _whole(report.get("checkpoint_step"), default=-1)
+        if checkpoint_step <= self._checkpoint_step:
+            return []
+        self._checkpoint_step = checkpoint_step
+        return [*self.flush(now=now), Boundary(self._generation, checkpoint_step)]
+
+    def flush(self, *, now: float) -> list[Message]:
+        """The progress, if there is any that was not returned before."""
+        if not self._is_new or self._began is None:
+            return []
+        self._is_new = False
+        values, (first_step, began_at) = self._values, self._began
+        total_steps, eta_seconds = _number(values.get("total_steps")), None
+        if total_steps is not None and self.step > first_step:
+            eta_seconds = max(0.0, total_steps - self.step) * (now - began_at) / (self.step - first_step)
+        return [
+            Progress(
+                self._generation,
+                step=self.step,
+                total_steps=None if total_steps is None else int(total_steps),
+                loss=_number(values.get("loss")),
+                tokens_per_second=_number(values.get("tokens_per_second")),
+                eta_seconds=eta_seconds,
+                checkpoint_step=_whole(values["checkpoint_step"], default=-1) if "checkpoint_step" in values else None,
+            )
+        ]
+
+
+def _whole(value: object, *, default: int) -> int:
+    return value if isinstance(value, int) else default
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) else None
