@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
@@ -136,6 +136,14 @@ def form_world(
     for one in (group, control, checkpoint):
         torch_private.set_timeout(one, timedelta(seconds=timeout_seconds))
     return World(place.generation, place.rank, place.size, device, group, control, checkpoint, interrupt)
+
+
+def stuck_operations_end(device: torch.device) -> Callable[[], None] | None:
+    """What frees the main thread from a collective of a group that is given up; None where cutting its sockets does.
+
+    Not verified: it needs an accelerator, whose kernels wait for peers where no socket of this process can be cut.
+    """
+    return torch_private.abort_groups if device.type == "cuda" else None
 
 
 _buried: list[object] = []

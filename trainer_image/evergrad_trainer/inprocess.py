@@ -14,7 +14,7 @@ from typing import Any
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.build import Machinery, build_machinery
 from evergrad_trainer.checkpoint.manager import CheckpointManager, claim_exactly
-from evergrad_trainer.distributed import Place, abandon_world, choose_device, form_world, set_threads
+from evergrad_trainer.distributed import Place, abandon_world, choose_device, form_world, set_threads, stuck_operations_end
 from evergrad_trainer.elastic.channel import MAX_TEXT, Begin, Broken, Channel, Depart, Ended, Failed, Finish, Saved, Up, Warm
 from evergrad_trainer.elastic.guard import Guard
 from evergrad_trainer.elastic.pulse import Pulse
@@ -128,7 +128,7 @@ class _Worker:
 
     def _take_part(self, begin: Begin) -> None:
         """Meet, settle, train. A lost peer ends this world and nothing else; every other error is raised."""
-        interrupt = Interrupt()
+        interrupt = Interrupt(stuck_operations_end(self.session.world.device))
         self.generation = begin.generation
         self._guard.enter(begin.generation, interrupt)
         world: World | None = None

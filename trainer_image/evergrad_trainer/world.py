@@ -25,12 +25,17 @@ _OVERDUE_SECONDS = 0.1
 class Interrupt:
     """Says, from any thread, that a group is given up. ``set`` may be called from a thread while another waits."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_set: Callable[[], None] | None = None) -> None:
+        """``on_set`` is called once, from the thread that gives the group up: what frees a main thread that waits for a device."""
         self._since: float | None = None
+        self._on_set = on_set
 
     def set(self) -> None:
+        """Give the group up."""
         if self._since is None:
             self._since = time.monotonic()
+            if self._on_set is not None:
+                self._on_set()
 
     @property
     def is_set(self) -> bool:
