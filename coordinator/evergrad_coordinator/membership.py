@@ -186,6 +186,8 @@ class Membership:
         if self.world is None:
             return
         self.world.is_broken = True
+        if failure.report.cause != "peer_lost" and not self.world.broken_by:
+            self.world.broken_by = f"rank {failure.report.rank} of node {failure.node} broke: {failure.report.cause}"
         self.accounting.begin(failure.report.cause, at=failure.at)
         self.budget.report(failure, self.training)
         self.change(now)

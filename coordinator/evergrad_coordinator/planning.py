@@ -118,7 +118,7 @@ def describe_change(world: World | None, members: Sequence[Node], nodes: Iterabl
     if lost := find_lost(world, nodes):
         return "node_lost", f"{_name(lost)} lost"
     if world.is_broken:
-        return "peer_lost", f"generation {world.generation} broke"
+        return "peer_lost", world.broken_by or f"generation {world.generation} broke"
     if leaving := [node.key for node in nodes if node.is_leaving and node.key in world.places]:
         return "node_left", f"{_name(leaving)} leaving"
     if joined := [node.key for node in members if node.key not in world.places]:

@@ -99,7 +99,10 @@ def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> No
             message.message
             or f"rank {message.rank} (node {node.name}) ended with exit code {message.exit_code}: no retry can cure it"
         )
-        group.finish(ExitCode.USER_ERROR, "UserError", text)
+        is_internal = message.exit_code == ExitCode.INTERNAL
+        group.finish(
+            ExitCode.INTERNAL if is_internal else ExitCode.USER_ERROR, "InternalError" if is_internal else "UserError", text
+        )
 
 
 def _on_leaving(group: Membership, node: Node, message: Leaving, now: float) -> None:

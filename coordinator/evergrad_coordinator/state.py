@@ -138,6 +138,8 @@ class World:
     up_at: float | None = None
     up_step: int = -1
     is_broken: bool = False
+    broken_by: str = ""
+    """What broke it, in words: of the first report that names more than a consequence."""
     is_over: bool = False
     """Nobody's workers are in it any more."""
     up: set[Key] = field(default_factory=set)

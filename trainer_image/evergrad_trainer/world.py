@@ -26,7 +26,7 @@ class Interrupt:
     """Says, from any thread, that a group is given up. ``set`` may be called from a thread while another waits."""
 
     def __init__(self, on_set: Callable[[], None] | None = None) -> None:
-        """``on_set`` is called once, from the thread that gives the group up: what frees a main thread that waits for a device."""
+        """``on_set`` is called once, by whoever gives the group up: it frees a main thread that waits for a device."""
         self._since: float | None = None
         self._on_set = on_set
 
