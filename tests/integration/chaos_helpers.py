@@ -16,10 +16,10 @@ from run_helpers import Experiment, Started, events, fault, is_alive, metric_row
 
 SAMPLE_SECONDS = 0.5
 PACE_SECONDS = 0.02
-WARM_SECONDS = 6.0
-"""A process is measured from this age on; before, it builds what it will keep."""
-MIN_SAMPLES = 20
+MIN_SAMPLES = 45
 """Of a process that is old enough to tell anything."""
+BURIED = 22, 10
+"""Descriptors and threads of the groups of one world that a worker has to keep until their last operation has ended."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,7 @@ class Watch:
     def _sample(self, pid: int, depth: int) -> None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         state, born = fields[0], fields[19]
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(born) / os.sysconf("SC_CLK_TCK")
-        if state in "ZTX" or age < WARM_SECONDS:
+        if state in "ZTX":
             return
         text = Path(f"/proc/{pid}/status").read_text()
         is_coordinator = b"evergrad_coordinator" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -93,10 +92,13 @@ def descendants(pid: int, *, depth: int = 0) -> list[tuple[int, int]]:
 
 
 def growth(samples: list[Sample], what: str) -> float:
-    """By how much the least that a process held in the last third of its life exceeds the most of its first third."""
+    """By how much the least that a process held in the last third of its life exceeds the most of its second third.
+
+    In the first third it still makes what it will keep.
+    """
     values = [getattr(sample, what) for sample in samples]
     third = len(values) // 3
-    return float(min(values[-third:]) - max(values[:third]))
+    return float(min(values[-third:]) - max(values[third : 2 * third]))
 
 
 def processes_in(directory: Path) -> list[int]:
@@ -141,6 +143,7 @@ def start_disturbed(experiment: Experiment, *, seed: int) -> Disturbed:
         horizon={"steps": 1_000_000},
         checkpoint={"every": {"steps": 50}, "keep": 5},
         reproducibility={"elastic": "exact"},
+        runtime={"collectiveTimeoutSeconds": 30},
     )
     experiment.write(training, nodes={"min": 1, "max": 4})
     began = time.time()
