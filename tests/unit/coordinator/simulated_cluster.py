@@ -184,7 +184,7 @@ class FakeNode:
                     self.known = max(self.known, message.generation)
                     self.alone = 0
                     self.group = Had(message.generation, message.first_rank, message.workers, message.world_size)
-                    self.step = self.cluster.newest_step()
+                    self.step = self.cluster.agree_on_step(message.generation)
                     self.say(Up(message.generation, self.step))
                 case Leave(generation=generation, save=save):
                     if save:
@@ -227,6 +227,9 @@ class Cluster:
         self.gone = 0
         self.group = Membership(self.settings, generation=generation, now=self.now)
         self.go_members: dict[int, list[tuple[FakeNode, Go]]] = {}
+        self.trained = -1
+        self.is_graceful = False
+        """Nothing fails: then no step may be lost or trained twice."""
         self.saved: list[int] = []
         self.saves_asked: list[str] = []
         self.exit_code: int | None = None
@@ -283,12 +286,19 @@ class Cluster:
             if all(one.can_run for one in members) and members[0].group and size == members[0].group.world_size:
                 assert generation == self.gone, f"generation {generation} trains although {self.gone} has begun"
                 step = max(one.step for one in members) + 1
+                assert not self.is_graceful or step == self.trained + 1, "a step was lost or trained twice"
+                self.trained = step
                 for one in members:
                     one.step = step
 
     def members_of(self, generation: int) -> list[FakeNode]:
         """Nodes whose workers are in a group."""
         return [node for node in self.nodes if node.group and node.group.generation == generation]
+
+    def agree_on_step(self, generation: int) -> int:
+        """What a new group goes on from: the newest state in its members' memory, else what was saved."""
+        held = max(node.step for node, _ in self.go_members[generation])
+        return held if held >= 0 else max(self.saved, default=-1)
 
     def newest_step(self) -> int:
         """Highest in anybody's memory."""
@@ -337,6 +347,7 @@ class Cluster:
         if isinstance(message, Go):
             self._note_go(message, node)
         if isinstance(message, Leave) and message.save and node:
+            assert node.step == max(one.step for one in self.nodes if one.is_alive and one.is_leaving)
             self.saves_asked.append(node.name)
         if node is not None and node.peer == peer:
             node.inbox.append(message)

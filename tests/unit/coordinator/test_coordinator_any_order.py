@@ -119,6 +119,16 @@ def play(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
                 DEEDS[name](cluster, node)
 
 
+GRACEFUL = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(["start", "leave", "leave"]), st.sampled_from(NAMES)),
+        st.tuples(st.just("wait"), st.sampled_from([0.1, 0.2, 0.3, 0.5, 1.0, 2.0])),
+        st.tuples(st.just("leave_all"), st.just("")),
+    ),
+    max_size=16,
+)
+
+
 def is_at_rest(cluster: Cluster) -> bool:
     """Whether the newest group is exactly what it should be, or what is missing has a name."""
     group = cluster.group
@@ -182,3 +192,17 @@ def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wai
         cluster.start(name)
     cluster.run_until_running()
     check_any_order(cluster, events)
+
+
+@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@given(events=GRACEFUL)
+def test_nodes_that_come_and_leave_as_they_should_lose_no_step(events: list[tuple[str, Any]]) -> None:
+    cluster = Cluster(make_settings(lease_seconds=30))
+    cluster.is_graceful = True
+    play(cluster, [("start", "0"), ("start", "1"), ("start", "2"), ("wait", 1.0), *events])
+    for node in [one for one in cluster.nodes if one.is_alive]:
+        leave(cluster, node)
+    cluster.run(5)
+    assert all(node.exit_code == 75 for node in cluster.nodes)
+    assert max(cluster.saved, default=-1) == cluster.trained
+    assert len(cluster.saved) == len(cluster.saves_asked) == len(set(cluster.saved)), "the same state was saved twice"
