@@ -217,6 +217,33 @@ def test_too_few_nodes_leave_their_group_and_wait() -> None:
     assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1"]
 
 
+def test_a_member_that_comes_back_without_its_workers_breaks_the_group() -> None:
+    cluster, nodes = start_running()
+    for node in nodes:
+        node.watch_group = lambda: None  # type: ignore[method-assign]
+    nodes[1].disconnect()
+    nodes[1].group = None
+    nodes[1].connect()
+    cluster.run(1)
+    assert [node.name for node, _ in cluster.go_members[2]] == ["0", "1", "2"]
+    assert of_kind(nodes[0], Plan)[-1].hard is True
+
+
+def test_a_member_that_comes_back_while_a_group_is_planned_is_asked_again() -> None:
+    cluster, nodes = start_running("0123", ready_limit_seconds=60)
+    nodes[1].die()
+    nodes[3].has_answered = False
+    cluster.run(0.2)
+    assert cluster.group.proposal and {name for name, _ in cluster.group.proposal.waits_for} == {"3"}
+    nodes[0].disconnect()
+    nodes[3].get_ready(2)
+    nodes[0].connect()
+    nodes[3].has_answered = True
+    cluster.run(1)
+    assert cluster.condition.phase == "Running"
+    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "2", "3"]
+
+
 def test_all_connections_lost_at_once_restart_nothing() -> None:
     cluster, nodes = start_running()
     for node in nodes:
