@@ -38,7 +38,7 @@ def test_a_world_of_one_grows_and_shrinks_back(make_elastic: MakeCluster, undist
 
 
 def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=7, name="held")])
+    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=3, name="held")])
     cluster.until_held()
     cluster.nodes[0].send(signal.SIGTERM)
     cluster.until_planned("node 0 leaving")
@@ -47,12 +47,12 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(make_elastic: Mak
     cluster.finish(nodes=[1, 2])
     cluster.check(undisturbed.at("undisturbed"))
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
-    assert [row["step"] for row in cluster.trace() if row["node"] == 0] == list(range(1, 9)), "wishes are read before a step"
+    assert [row["step"] for row in cluster.trace() if row["node"] == 0] == list(range(1, 5)), "wishes are read before a step"
     assert checkpoints(cluster.directory) == [5, 10, STEPS], "nobody saves for a node that leaves"
 
 
 def test_when_all_are_asked_to_leave_one_saves_and_the_run_goes_on_later(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=7, name="held")])
+    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=3, name="held")])
     cluster.until_held()
     for node in cluster.nodes.values():
         node.send(signal.SIGTERM)
@@ -60,8 +60,8 @@ def test_when_all_are_asked_to_leave_one_saves_and_the_run_goes_on_later(make_el
     cluster.release("held")
     cluster.finish(STOPPED_SAVED)
     assert cluster.coordinator is not None and cluster.coordinator.wait() == STOPPED_SAVED
-    assert checkpoints(cluster.directory) == [5, 8]
-    assert [event["checkpoint"] for event in events(cluster.directory, "save")] == ["step-5", "step-8"]
+    assert checkpoints(cluster.directory) == [4]
+    assert [event["checkpoint"] for event in events(cluster.directory, "save")] == ["step-4"]
     cluster.start()
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
