@@ -1,0 +1,194 @@
+"""``evergrad run`` of a script: the same nodes, signals, logs, metrics and exit codes as a typed run has."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ROOT / "examples" / "scripts"
+SECONDS = 150.0
+STEP = re.compile(r"step (\d+)")
+
+
+class ScriptRun:
+    """One ``evergrad run`` of a manifest with ``spec.script``, as a process of its own."""
+
+    def __init__(self, path: Path, command: list[str], *, nodes: int, **script: Any) -> None:
+        manifest = {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "script"},
+            "spec": {"nodes": {"min": 1, "max": 4}, "script": {"command": command, **script}},
+        }
+        self.path, self.nodes = path, nodes
+        (path / "script.yaml").write_text(json.dumps(manifest), "utf-8")
+        self.log = path / "output.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "ScriptRun":
+        environment = {**os.environ, "TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "evergrad_trainer", "run", "script.yaml", "--nodes", str(self.nodes)],
+                cwd=self.path,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        return self
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text("utf-8", errors="replace")
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        assert self.process is not None
+        return self.process
+
+    def steps(self) -> list[int]:
+        return [int(match[1]) for line in self.output.splitlines() if "rank 0]" in line and (match := STEP.search(line))]
+
+    def node(self, index: int) -> int:
+        """Process id of a node."""
+        for child in Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text().split():
+            with contextlib.suppress(FileNotFoundError):
+                if Path(f"/proc/{child}/comm").read_text().strip() == f"evergrad-node{index}":
+                    return int(child)
+        raise AssertionError(f"node {index} is not there; {self.output[-2000:]}")
+
+    def until(self, is_so: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not is_so():
+            assert self.launcher.poll() is None, f"ended before {what}: {self.output[-4000:]}"
+            assert time.monotonic() < deadline, f"no {what}: {self.output[-4000:]}"
+            time.sleep(0.02)
+
+    def wait(self) -> int:
+        return self.launcher.wait(SECONDS)
+
+    def events(self) -> list[dict[str, Any]]:
+        text = (self.path / "runs/script/logs/coordinator.log").read_text("utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def close(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()  # its nodes, their workers and the coordinator die with it
+            self.process.wait()
+
+
+Make = Callable[..., ScriptRun]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[ScriptRun] = []
+
+    def make_run(command: list[str], *, nodes: int = 2, **script: Any) -> ScriptRun:
+        made.append(ScriptRun(tmp_path, command, nodes=nodes, **script))
+        return made[-1]
+
+    yield make_run
+    for run in made:
+        run.close()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["ddp.py", "hf_trainer.py", "accelerate_loop.py"])
+def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> None:
+    command = [str(SCRIPTS / name), "--output", "out", "--steps", "40", "--save-every", "5", "--step-seconds", "0.1"]
+    run = make(command).start()
+    run.until(lambda: max(run.steps(), default=0) >= 7, "a step after the first checkpoint")
+    os.kill(run.node(0), signal.SIGKILL)
+    assert run.wait() == 0, run.output[-4000:]
+    steps = run.steps()
+    assert set(steps) == set(range(1, 41)), "no step is left out"
+    assert steps[-1] == 40
+    goes = [event["generation"] for event in run.events() if event["event"] == "go"]
+    assert goes == sorted(set(goes)) and len(goes) >= 2
+    assert (run.path / "runs/script/complete.json").is_file()
+    assert list((run.path / "runs/script/logs").glob("node-*-worker-0.out"))
+    assert make(command).start().wait() == 0
+    assert "is complete" in run.output
+
+
+@pytest.mark.timeout(240)
+def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_go(make: Make, tmp_path: Path) -> None:
+    code = (ROOT / "docs/elastic-scripts.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
+    code = code.replace("STEPS, checkpoint = 300", "STEPS, checkpoint = 5000")
+    code = code.replace("first + 1, STEPS + 1):\n", "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n")
+    (tmp_path / "train.py").write_text(code, "utf-8")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    run = make(["train.py", str(tmp_path / "state.pt")], metrics={"port": port}).start()
+    run.until(lambda: max(run.steps(), default=0) >= 5, "steps")
+    os.kill(run.node(1), signal.SIGTERM)
+    run.until(lambda: sum(event["event"] == "go" for event in run.events()) == 2, "a second group")
+    last = max(run.steps())
+    run.until(lambda: max(run.steps()) > last + 3, "steps of the second group")
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        metrics = answer.read().decode()
+    assert re.search(r'evergrad_script_step\{node="0",run="script"\} \d', metrics)
+    run.launcher.send_signal(signal.SIGINT)
+    assert run.wait() == 75, run.output[-4000:]
+    steps = run.steps()
+    assert steps == list(range(1, steps[-1] + 1)), "no step is trained twice"
+    again = make(["train.py", str(tmp_path / "state.pt")], nodes=1).start()
+    again.until(lambda: max(again.steps()) > steps[-1], "the next step")
+    assert again.steps() == list(range(1, again.steps()[-1] + 1))
+
+
+@pytest.mark.timeout(240)
+def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, time, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n    raise ValueError('these labels do not fit')\n"
+        "dist.barrier()\n",
+        "utf-8",
+    )
+    run = make(["train.py"]).start()
+    assert run.wait() == 70
+    said = next(event for event in run.events() if event["event"] == "finished")["message"]
+    assert "ValueError: these labels do not fit" in said
+    assert "rank 1" in said
+    assert "Connection closed" not in said
+    assert "train.py" in said, "the last frames"
+
+
+@pytest.mark.timeout(240)
+def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(make: Make, tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        '#!/bin/sh\necho "worker $RANK of $WORLD_SIZE with $KEY"\nsetsid sleep 1000 & echo $! > "left-$RANK"\nsleep 0.5\n',
+        "utf-8",
+    )
+    script.chmod(0o755)
+    run = make(["./train.sh"], env={"KEY": "value"}).start()
+    assert run.wait() == 0, run.output[-3000:]
+    assert "worker 0 of 2 with value" in run.output and "worker 1 of 2 with value" in run.output
+    for rank in (0, 1):
+        left = int((tmp_path / f"left-{rank}").read_text())
+        deadline = time.monotonic() + 20
+        while Path(f"/proc/{left}").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not Path(f"/proc/{left}").exists(), "an orphan"
+
+
+def test_a_script_that_is_not_there_is_wrong_input(make: Make) -> None:
+    run = make(["nowhere.py"]).start()
+    assert run.wait() == 64
+    assert "nowhere.py" in run.output
