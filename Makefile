@@ -18,7 +18,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench lock clean distclean
+.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -26,7 +26,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench and bench-recovery), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
 
@@ -93,6 +93,9 @@ verify: generated lint test ## all that CI checks: generated files, lint, tests
 
 bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/
 	PYTHONPATH=benchmarks $(BIN)/python benchmarks/run.py $(BENCH)
+
+bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic (20 minutes)
+	PYTHONPATH=benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
 
 lock: $(INSTALLED) ## write requirements/*.txt anew from the .in files (TORCH_WHEELS adds its CPU builds' hashes)
 	$(BIN)/python requirements/locks.py update $(if $(UPGRADE),--upgrade)

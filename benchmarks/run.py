@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ RESULTS = Path(__file__).with_name("results")
 
 def _speed(precision: str, *, compiled: bool, rounds: int) -> Callable[[], list[Row]]:
     return lambda: importlib.import_module("training_speed").measure(rounds=rounds, precision=precision, compiled=compiled)
+
+
+RECOVERY = "recovery"
+"""Takes as long as all others together, and options: ``make bench-recovery``; not among those that run by default."""
 
 
 def _simple(module: str) -> Callable[[], list[Row]]:
@@ -38,6 +43,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),
     "coordinator": _simple("coordinator"),
+    RECOVERY: _simple(RECOVERY),
 }
 
 
@@ -101,8 +107,12 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Run those that were named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    names = parser.parse_args().names or list(BENCHMARKS)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but {RECOVERY}")
+    recovery = importlib.import_module(RECOVERY)
+    recovery.add_options(parser)
+    options = parser.parse_args()
+    names = options.names or [name for name in BENCHMARKS if name != RECOVERY]
+    BENCHMARKS[RECOVERY] = partial(recovery.measure, only=options.only, events=options.events)
     for name in names:
         machine = describe_machine()
         print(f"== {time.strftime('%T')}  {name}", flush=True)
