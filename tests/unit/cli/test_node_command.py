@@ -1,0 +1,59 @@
+"""``evergrad node``: what is wrong with its arguments is told at once, before anything heavy is imported."""
+
+from pathlib import Path
+
+import pytest
+
+from evergrad_trainer.cli.main import main
+from evergrad_trainer.node.run import choose_start_method
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples/elastic/trainingrun.yaml"
+
+
+def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["node", str(EXAMPLE), *arguments]) == 64
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["here", "host:", ":29400", "host:0", "host:70000", "host:port"])
+def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], address: str) -> None:
+    assert f"--join: '{address}' is not HOST:PORT" in fail(capsys, "--join", address)
+
+
+def test_every_problem_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    said = fail(capsys, "--join", "here", "--node", "-1", "--workers", "0", "--token-file", "/nowhere")
+    assert [line.split()[1] for line in said.splitlines()] == ["--join:", "--node:", "--workers:", "--token-file:"]
+
+
+def test_a_host_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--join: nowhere.invalid cannot be reached" in fail(capsys, "--join", "nowhere.invalid:29400")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "path"),
+    [(["--nodes", "0"], "--nodes"), (["--chaos", "7"], "--chaos"), (["--nodes", "2", "--workers", "0"], "--workers")],
+)
+def test_a_run_of_impossible_nodes_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], path: str) -> None:
+    assert main(["run", str(EXAMPLE), *arguments]) == 64
+    assert f"error: {path}: " in capsys.readouterr().err
+
+
+def test_workers_are_forked_unless_something_forbids_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert choose_start_method("auto", num_accelerators=0) == "fork"
+    assert choose_start_method("forkserver", num_accelerators=8) == "forkserver"
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    assert choose_start_method("auto", num_accelerators=1) == "spawn"
+    assert "has touched an accelerator" in caplog.text
+
+
+def test_a_forked_process_that_cannot_use_the_accelerator_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr("torch.zeros", fail)
+    assert choose_start_method("auto", num_accelerators=1) == "spawn"
+    assert "a forked process cannot use the accelerator here" in caplog.text

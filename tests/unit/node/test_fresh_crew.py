@@ -1,0 +1,215 @@
+"""The crew of fresh workers: starts them when a group begins, ends them when it is left, and says what became of them."""
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result
+from evergrad_trainer.elastic import channel as say
+from evergrad_trainer.node import fresh
+from evergrad_trainer.node.fresh import FreshCrew
+
+DONE, USER_ERROR, SAVED, UNSAVED = 0, 64, 75, 76
+
+
+@dataclass
+class FakeWorker:
+    local_rank: int
+    variables: Mapping[str, str]
+    state: str = "starting"
+    rank: int = -1
+    inside_generation: int = -1
+    failure: say.Failed | None = None
+    last_lines: Any = None
+    signals: list[int] = field(default_factory=list)
+    kills: int = 0
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def was_oom_killed(self) -> bool:
+        return False
+
+
+@dataclass
+class Heard:
+    """A listener that remembers."""
+
+    said: list[Any] = field(default_factory=list)
+
+    def capacity_changed(self) -> None:
+        self.said.append("capacity")
+
+    def ready(self, generation: int, *, workers: int, step: int) -> None:
+        self.said.append(("ready", generation, workers, step))
+
+    def up(self, generation: int, step: int) -> None:
+        self.said.append(("up", generation))
+
+    def broken(self, message: Broken) -> None:
+        self.said.append(message)
+
+    def ended(self, record: say.Ended) -> None:
+        self.said.append(record)
+
+    def observed(self, record: say.Observed) -> None:
+        self.said.append(record)
+
+    def departed(self, *, is_saved: bool) -> None:
+        self.said.append(("departed", is_saved))
+
+    def gone(self, message: str) -> None:
+        self.said.append(message)
+
+    def done(self, message: Done) -> None:
+        self.said.append(message)
+
+    def stopped(self, message: Result) -> None:
+        self.said.append(message)
+
+    def take(self) -> list[Any]:
+        said, self.said = self.said, []
+        return said
+
+
+class Scene:
+    """A crew of two workers, whose ends are the test's to tell."""
+
+    def __init__(self, *, can_stop: bool = False) -> None:
+        self.heard = Heard()
+        self.workers: list[FakeWorker] = []
+        self.crew = FreshCrew(
+            self._start,  # type: ignore[arg-type]
+            num_workers=2,
+            listener=self.heard,
+            can_stop=lambda generation: can_stop,
+            grace_seconds=30.0,
+        )
+        self.crew.start()
+
+    def _start(self, local_rank: int, serial: int, variables: Mapping[str, str]) -> FakeWorker:
+        self.workers.append(FakeWorker(local_rank, variables))
+        return self.workers[-1]
+
+    def begin(self, generation: int = 1, first_rank: int = 2) -> list[FakeWorker]:
+        self.crew.change(generation, hard=False, cause="")
+        assert self.heard.take() == [("ready", generation, 2, -1)]
+        self.crew.begin(Go(generation, first_rank, 2, 4, 1, 2, "10.0.0.1", 1234))
+        assert self.heard.take() == [("up", generation)]
+        return self.workers[-2:]
+
+    def end(self, worker: FakeWorker, code: int) -> list[Message]:
+        self.crew.end(worker, code)  # type: ignore[arg-type]
+        return self.heard.take()
+
+
+def test_workers_are_started_with_torchruns_variables() -> None:
+    first, second = Scene().begin()
+    assert first.variables["RANK"] == "2" and second.variables["RANK"] == "3"
+    assert second.variables["LOCAL_RANK"] == "1"
+    wanted = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    assert wanted.items() <= first.variables.items()
+    assert first.variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_a_node_is_done_when_all_its_workers_ended_well() -> None:
+    scene = Scene()
+    first, second = scene.begin(7)
+    assert scene.end(first, DONE) == []
+    assert scene.end(second, DONE) == [Done(7)]
+
+
+def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> None:
+    scene = Scene()
+    first, second = scene.begin(3)
+    second.failure = say.Failed(-1, -1, 1, "ValueError", "no such label", is_final=False, is_agreed=False)
+    (report,) = scene.end(second, 1)
+    assert isinstance(report, Broken)
+    assert (report.generation, report.cause, report.rank, report.exit_code) == (3, "user_error", 3, 1)
+    assert "no such label" in report.message
+    assert first.signals == [signal.SIGTERM]
+    assert scene.end(first, -15) == []
+    scene.crew.change(4, hard=True, cause="")
+    assert scene.heard.take() == [("ready", 4, 2, -1)]
+
+
+def test_a_lost_connection_is_no_cause() -> None:
+    scene = Scene()
+    first, _ = scene.begin()
+    first.failure = say.Failed(-1, -1, 1, "RuntimeError", "Connection closed by peer [10.0.0.2]", is_final=False, is_agreed=False)
+    (report,) = scene.end(first, 1)
+    assert report.cause == "peer_lost"  # type: ignore[attr-defined]
+
+
+def test_a_worker_that_calls_its_input_wrong_ends_the_run() -> None:
+    scene = Scene()
+    first, _ = scene.begin()
+    (report,) = scene.end(first, USER_ERROR)
+    assert isinstance(report, Broken) and report.is_final
+
+
+def test_a_run_that_stopped_itself_says_so_with_the_weaker_code() -> None:
+    scene = Scene()
+    first, second = scene.begin(5)
+    scene.end(first, SAVED)
+    assert scene.end(second, UNSAVED) == [Result(5, 0, UNSAVED, "stopped")]
+
+
+def test_a_soft_change_lets_workers_that_can_stop_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(can_stop=True)
+    now = 100.0
+    monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
+    first, second = scene.begin()
+    scene.crew.change(2, hard=False, cause="")
+    assert first.signals == second.signals == [signal.SIGTERM]
+    now = 129.0
+    scene.crew.tick()
+    assert first.kills == 0
+    assert scene.end(first, SAVED) == []
+    assert scene.end(second, SAVED) == [("ready", 2, 2, -1)]
+
+
+def test_a_hard_change_ends_workers_that_do_not_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(can_stop=True)
+    now = 100.0
+    monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
+    first, second = scene.begin()
+    scene.crew.change(2, hard=True, cause="")
+    now = 101.0
+    scene.crew.tick()
+    assert (first.kills, second.kills) == (1, 1)
+
+
+def test_a_plan_told_again_is_answered_again() -> None:
+    scene = Scene()
+    scene.crew.change(2, hard=False, cause="")
+    scene.crew.change(2, hard=False, cause="")
+    assert scene.heard.take() == [("ready", 2, 2, -1)] * 2
+
+
+@pytest.mark.parametrize(("codes", "is_saved"), [((SAVED, SAVED), True), ((SAVED, -9), False)])
+def test_a_departure_says_whether_the_workers_saved(codes: tuple[int, int], is_saved: bool) -> None:
+    scene = Scene(can_stop=True)
+    workers = scene.begin()
+    scene.crew.change(2, hard=False, cause="")
+    for worker, code in zip(workers, codes, strict=True):
+        scene.end(worker, code)
+    scene.crew.depart(2, save=False)
+    assert scene.heard.take()[-1] == ("departed", is_saved)
+
+
+def test_nothing_is_started_or_answered_once_the_run_is_over() -> None:
+    scene = Scene()
+    first, second = scene.begin()
+    scene.crew.finish(70)
+    assert first.signals == [signal.SIGTERM]
+    assert scene.end(first, -15) == scene.end(second, -15) == []
+    scene.crew.change(9, hard=True, cause="")
+    assert scene.heard.take() == []
+    assert scene.crew.capacity == 0 and scene.crew.is_empty
