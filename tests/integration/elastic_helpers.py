@@ -260,6 +260,10 @@ class Cluster:
         """Processes of a node that have finished steps."""
         return {row["pid"] for row in self.trace() if row["node"] == node}
 
+    def steps(self, node: int) -> list[int]:
+        """Steps that a node's first worker has finished, in their order."""
+        return [row["step"] for row in self.trace() if row["node"] == node and row["local_rank"] == 0]
+
     def until(self, condition: Callable[[], Any], what: str) -> Any:
         return until(condition, what, self.describe)
 

@@ -49,8 +49,7 @@ def test_survivors_one_step_apart_feed_each_other(make_elastic: MakeCluster, und
     cluster.finish()
     assert cluster.has_happened("lose")
     cluster.check(undisturbed.at("undisturbed"))
-    finished = [row["step"] for row in cluster.trace() if row["node"] == 1]
-    assert finished == [1, 2, 3, *range(5, STEPS + 1)]
+    assert cluster.steps(1) == [1, 2, 3, *range(5, STEPS + 1)]
     assert all(len(cluster.pids(node)) == 1 for node in range(3))
 
 
@@ -101,3 +100,20 @@ def test_an_evaluation_that_a_death_interrupts_is_made_again(
         for one in (cluster.directory, evaluating.at("undisturbed"))
     ]
     assert rows[0] == rows[1] and sorted(rows[0]) == [4, 8, 12]
+
+
+def test_a_save_under_way_does_not_hold_a_join_and_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Rank 1's part of the save of step 5 is not written while a newcomer joins; written late, it harms nobody."""
+    holds = [fault("hold", "shard", node=1, name="saving"), fault("hold", "slot", node=0, step=6, name="held")]
+    cluster = make_elastic(expect=2).start(faults=holds)
+    cluster.until_held("saving")
+    cluster.until_held("held")
+    cluster.start_node(2)
+    cluster.until_planned("node 2 joined")
+    cluster.release("held")
+    cluster.until(lambda: checkpoints(cluster.directory), "the save of the new world")
+    cluster.release("saving")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert cluster.steps(2)[0] - 1 in checkpoints(cluster.directory)
+    assert not events(cluster.directory, "save_failed")

@@ -21,19 +21,21 @@ def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed:
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     assert [len(cluster.pids(node)) for node in range(4)] == [1, 1, 1, 1]
-    assert [row["step"] for row in cluster.trace() if row["node"] == 3] == list(range(6, STEPS + 1))
+    first = cluster.steps(3)[0]
+    assert first > 4 and cluster.steps(2) == cluster.steps(3) == list(range(first, STEPS + 1))
     assert all(not line["hard"] for line in cluster.log("plan"))
 
 
 def test_a_world_of_one_grows_and_shrinks_back(make_elastic: MakeCluster, undisturbed: Any) -> None:
     cluster = make_elastic(expect=1).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
     cluster.until_held()
-    cluster.start_node(1, faults=[fault("SIGKILL", "reducing", node=1, step=8, to="node")])
+    cluster.start_node(1, faults=[fault("SIGKILL", "tally", node=1, call=3, to="node")])
     cluster.until_planned("node 1 joined")
     cluster.release("held")
     cluster.finish(nodes=[0])
     cluster.check(undisturbed.at("undisturbed"))
-    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [1] * 5 + [2] * 2 + [1] * 5
+    alone = cluster.steps(1)[0] - 1
+    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [1] * alone + [2] * 2 + [1] * (STEPS - alone - 2)
     assert len(cluster.pids(0)) == 1
 
 
@@ -47,7 +49,7 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(make_elastic: Mak
     cluster.finish(nodes=[1, 2])
     cluster.check(undisturbed.at("undisturbed"))
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1)), "no step is trained twice"
-    assert [row["step"] for row in cluster.trace() if row["node"] == 0] == list(range(1, 5)), "wishes are read before a step"
+    assert 3 <= cluster.steps(0)[-1] < cluster.steps(1)[-1], "it has left before the others ended"
     assert checkpoints(cluster.directory) == [5, 10, STEPS], "nobody saves for a node that leaves"
 
 
@@ -56,12 +58,13 @@ def test_when_all_are_asked_to_leave_one_saves_and_the_run_goes_on_later(make_el
     cluster.until_held()
     for node in cluster.nodes.values():
         node.send(signal.SIGTERM)
-    cluster.until(lambda: len(cluster.log("leaving")) == 3, "three that leave")
+    cluster.until(lambda: cluster.log("plan")[-1]["members"] == 0, "a plan of nobody")
     cluster.release("held")
     cluster.finish(STOPPED_SAVED)
     assert cluster.coordinator is not None and cluster.coordinator.wait() == STOPPED_SAVED
-    assert checkpoints(cluster.directory) == [4]
-    assert [event["checkpoint"] for event in events(cluster.directory, "save")] == ["step-4"]
+    last = steps_of(cluster.directory)[-1]
+    assert last < STEPS and checkpoints(cluster.directory)[-1] == last
+    assert sum(event["checkpoint"].startswith(f"step-{last}") for event in events(cluster.directory, "save")) == 1, "one saves"
     cluster.start()
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))

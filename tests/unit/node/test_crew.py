@@ -1,0 +1,336 @@
+"""A crew counts, asks and replaces its workers, and tells the coordinator's side what became of them: fakes in, reports out."""
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from evergrad_coordinator.protocol import Broken as BrokenGroup
+from evergrad_coordinator.protocol import Go
+from evergrad_trainer.elastic import channel as say
+from evergrad_trainer.elastic.channel import Channel
+from evergrad_trainer.elastic.pulse import Pulse
+from evergrad_trainer.node import crew as crew_module
+from evergrad_trainer.node.crew import InProcessCrew
+from evergrad_trainer.node.workers import Worker
+
+
+@dataclass
+class Sent:
+    """A channel that keeps what it is given."""
+
+    records: list[Any] = field(default_factory=list)
+
+    def send(self, record: Any, *, wait: bool = True) -> bool:
+        assert not wait, "a supervisor never waits for a worker"
+        if not isinstance(record, say.Ping):
+            self.records.append(record)
+        return True
+
+
+class Reports:
+    """A listener that keeps what it is told: (method, arguments)."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.heard.append((name, *args, *kwargs.values()))
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """What was told since the last time."""
+        heard, self.heard = self.heard, []
+        return heard
+
+    def take_broken(self) -> list[BrokenGroup]:
+        return [one[1] for one in self.take() if one[0] == "broken"]
+
+
+@dataclass
+class Room:
+    """A crew of two workers whose processes are fakes."""
+
+    reports: Reports
+    started: list[Worker]
+    killed: list[int]
+    crew: InProcessCrew
+
+    def sent(self, worker: Worker) -> list[Any]:
+        channel = cast(Sent, worker.channel)
+        records, channel.records = channel.records, []
+        return records
+
+    def warm(self) -> tuple[Worker, Worker]:
+        """Both workers warm, idle and nothing left to read."""
+        self.crew.start()
+        for worker in self.started:
+            self.crew.hear(worker, say.Warm())
+        self.reports.take()
+        first, second = self.started
+        return first, second
+
+    def begin(self, generation: int, step: int = -1) -> tuple[Worker, Worker]:
+        """Both workers in the group of ``generation``, at ranks 2 and 3 of 4."""
+        first, second = self.warm() if not self.started else (self.started[0], self.started[1])
+        self.crew.change(generation, hard=False, cause="test")
+        for worker in (first, second):
+            self.crew.hear(worker, say.Ready(generation, step))
+        self.crew.begin(go(generation))
+        for worker in (first, second):
+            self.crew.hear(worker, say.Up(generation, max(step, 0)))
+            self.sent(worker)
+        self.reports.take()
+        return first, second
+
+
+def go(generation: int, *, workers: int = 2) -> Go:
+    return Go(generation, 2, workers, 4, 1, 2, "10.0.0.1", 4000)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [1000.0]
+    monkeypatch.setattr(crew_module.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+@pytest.fixture
+def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    started: list[Worker] = []
+    killed: list[int] = []
+    monkeypatch.setattr(Worker, "kill", lambda self: (killed.append(self.serial), setattr(self, "was_killed", True)))
+
+    def start(local_rank: int, serial: int) -> Worker:
+        process = SimpleNamespace(pid=100 + serial, exitcode=None)
+        worker = Worker(local_rank, serial, cast(Any, process), cast(Channel, Sent()), Pulse(), None, last_heard=now[0])
+        started.append(worker)
+        return worker
+
+    reports = Reports()
+    crew = InProcessCrew(
+        start,
+        num_workers=2,
+        listener=cast(Any, reports),
+        describe_place=lambda step, slot: f"samples of {step}/{slot}",
+        setup_seconds=5.0,
+    )
+    yield Room(reports, started, killed, crew)
+
+
+def test_workers_count_once_they_are_warm(room: Room) -> None:
+    room.crew.start()
+    assert [worker.local_rank for worker in room.started] == [0, 1] and room.crew.capacity == 0
+    room.crew.hear(room.started[1], say.Warm())
+    assert room.crew.capacity == 1 and room.reports.take() == [("capacity_changed",)]
+
+
+def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(room: Room) -> None:
+    first, second = room.warm()
+    room.crew.change(5, hard=True, cause="node 2 lost")
+    assert room.sent(first) == room.sent(second) == [say.Change(5, hard=True)]
+    room.crew.hear(first, say.Ready(5, 7))
+    assert room.reports.take() == []
+    room.crew.hear(second, say.Ready(5, 8))
+    assert room.reports.take() == [("ready", 5, 2, 8)]
+
+
+def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) -> None:
+    first, second = room.warm()
+    room.crew.change(5, hard=False, cause="")
+    for worker in (first, second):
+        room.crew.hear(worker, say.Ready(5, 7))
+    assert room.reports.take() == [("ready", 5, 2, 7)]
+    room.crew.change(5, hard=False, cause="")
+    assert room.reports.take() == [("ready", 5, 2, 7)]
+    room.crew.change(4, hard=True, cause="")
+    assert room.reports.take() == []
+
+
+def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
+    first, second = room.warm()
+    room.crew.change(3, hard=False, cause="2 nodes are here")
+    for worker in (second, first):
+        room.crew.hear(worker, say.Ready(3, -1))
+        room.sent(worker)
+    room.reports.take()
+    room.crew.begin(go(3))
+    assert room.crew.place == go(3)
+    for worker, rank in ((first, 2), (second, 3)):
+        assert [*room.sent(worker)][-1:] == [say.Begin(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="2 nodes are here")]
+    room.crew.hear(first, say.Up(3, 0))
+    assert room.reports.take() == []
+    room.crew.hear(second, say.Up(3, 0))
+    assert room.reports.take() == [("up", 3, 0)]
+
+
+def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(room: Room) -> None:
+    first, second = room.warm()
+    room.crew.change(3, hard=False, cause="")
+    for worker in (first, second):
+        room.crew.hear(worker, say.Ready(3, 4))
+    room.crew.end(second, -signal.SIGKILL)
+    room.reports.take()
+    room.crew.begin(go(3))
+    (broken,) = room.reports.take_broken()
+    assert (broken.generation, broken.cause) == (3, "setup_failed")
+    assert room.crew.place is None
+
+
+def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stays(room: Room) -> None:
+    first, second = room.begin(3)
+    second.pulse.beat(9, 4)
+    room.crew.end(second, -signal.SIGKILL)
+    (broken,) = room.reports.take_broken()
+    assert (broken.cause, broken.rank, broken.step, broken.exit_code, broken.is_final) == ("worker_crash", 3, 9, -9, False)
+    assert broken.message == "was killed by SIGKILL in step 9, slot 4; its samples are samples of 9/4"
+    assert room.crew.place is None, "a group without one of its ranks is not had any more"
+    assert [worker.local_rank for worker in room.started] == [0, 1, 1], "it is replaced at once"
+    assert room.killed == [] and room.crew.capacity == 1
+    room.crew.change(4, hard=True, cause="")
+    room.crew.hear(first, say.Ready(4, 8))
+    assert room.reports.take() == [("ready", 4, 1, 8)], "the others do not wait for the one that starts"
+
+
+@pytest.mark.parametrize(("code", "words"), [(0, "ended with exit code 0 before the run was over"), (3, "exit code 3")])
+def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(room: Room, code: int, words: str) -> None:
+    first, _ = room.begin(3)
+    room.crew.end(first, code)
+    (broken,) = room.reports.take_broken()
+    assert broken.cause == "worker_crash" and words in broken.message and broken.exit_code == code
+
+
+def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
+    first, _ = room.begin(3)
+    room.crew.hear(first, say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False))
+    room.crew.end(first, 70)
+    (broken,) = room.reports.take_broken()
+    assert (broken.cause, broken.message, broken.is_final) == ("user_error", "ValueError: a mistake", False)
+
+
+@pytest.mark.parametrize(("is_final", "is_agreed"), [(True, False), (False, True)])
+def test_what_no_retry_can_cure_is_final(room: Room, is_final: bool, is_agreed: bool) -> None:
+    first, _ = room.begin(3)
+    room.crew.hear(first, say.Failed(3, 6, 64, "InputError", "wrong", is_final=is_final, is_agreed=is_agreed))
+    room.crew.end(first, 64)
+    assert [broken.is_final for broken in room.reports.take_broken()] == [True]
+
+
+def test_a_worker_that_lost_a_peer_says_so_and_lives(room: Room) -> None:
+    first, _ = room.begin(3)
+    room.crew.hear(first, say.Broken(3, 6, "Connection closed by peer"))
+    (broken,) = room.reports.take_broken()
+    assert (broken.cause, broken.rank, broken.step, broken.generation) == ("peer_lost", 2, 6, 3)
+    assert len(room.started) == 2 and room.killed == []
+
+
+def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(room: Room, now: list[float]) -> None:
+    first, second = room.begin(3)
+    now[0] += 60.0
+    room.crew.tick()
+    assert room.killed == [], "after a freeze of the supervisor everybody seems silent"
+    for _ in range(25):
+        now[0] += crew_module.PING_SECONDS
+        room.crew.hear(second, say.Pong())
+        room.crew.tick()
+    assert set(room.killed) == {first.serial}
+    room.crew.end(first, -signal.SIGKILL)
+    (broken,) = room.reports.take_broken()
+    assert broken.cause == "stuck"
+
+
+def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Room, now: list[float]) -> None:
+    first, second = room.begin(3)
+    second.pulse._values[3] = 20.0
+    room.crew.change(4, hard=True, cause="")
+
+    def pass_seconds(seconds: float) -> None:
+        for _ in range(round(seconds / crew_module.PING_SECONDS)):
+            now[0] += crew_module.PING_SECONDS
+            for worker in (first, second):
+                room.crew.hear(worker, say.Pong())
+            room.crew.tick()
+
+    pass_seconds(crew_module.STUCK_SECONDS)
+    assert room.killed == []
+    pass_seconds(1)
+    assert set(room.killed) == {first.serial}
+    pass_seconds(58)
+    assert set(room.killed) == {first.serial, second.serial}
+
+
+def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
+    first, second = room.begin(3)
+    room.crew.change(4, hard=False, cause="")
+    for _ in range(400):
+        now[0] += crew_module.PING_SECONDS
+        for worker in (first, second):
+            room.crew.hear(worker, say.Pong())
+        room.crew.tick()
+    assert room.killed == []
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_the_worker_with_the_newest_state_saves_and_its_word_counts(room: Room, is_saved: bool) -> None:
+    first, second = room.warm()
+    room.crew.change(4, hard=False, cause="")
+    room.crew.hear(first, say.Ready(4, 6))
+    room.crew.hear(second, say.Ready(4, 7))
+    for worker in (first, second):
+        room.sent(worker)
+    room.reports.take()
+    room.crew.depart(4, save=True)
+    assert room.sent(first) == [say.Depart(4, save=False)] and room.sent(second) == [say.Depart(4, save=True)]
+    room.crew.hear(first, say.Saved(True))
+    room.crew.hear(second, say.Saved(is_saved))
+    room.crew.end(first, 75)
+    assert room.reports.take() == []
+    room.crew.end(second, 75)
+    assert room.reports.take() == [("departed", is_saved)]
+
+
+def test_a_saver_that_dies_has_not_saved(room: Room) -> None:
+    first, second = room.warm()
+    room.crew.depart(4, save=True)
+    room.crew.hear(second, say.Saved(True))
+    room.crew.end(first, -signal.SIGKILL)
+    room.crew.end(second, 75)
+    assert room.reports.take() == [("departed", False)]
+
+
+def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
+    first, second = room.warm()
+    room.crew.depart(4, save=False)
+    for worker in (first, second):
+        room.crew.hear(worker, say.Saved(True))
+        room.crew.end(worker, 75)
+    assert room.reports.take() == [("departed", True)]
+    assert len(room.started) == 2, "nobody is started while the node ends"
+
+
+def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def try_to_start() -> None:
+        monkeypatch.setattr(crew_module.asyncio, "sleep", _at_once)
+        room.crew.start()
+        for _ in range(2):
+            room.crew.end(room.started[-1], 70)
+            for _ in range(5):
+                await _at_once(0)
+        last = room.started[-1]
+        room.crew.hear(last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False))
+        room.crew.end(last, 70)
+
+    asyncio.run(try_to_start())
+    assert len(room.started) == 4
+    ((name, message),) = room.reports.take()
+    assert name == "gone" and "3 workers in a row" in message and "no such module" in message
+
+
+_sleep = asyncio.sleep
+
+
+async def _at_once(_seconds: float) -> None:
+    await _sleep(0)

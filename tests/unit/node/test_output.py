@@ -1,0 +1,60 @@
+"""What a worker prints: all of it in its file, line by line with its rank in front on the node's stderr."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from evergrad_trainer.node.output import WorkerOutput
+
+
+def read_all(path: Path, write: Callable[[int, list[int]], None], *, is_forwarded: bool = True) -> WorkerOutput:
+    """What becomes of what ``write(descriptor, ranks)`` writes; ``ranks[0]`` is the worker's rank at that moment."""
+
+    async def run() -> WorkerOutput:
+        read_end, write_end = os.pipe()
+        ranks = [-1]
+        output = WorkerOutput(read_end, path=path, node="3", rank=lambda: ranks[0], is_forwarded=is_forwarded)
+        try:
+            write(write_end, ranks)
+        finally:
+            os.close(write_end)
+        output.drain()
+        output.close()
+        output.close()
+        return output
+
+    return asyncio.run(run())
+
+
+def test_lines_carry_the_rank_of_their_moment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def write(descriptor: int, ranks: list[int]) -> None:
+        ranks[0] = 5
+        os.write(descriptor, b"one\ntwo\nthr")
+        os.write(descriptor, b"ee without an end")
+
+    output = read_all(tmp_path / "logs" / "out", write)
+    assert capfd.readouterr().err == "[node 3 rank 5] one\n[node 3 rank 5] two\n[node 3 rank 5] three without an end\n"
+    assert (tmp_path / "logs" / "out").read_bytes() == b"one\ntwo\nthree without an end"
+    assert list(output.last_lines) == ["one", "two", "three without an end"]
+
+
+def test_a_worker_without_a_rank_and_bytes_that_are_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    read_all(tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"\xff\xfe\n") and None)
+    assert capfd.readouterr().err.startswith("[node 3] ")
+    assert (tmp_path / "out").read_bytes() == b"\xff\xfe\n"
+
+
+def test_what_is_not_forwarded_is_kept_all_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = read_all(tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"x\n") and None, is_forwarded=False)
+    assert capfd.readouterr().err == "" and (tmp_path / "out").read_text() == "x\n" and list(output.last_lines) == ["x"]
+
+
+def test_the_last_lines_are_few_and_a_later_process_adds_to_the_file(tmp_path: Path) -> None:
+    lines = b"".join(b"line %d\n" % number for number in range(100))
+    for _ in range(2):
+        output = read_all(tmp_path / "out", lambda descriptor, _: os.write(descriptor, lines) and None, is_forwarded=False)
+    assert (output.last_lines[0], output.last_lines[-1]) == ("line 60", "line 99")
+    assert (tmp_path / "out").read_bytes() == lines * 2

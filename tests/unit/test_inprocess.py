@@ -1,0 +1,85 @@
+"""What ranks tell each other when they meet, and what each remembers afterwards."""
+
+from dataclasses import asdict
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.inprocess import _adopt, _standing
+from evergrad_trainer.loop import Progress
+
+BEST = {"metric": "held/loss", "value": 2.0, "step": 6}
+
+
+def checkpoints(*, published: int | None = None, failures: int = 0) -> CheckpointManager:
+    newest = None if published is None else SimpleNamespace(step=published)
+    return cast(CheckpointManager, SimpleNamespace(published=newest, failures=failures))
+
+
+def row(step: int, **changes: Any) -> dict[str, Any]:
+    base = {
+        "step": step, "failures": 0, "standing": -1, "begun": -1, "evaluated_step": -1, "steps_here": step, "best": None,
+        "record": None,
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def adopt(*rows: dict[str, Any]) -> Progress:
+    progress = Progress(finished_steps=99, saved_step=99, resumed_step=99, evaluated_step=99)
+    _adopt(progress, list(rows))
+    return progress
+
+
+def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
+    progress = Progress(finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4)
+    told = _standing(progress, checkpoints(), held_step=8)
+    assert (told["step"], told["standing"], told["begun"], told["steps_here"], told["record"]) == (8, 3, 6, 5, None)
+    assert _standing(progress, checkpoints(published=6, failures=2), held_step=-1)["standing"] == 6
+    assert _standing(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
+
+
+def test_everybody_remembers_what_those_with_the_newest_step_remember(synthetic: ModuleType) -> None:
+    record = asdict(synthetic.step_record(8))
+    progress = adopt(
+        row(-1),
+        row(7, evaluated_step=7, steps_here=50),
+        row(8, evaluated_step=6, steps_here=8, record=record, best=BEST, standing=6),
+    )
+    assert (progress.finished_steps, progress.evaluated_step, progress.steps_here) == (8, 6, 8)
+    assert progress.last_record is not None and asdict(progress.last_record) == record
+    assert progress.best == BEST
+
+
+def test_an_evaluation_that_only_some_have_finished_is_done_again() -> None:
+    assert adopt(row(8, evaluated_step=8), row(8, evaluated_step=4)).evaluated_step == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "standing", "is_lost"),
+    [
+        ([row(8, standing=5, begun=5), row(8, standing=5, begun=5)], 5, False),
+        ([row(8, standing=5, begun=8), row(8, standing=5, begun=8)], 5, True),
+        ([row(8, standing=5, begun=8), row(8, standing=8, begun=8)], 8, False),
+        ([row(8, standing=5, begun=5), row(-1, standing=-1, begun=-1)], 5, False),
+        ([row(8, standing=-1, begun=-1), row(-1, standing=3, begun=12)], 3, False),
+    ],
+    ids=[
+        "all stands",
+        "the save ended with its world",
+        "one has seen it stand",
+        "a newcomer",
+        "a begun save of a rank without state",
+    ],
+)
+def test_a_save_is_lost_when_nobody_has_seen_it_stand(rows: list[dict[str, Any]], standing: int, is_lost: bool) -> None:
+    progress = adopt(*rows)
+    assert progress.saved_step == progress.resumed_step == standing
+    assert progress.is_save_lost == is_lost
+
+
+@pytest.mark.parametrize(("step", "standing", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)])
+def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there(step: int, standing: int, is_kept: bool) -> None:
+    progress = adopt(row(step, best=BEST, standing=standing, begun=6))
+    assert progress.best == (BEST if is_kept else None)
