@@ -151,10 +151,12 @@ def _compiled(own: Samples, taken: dict[str, Samples]) -> list[Row]:
 def _reduction(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     what = "gradient reduction, 2 processes, tokens/s"
     ratios = [one["DDP"] / one["evergrad"] for one in own["turn"]]
+    kept = [one["DDP_kept"] / one["evergrad"] for one in own["turn"]]
     return [
         _row(what, "step with flat buckets", _of(own["turn"], "evergrad"), "s"),
         _row(what, "step with DDP", _of(own["turn"], "DDP"), "s"),
         _row(what, "evergrad / DDP", ratios, "ratio", ">= 1.15"),
+        _row(what, "the same, DDP's gradients kept", kept, "ratio", note="for scale: zero_grad(set_to_none=False)"),
     ]
 
 

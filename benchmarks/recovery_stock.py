@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 _BEGUN = time.time()
+_PARENT = os.getppid()
+# torchrun leaves workers behind when it is killed; a container would not.
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != _PARENT:
+    os._exit(1)
 
 import torch  # noqa: E402 - imports are timed, too
 import torch.distributed as dist  # noqa: E402
@@ -85,8 +90,6 @@ def main() -> None:
     if arguments.reloads is not None:
         time_reloads(arguments)
         return
-    # torchrun leaves workers behind when it is killed; a container would not.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     dist.init_process_group("gloo")
     met = time.time()
     checkpoint = arguments.output / "checkpoint.pt"

@@ -51,14 +51,20 @@ def _be_rank(config: dict[str, Any], rounds: int) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    turns = {"evergrad": _own_turn(config), "DDP": _wrapped_turn(config)}
+    turns = {
+        "evergrad": _own_turn(config),
+        "DDP": _wrapped_turn(config, keeps_gradients=False),
+        "DDP_kept": _wrapped_turn(config, keeps_gradients=True),
+    }
+    names = list(turns)
     found = []
     for number in range(rounds + _WARM_UP):
         seconds = {}
-        for name, turn in turns.items() if number % 2 else reversed(turns.items()):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
             dist.barrier()
             before = time.perf_counter()
-            turn(number)
+            turns[name](number)
             dist.barrier()
             seconds[name] = time.perf_counter() - before
         found.append(seconds)
@@ -114,16 +120,18 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
     return turn
 
 
-def _wrapped_turn(config: dict[str, Any]) -> Callable[[int], None]:
-    """The same with DDP: no_sync while gradients accumulate, gradients as views of its buckets."""
+def _wrapped_turn(config: dict[str, Any], *, keeps_gradients: bool) -> Callable[[int], None]:
+    """The same with DDP: no_sync while gradients accumulate, gradients as views of its buckets.
+
+    ``keeps_gradients``: they are set to zero, not to None as ``zero_grad()`` does by default.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     model, optimizer = _build(config)
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def turn(step: int) -> None:
-        # As views of buckets that stay: cheaper than new gradients each step.
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=not keeps_gradients)
         for slot in range(_SLOTS):
             tokens = _tokens(step, slot)
             with nullcontext() if slot == _SLOTS - 1 else parallel.no_sync():
