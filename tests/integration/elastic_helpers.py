@@ -209,7 +209,13 @@ class Cluster:
             f"node-{index}",
             arguments=arguments,
             faults=list(faults),
-            settings={"node": str(index), "coordinator_port": self.port, "grace_seconds": 20.0, **settings},
+            settings={
+                "node": str(index),
+                "address": "127.0.0.1",
+                "coordinator_port": self.port,
+                "grace_seconds": 20.0,
+                **settings,
+            },
             constants=dict(constants or {}),
             resolver=None if resolver is None else str(resolver),
         )

@@ -191,7 +191,6 @@ def _be_node(task: dict[str, Any]) -> int:
     settings = NodeSettings(
         run=plan.run.metadata.name,
         coordinator_host="127.0.0.1",
-        address="127.0.0.1",
         recovery="in-process",
         run_directory=directory.path,
         fingerprint=fingerprint(plan.run),
