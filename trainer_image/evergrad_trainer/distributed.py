@@ -146,7 +146,7 @@ def stuck_operations_end(device: torch.device) -> Callable[[], None] | None:
     return torch_private.abort_groups if device.type == "cuda" else None
 
 
-_buried: list[object] = []
+_buried: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
 """Groups, collectives and tensors of operations that never ended: their threads may still write, so nothing is freed."""
 
 
@@ -157,10 +157,12 @@ def abandon_world(world: World | None, *, patience_seconds: float = 0.05) -> boo
     """
     if world is not None and world.device.type == "cuda" and world.group is not None:
         torch_private.abort_groups()
+    # Those that have ended since, at the latest by the groups' timeout, let go of their threads and sockets.
+    _buried[:] = [grave for grave in _buried if not all(work.is_completed() for work, _ in grave[1])]
     deadline = time.monotonic() + patience_seconds
     stuck = [] if world is None else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
     if stuck and world is not None:
-        _buried.append((world.group, world.control, world.checkpoint, stuck))
+        _buried.append((world, stuck))
     if dist.is_initialized():
         dist.destroy_process_group()
     return bool(stuck)

@@ -4,6 +4,7 @@ Level 1 of the design: survivors of a lost peer keep their process, agree on the
 go on. Only for state that every rank holds whole.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -50,6 +51,7 @@ _log = logging.getLogger(__name__)
 
 def run_worker(plan: SessionPlan, channel: Channel, pulse: Pulse, *, node: int, local_rank: int) -> int:
     """Serve the run as one of its workers until the supervisor says that it is over; returns the exit code."""
+    gc.disable()  # until its first step is done
     directory = RunDirectory(plan.run_directory)
     guard = Guard(channel)
     guard.start()

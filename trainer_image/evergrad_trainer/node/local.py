@@ -1,6 +1,7 @@
 """Several nodes on this machine: one coordinator and N supervisors as local processes, replaced when they are lost."""
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -203,6 +204,8 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
         number: signal.signal(number, lambda number, _: stops.append(number)) for number in (signal.SIGTERM, signal.SIGINT)
     }
     told = 0
+    gc.freeze()
+    gc.enable()
     try:
         coordinator.start()
         print(

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import sys
@@ -149,6 +150,7 @@ async def _serve_fresh(
 
 def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation: int) -> int:
     """One worker of a typed run whose world lasts as long as itself."""
+    gc.disable()  # until its first step is done
     return run_session(plan, generation=generation, relay=Relay(channel.observe))
 
 

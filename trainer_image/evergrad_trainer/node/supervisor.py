@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -137,6 +138,9 @@ class Supervisor:
     async def run(self, crew: Crew) -> int:
         """Serve with ``crew`` until the run, or this node's part in it, is over; returns the exit code."""
         self._crew = crew
+        # It lives as long as the run: what was imported stays, what it makes from here on is collected.
+        gc.freeze()
+        gc.enable()
         adopt_orphans()
         name_process(f"evergrad-node{self._settings.node}")
         loop = asyncio.get_running_loop()
@@ -390,6 +394,8 @@ class Supervisor:
             output.close()
         code = worker.process.exitcode
         self._crew.end(worker, int(ExitCode.INTERNAL) if code is None else code)
+        worker.process.close()
+        worker.last_lines = None
 
     def _stop(self, exit_code: int) -> None:
         if self._exit_code is None:
