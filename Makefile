@@ -57,7 +57,7 @@ $(OTHER)/.installed: coordinator/pyproject.toml trainer_image/pyproject.toml
 	$(call stage,torch $(TORCH))
 	@$(PYTHON) -m venv $(OTHER)
 	@$(OTHER)/bin/python -m pip install --disable-pip-version-check $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) \
-		torch==$(TORCH) numpy 'setuptools>=77'
+		torch==$(TORCH) numpy 'setuptools>=77' pytest pytest-timeout
 	@$(OTHER)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
 		--editable coordinator --editable trainer_image
 	@touch $@
@@ -67,6 +67,7 @@ test-torch-matrix: $(INSTALLED) $(OTHER)/.installed ## the rendezvous backend wi
 	$(call stage,torch $(TORCH))
 	OMP_NUM_THREADS=1 EVERGRAD_TEST_PYTHON=$(abspath $(OTHER)/bin/python) $(BIN)/python -m pytest tests/unit/elastic/test_torch_behaviours.py \
 		tests/integration/test_rendezvous_changes.py tests/integration/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
+	$(OTHER)/bin/python -m pytest --config-file=/dev/null --noconftest --import-mode=importlib -p no:cacheprovider tests/unit/test_torch_private.py
 
 lint: $(INSTALLED) ## ruff, mypy and the import directions
 	$(call stage,ruff)
