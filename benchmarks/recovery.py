@@ -7,11 +7,13 @@ How to read the rows: see README.md beside this file.
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,8 @@ def measure(
     A part that fails is told, and leaves its older samples as they are. Raises SystemExit when all have failed.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
+    # As Ctrl-C: by an exception, so that processes and folders are cleaned up.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     warm_up_this_process()
     known: dict[str, Any] = json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
     begun, failed = time.strftime("%Y-%m-%d %H:%M"), []
@@ -66,19 +70,18 @@ def measure(
         samples_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     if failed and len(failed) == len(only or PARTS):
         raise SystemExit(f"every part failed: {', '.join(failed)}")
-    rows = build_rows({name: part["samples"] for name, part in known.items()})
-    older = [f"{name} of {part['taken']}" for name, part in known.items() if part["taken"] != begun]
-    if older:
-        print(f"taken before: {', '.join(older)}", flush=True)
-    return rows
+    return build_rows(
+        {name: part["samples"] for name, part in known.items()}, times={name: part["taken"] for name, part in known.items()}
+    )
 
 
-def build_rows(taken: dict[str, Samples]) -> list[Row]:
-    """From samples to rows: medians, with the range in the note. Pure."""
+def build_rows(samples: dict[str, Samples], *, times: dict[str, str]) -> list[Row]:
+    """From samples to rows: medians, with the range in the note; and when a part was taken, if not with the newest. Pure."""
     rows: list[Row] = []
     for name, build in _ROWS.items():
-        if name in taken:
-            rows += build(taken[name], taken)
+        if name in samples:
+            late = "" if times[name] == max(times.values()) else f"; {name} taken {times[name]}"
+            rows += [replace(row, note=f"{row.note}{late}") for row in build(samples[name], samples)]
     return rows
 
 
