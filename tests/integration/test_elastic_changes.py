@@ -1,6 +1,7 @@
 """Changes that are disturbed themselves: deaths while a group forms, while state is fed, and saves and evaluations under way."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -95,11 +96,14 @@ def test_an_evaluation_that_a_death_interrupts_is_made_again(
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill")
     cluster.check(evaluating.at("undisturbed"))
-    rows = [
-        {row["step"]: row["loss"] for row in read_lines(one / "evaluation.jsonl")}
-        for one in (cluster.directory, evaluating.at("undisturbed"))
-    ]
-    assert rows[0] == rows[1] and sorted(rows[0]) == [4, 8, 12]
+    assert evaluations(cluster.directory) == evaluations(evaluating.at("undisturbed"))
+
+
+def evaluations(directory: Path) -> dict[int, float]:
+    """The losses that count, by step; every 4 steps there is one."""
+    losses = {row["step"]: row["loss"] for row in read_lines(directory / "evaluation.jsonl")}
+    assert sorted(losses) == [4, 8, 12]
+    return losses
 
 
 def test_a_save_under_way_does_not_hold_a_join_and_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
@@ -117,3 +121,17 @@ def test_a_save_under_way_does_not_hold_a_join_and_is_made_again(make_elastic: M
     cluster.check(undisturbed.at("undisturbed"))
     assert cluster.steps(2)[0] - 1 in checkpoints(cluster.directory)
     assert not events(cluster.directory, "save_failed")
+
+
+def test_an_evaluation_that_a_join_interrupts_is_made_again_by_the_new_world(
+    make_elastic: MakeCluster, evaluating: Experiment
+) -> None:
+    cluster = make_elastic(evaluating, expect=2).start(faults=[fault("hold", "evaluation", node=0, name="held")])
+    cluster.until_held()
+    cluster.start_node(2)
+    cluster.until_planned("node 2 joined")
+    cluster.release("held")
+    cluster.finish()
+    cluster.check(evaluating.at("undisturbed"))
+    assert evaluations(cluster.directory) == evaluations(evaluating.at("undisturbed"))
+    assert cluster.steps(2)[0] in (5, 6), "the newcomer does not wait for the evaluation's end"
