@@ -1,5 +1,6 @@
 """Chaos: the plan follows from its seed, the last replica is spared, nothing stays frozen, who left comes back."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from evergrad_trainer.cli.run_arguments import check_arguments_of_script
+from evergrad_trainer.errors import ConfigurationError
 from evergrad_trainer.node.chaos import (
     DisturbedNodes,
     Tally,
@@ -96,6 +99,12 @@ def test_the_summary_names_events_generations_and_causes() -> None:
 
 def test_a_coordinator_that_does_not_answer_has_no_status() -> None:
     assert fetch_status(1) is None
+
+
+def test_chaos_of_a_script_is_refused_because_its_steps_are_not_known() -> None:
+    check_arguments_of_script(argparse.Namespace(stop_after_steps=None, extend=False, chaos=None))
+    with pytest.raises(ConfigurationError, match="--chaos"):
+        check_arguments_of_script(argparse.Namespace(stop_after_steps=None, extend=False, chaos=7))
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

@@ -23,7 +23,11 @@ def check_arguments_of_script(args: argparse.Namespace) -> None:
     why = "the steps of a script are its own"
     problems = [
         Problem(option, "has no meaning for spec.script", why, "Leave it out, or give the script an argument of its own")
-        for option, is_given in (("--stop-after-steps", args.stop_after_steps is not None), ("--extend", args.extend))
+        for option, is_given in (
+            ("--stop-after-steps", args.stop_after_steps is not None),
+            ("--extend", args.extend),
+            ("--chaos", args.chaos is not None),
+        )
         if is_given
     ]
     raise_if(problems, ConfigurationError)
