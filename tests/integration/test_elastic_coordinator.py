@@ -73,3 +73,17 @@ def test_away_for_longer_than_the_lease_training_pauses_and_goes_on_in_its_proce
     cluster.check(undisturbed.at("undisturbed"))
     assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
+
+
+def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """All nodes are well and come back; only their workers know that the group between them is gone."""
+    faults = [fault("hold", "slot", node=0, step=4, name="held"), fault("lose", "update", node=1, step=4, name="lose")]
+    cluster = make_elastic(options=("--lease", "2")).start(faults=faults)
+    cluster.until_held()
+    kill_coordinator(cluster)
+    cluster.release("held")
+    cluster.until(lambda: cluster.is_paused(seconds=0.5) and cluster.has_happened("lose"), "the end of the group")
+    cluster.start_coordinator()
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
