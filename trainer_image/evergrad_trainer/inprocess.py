@@ -47,6 +47,8 @@ from evergrad_trainer.stages import (
 from evergrad_trainer.world import Interrupt, Membership, World
 
 _log = logging.getLogger(__name__)
+_MANY_SAVES = 1_000_000
+"""More than one world ever makes: ranks that save alone under the number of the same world do not share a name."""
 
 
 def run_worker(plan: SessionPlan, channel: Channel, pulse: Pulse, *, node: int, local_rank: int) -> int:
@@ -100,6 +102,7 @@ class _Worker:
     ) -> None:
         self.session = session
         self.generation = -1
+        self._rank = 0
         self._machinery = machinery
         self._checkpoints = checkpoints
         self._run = run
@@ -131,7 +134,7 @@ class _Worker:
     def _take_part(self, begin: Begin) -> None:
         """Meet, settle, train. A lost peer ends this world and nothing else; every other error is raised."""
         interrupt = Interrupt(stuck_operations_end(self.session.world.device))
-        self.generation = begin.generation
+        self.generation, self._rank = begin.generation, begin.rank
         self._guard.enter(begin.generation, interrupt)
         world: World | None = None
         text: str | None = None
@@ -263,11 +266,12 @@ class _Worker:
         progress, session = self._progress, self.session
         is_saved = True
         if order.save and self._is_whole:
-            self.generation = max(self.generation + 1, order.generation)
+            if order.is_planned:
+                self.generation = max(self.generation + 1, order.generation)
             session.membership.move_to(World(self.generation, rank=0, size=1, device=session.world.device))
-            self._checkpoints.enter_world(failures=0)
+            self._checkpoints.enter_world(failures=0, saves=0 if order.is_planned else (self._rank + 1) * _MANY_SAVES)
             self._take_office()
-            is_saved = self._save_alone()
+            is_saved = self._save_alone(is_planned=order.is_planned)
             code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
             session.waiting = None
             session.emit(EventType.STOP, {"reason": "signal", "saved": is_saved})
@@ -280,13 +284,15 @@ class _Worker:
         self._channel.send(Saved(is_saved))
         return int(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
 
-    def _save_alone(self) -> bool:
+    def _save_alone(self, *, is_planned: bool) -> bool:
+        """Whether the state is saved now. A save nobody planned has the number of this worker's last world."""
         progress = self._progress
         if standing_step(self._run) == progress.finished_steps or progress.finished_steps == 0:
             return True
         extra = progress.extra(self._run.stream.cursor(progress.finished_steps))
         try:
-            claim_exactly(self.session.directory.checkpoints, self.generation)
+            if is_planned:
+                claim_exactly(self.session.directory.checkpoints, self.generation)
             self._checkpoints.save(progress.finished_steps, self._run.state(), extra=extra, wait=True)
         except EvergradError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)

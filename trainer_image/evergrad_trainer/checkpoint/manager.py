@@ -87,9 +87,12 @@ class CheckpointManager:
         """The newest checkpoint that this process has saved and reported; the same on every rank."""
         return self._published
 
-    def enter_world(self, *, failures: int) -> None:
-        """Begin to save in ``membership.world``, which is new. ``failures``: in a row so far, as the ranks have agreed."""
-        self._serial = 0
+    def enter_world(self, *, failures: int, saves: int = 0) -> None:
+        """Begin to save in ``membership.world``, which is new.
+
+        ``failures``: in a row so far, as the ranks have agreed. ``saves``: how many this generation may have seen already.
+        """
+        self._serial = saves
         self._failures = failures
 
     def leave_world(self) -> None:

@@ -39,10 +39,14 @@ class Begin:
 
 @dataclass(frozen=True)
 class Depart:
-    """Leave the run; ``save``: nobody else holds the state, so save it first, alone."""
+    """Leave the run; ``save``: nobody else holds the state, so save it first, alone.
+
+    ``is_planned``: ``generation`` is a number the coordinator has given out for this; else it only is above all others.
+    """
 
     generation: int
     save: bool
+    is_planned: bool = True
 
 
 @dataclass(frozen=True)

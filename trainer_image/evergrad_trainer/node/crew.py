@@ -17,6 +17,8 @@ from evergrad_trainer.node.failures import describe_end
 from evergrad_trainer.node.workers import Worker
 
 _log = logging.getLogger(__name__)
+LOCAL_GENERATION = 1 << 62
+"""Above every generation a coordinator gives out: for a departure that no coordinator could plan."""
 PING_SECONDS = 0.5
 FROZEN_SECONDS = 10.0
 """A worker whose guard thread has not answered for so long is frozen: it is killed and replaced."""
@@ -137,14 +139,19 @@ class InProcessCrew:
                 wait=False,
             )
 
-    def depart(self, generation: int, *, save: bool) -> None:
-        """Let all workers leave the run; with ``save`` the one that holds the newest state saves it first."""
+    def depart(self, generation: int | None, *, save: bool) -> None:
+        """Let all workers leave the run; with ``save`` the one that holds the newest state saves it first.
+
+        Without a ``generation`` no coordinator has planned it.
+        """
         self._is_ending = self._is_departing = True
         holders = sorted(self._warm(), key=lambda worker: (-worker.step, worker.local_rank))
         # Until the worker that saves says that it has.
         self._are_saved = not (save and holders)
         for number, worker in enumerate(holders):
-            worker.channel.send(say.Depart(generation, save and number == 0), wait=False)
+            number_given = LOCAL_GENERATION if generation is None else generation
+            order = say.Depart(number_given, save and number == 0, is_planned=generation is not None)
+            worker.channel.send(order, wait=False)
             if save and number == 0:
                 self._saver = worker
         for worker in self._workers.values():
@@ -192,7 +199,10 @@ class InProcessCrew:
                 worker.up_generation = record.generation
                 self._check_up(record)
             case say.Broken():
-                worker.step = record.step
+                worker.step, worker.state = record.step, "idle"
+                if self._inside is not None and self._inside.generation == record.generation:
+                    # Whoever asks for this node's place in a group hears that it has none.
+                    self._inside = None
                 self._listener.broken(
                     BrokenGroup(record.generation, "peer_lost", worker.rank, record.step, message=record.text[: say.MAX_TEXT])
                 )

@@ -98,7 +98,7 @@ class FreshCrew:
             self._workers[local_rank] = worker
         self._listener.up(go.generation, -1)
 
-    def depart(self, generation: int, *, save: bool) -> None:
+    def depart(self, generation: int | None, *, save: bool) -> None:
         """Leave the run. Workers saved when they were asked to stop, or could not."""
         self._is_ending = self._is_departing = True
         if self._workers:

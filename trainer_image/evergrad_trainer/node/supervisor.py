@@ -41,6 +41,7 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_trainer.elastic import channel as say
+from evergrad_trainer.node.crew import LOCAL_GENERATION
 from evergrad_trainer.node.failures import write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.output import WorkerOutput
@@ -50,8 +51,6 @@ _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _UNREACHABLE_SECONDS = 3.0
 """After so long without the coordinator a node that must go leaves on its own."""
-_LOCAL_GENERATION = 1 << 62
-"""Above every generation a coordinator gives out: for a departure that no coordinator could plan."""
 _PROGRESS_SECONDS = 0.5
 _KILL_SECONDS = 10.0
 """How long workers may take to end once the run is over."""
@@ -94,7 +93,7 @@ class Crew(Protocol):
     def start(self) -> None: ...
     def change(self, generation: int, *, hard: bool, cause: str) -> None: ...
     def begin(self, go: Go) -> None: ...
-    def depart(self, generation: int, *, save: bool) -> None: ...
+    def depart(self, generation: int | None, *, save: bool) -> None: ...
     def finish(self, exit_code: int) -> None: ...
     def kill(self) -> None: ...
     def hear(self, worker: Worker, record: say.Record) -> None: ...
@@ -189,9 +188,9 @@ class Supervisor:
         self._client.send(Capacity(self._crew.capacity))
 
     def ready(self, generation: int, *, workers: int, step: int) -> None:
-        if generation >= _LOCAL_GENERATION:
+        if generation >= LOCAL_GENERATION:
             if self._is_leaving_alone:
-                self._crew.depart(generation, save=True)
+                self._crew.depart(None, save=True)
             return
         # A new store for each round, on a port nobody knew before: late members of an older one cannot meet newer ones.
         self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
@@ -293,6 +292,8 @@ class Supervisor:
 
     def _on_connected(self) -> None:
         self._is_cut_off = False
+        # A worker may have become warm between hello and welcome.
+        self._client.send(Capacity(self._crew.capacity))
         if self._result is not None:
             self._client.send(self._result)
         if self._done is not None:
@@ -339,7 +340,7 @@ class Supervisor:
         self._leaving_since = time.monotonic()
         self._say("was asked to leave")
         if not self._client.send(Leaving()) and self._crew.place is None:
-            self._crew.depart(self._known_generation, save=True)
+            self._crew.depart(None, save=True)
 
     async def _tick(self) -> None:
         while True:
@@ -363,9 +364,9 @@ class Supervisor:
         if is_cut_off or waited > self._settings.grace_seconds:
             self._is_leaving_alone = True
             if self._crew.place is None:
-                self._crew.depart(_LOCAL_GENERATION, save=True)
+                self._crew.depart(None, save=True)
             else:
-                self._crew.change(_LOCAL_GENERATION, hard=False, cause="preemption")
+                self._crew.change(LOCAL_GENERATION, hard=False, cause="preemption")
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
