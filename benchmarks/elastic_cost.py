@@ -155,6 +155,6 @@ def measure_memory(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
 def _memory(pid: int, name: str) -> dict[str, float]:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     kib = {words[0].rstrip(":"): int(words[1]) for words in map(str.split, lines[1:])}
-    private = kib["Private_Clean"] + kib["Private_Dirty"]
-    figures = {"Rss": kib["Rss"], "Pss": kib["Pss"], "private": private}
+    # What it has written to and shares with nobody; its part of read-only library files depends on who else has them open.
+    figures = {"Rss": kib["Rss"], "Pss": kib["Pss"], "own": kib["Private_Dirty"]}
     return {f"{name}_{key}": value * 1024 / 1e6 for key, value in figures.items()}

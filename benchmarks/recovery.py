@@ -144,7 +144,7 @@ def _stock(own: Samples, taken: dict[str, Samples], *, name: str) -> list[Row]:
 def _compiled(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     what = "level 1, torch.compile: SIGKILL of 1 of 3 nodes -> a step"
     kills = own["compiled_kill"]
-    graphs = f"of {max(_of(kills, 'graphs')):.0f} each; n={len(kills)}"
+    graphs = f"of {max(_of(kills, 'graphs')):.0f} each, in {sum(_of(kills, 'survivors')):.0f} survivors of {len(kills)} kills"
     return [
         Row(what, "graphs compiled again", sum(_of(kills, "recompiled")), "graphs", "<= 0", graphs),
         _row(what, "seconds", _of(kills, "seconds"), "s", note=f"a step {statistics.median(_of(kills, 'step_seconds')):.3f} s"),
@@ -176,7 +176,7 @@ def _memory(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     what = "memory of a supervisor with 1 worker"
     return [
         _row(what, "proportional (shared counted once)", _of(own["memory"], "supervisor_Pss"), "MB"),
-        _row(what, "its own pages alone", _of(own["memory"], "supervisor_private"), "MB"),
+        _row(what, "written by it, shared with nobody", _of(own["memory"], "supervisor_own"), "MB"),
         _row(what, "for scale: worker, proportional", _of(own["memory"], "worker_Pss"), "MB"),
     ]
 
