@@ -1,10 +1,11 @@
 """The coordinator dies: alone, with a node, with all nodes, and for longer than the lease."""
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from elastic_helpers import STEPS, Cluster, fault
-from run_helpers import checkpoints, steps_of
+from run_helpers import STOPPED_SAVED, checkpoints, steps_of
 
 MakeCluster = Callable[..., Cluster]
 
@@ -87,3 +88,21 @@ def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(make_e
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
+
+
+def test_nodes_that_must_go_while_the_coordinator_is_away_save_on_their_own(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    cluster = make_elastic(expect=2, options=("--lease", "2")).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+    cluster.until_held()
+    kill_coordinator(cluster)
+    for node in cluster.nodes.values():
+        node.send(signal.SIGTERM)
+    # No earlier than they have noticed that nobody answers.
+    cluster.until(lambda: cluster.is_paused(seconds=3.5), "a while")
+    cluster.release("held")
+    cluster.finish(STOPPED_SAVED)
+    last = steps_of(cluster.directory)[-1]
+    assert checkpoints(cluster.directory)[-1] == last < STEPS
+    cluster.start()
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert steps_of(cluster.directory) == list(range(1, STEPS + 1))

@@ -68,3 +68,14 @@ def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(make_elastic: M
     cluster.check(undisturbed.at("undisturbed"))
     assert len(cluster.pids(0)) == 1
     assert "stuck" in {line["cause"] for line in cluster.log("broken")}
+
+
+def test_the_last_that_holds_the_state_has_all_the_time_it_needs(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Node 1 dies while node 0 computes for longer than a worker usually has to leave: nobody else waits for node 0."""
+    long = fault("hold", "slot", node=0, step=4, seconds=5.0, name="held")
+    death = fault("SIGKILL", "tally", node=1, step=4, to="node", name="kill")
+    cluster = make_elastic(expect=2).start(faults=[long, death], constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 1.0})
+    cluster.finish(nodes=[0])
+    assert cluster.has_happened("held") and cluster.has_happened("kill")
+    cluster.check(undisturbed.at("undisturbed"))
+    assert len(cluster.pids(0)) == 1, "the state was lost with its last holder"

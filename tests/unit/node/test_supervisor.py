@@ -140,7 +140,7 @@ def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(tmp_p
         scene.supervisor.capacity_changed()
         peer.say(Welcome(generation=0, lease_seconds=10.0, silence_seconds=3.0))
         assert (await peer.hear(Capacity)).workers == 2
-        peer.say(End(exit_code=0))
+        peer.say(End(exit_code=0, reason="Complete"))
 
     assert play(tmp_path, script) == 0
 
@@ -157,7 +157,7 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
         assert hello.had == Had(generation=7, first_rank=2, workers=1, world_size=3)
         assert hello.known_generation == 7
         again.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
-        again.say(End(exit_code=75))
+        again.say(End(exit_code=75, reason="stopped"))
 
     assert play(tmp_path, script) == 75
 
