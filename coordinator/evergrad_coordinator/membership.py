@@ -441,7 +441,8 @@ class Membership:
     def _announce(self, node: Node, proposal: Proposal) -> None:
         is_member = node.key in proposal.members
         is_hard = proposal.hard or (node.group > 0 and not self.has_boundary_ahead(node))
-        self.send(node.peer, Plan(proposal.generation, hard=is_hard, is_member=is_member, reason=proposal.reason))
+        is_only_holder = not any(other.step is not None and other.step >= 0 for other in self.nodes.values() if other is not node)
+        self.send(node.peer, Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder))
 
     def _go(self, members: list[Node], now: float) -> None:
         places = planning.assign_places(members)

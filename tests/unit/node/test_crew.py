@@ -15,7 +15,7 @@ from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.elastic.channel import Channel
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.node import crew as crew_module
-from evergrad_trainer.node.crew import InProcessCrew
+from evergrad_trainer.node.crew import Bounds, InProcessCrew
 from evergrad_trainer.node.workers import Worker
 
 
@@ -116,7 +116,7 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
         num_workers=2,
         listener=cast(Any, reports),
         describe_place=lambda step, slot: f"samples of {step}/{slot}",
-        setup_seconds=5.0,
+        bounds=Bounds(5.0, 60.0),
     )
     yield Room(reports, started, killed, crew)
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from evergrad_coordinator.contract import ExitCode
@@ -22,8 +23,11 @@ LOCAL_GENERATION = 1 << 62
 PING_SECONDS = 0.5
 FROZEN_SECONDS = 10.0
 """A worker whose guard thread has not answered for so long is frozen: it is killed and replaced."""
-STUCK_SECONDS = 5.0
-"""At least this long a worker may take to leave a group that is given up; three of its longest slots if that is longer."""
+STUCK_SECONDS = 10.0
+"""At least this long a worker may take to leave a group that is given up; three of its longest slots if that is longer.
+
+Not if it may be the last that holds the state: then its operations' own timeout is the bound.
+"""
 _LONGEST_PAUSE = 10.0
 _FAILED_STARTS = 3
 """Workers that ended before they were warm, in a row, after which the node gives up."""
@@ -57,6 +61,14 @@ class Listener(Protocol):
         """This node cannot have workers at all."""
 
 
+@dataclass(frozen=True)
+class Bounds:
+    """``setup_seconds``: for the members of a group, who are all ready, to meet. ``timeout_seconds``: of its collectives."""
+
+    setup_seconds: float
+    timeout_seconds: float
+
+
 class InProcessCrew:
     """Level 1: a worker's process lasts as long as the node, whatever becomes of its groups."""
 
@@ -67,20 +79,22 @@ class InProcessCrew:
         num_workers: int,
         listener: Listener,
         describe_place: Callable[[int, int], str],
-        setup_seconds: float,
+        bounds: "Bounds",
     ) -> None:
         """``start(local_rank, serial)`` starts a process; ``describe_place(step, slot)`` names the samples of a slot."""
         self._start_process = start
         self._num_workers = num_workers
         self._listener = listener
         self._describe_place = describe_place
-        self._setup_seconds = setup_seconds
+        self._setup_seconds = bounds.setup_seconds
+        self._timeout_seconds = bounds.timeout_seconds
         self._workers: dict[int, Worker] = {}
         self._serial = 0
         self._failed_starts = 0
         self._change = say.Change(-1, hard=False)
         self._asked_at = 0.0
         self._cause = ""
+        self._is_only_holder = False
         self._answered = -1
         self._inside: Go | None = None
         self._told_up = -1
@@ -112,12 +126,12 @@ class InProcessCrew:
         for local_rank in range(self._num_workers):
             self._start(local_rank)
 
-    def change(self, generation: int, *, hard: bool, cause: str) -> None:
-        """Ask all workers to leave the running group."""
+    def change(self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False) -> None:
+        """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
         if generation < self._change.generation:
             return
         self._change = say.Change(generation, hard)
-        self._cause = cause
+        self._cause, self._is_only_holder = cause, is_only_holder
         self._asked_at = time.monotonic()
         # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be lost.
         self._answered = min(self._answered, generation - 1)
@@ -256,6 +270,8 @@ class InProcessCrew:
                 worker.kill()
             elif self._change.hard and worker.ready_generation < self._change.generation:
                 patience = max(STUCK_SECONDS, 3 * worker.pulse.longest_slot_seconds)
+                if self._is_only_holder:
+                    patience = max(patience, self._timeout_seconds)
                 if now - self._asked_at > patience:
                     _log.warning(
                         "worker %d (pid %d) does not leave a group that is gone: replaced", worker.local_rank, worker.pid

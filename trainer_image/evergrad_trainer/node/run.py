@@ -25,7 +25,7 @@ from evergrad_trainer.elastic.board import NodeBoard
 from evergrad_trainer.elastic.channel import Channel
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.inprocess import run_worker
-from evergrad_trainer.node.crew import InProcessCrew
+from evergrad_trainer.node.crew import Bounds, InProcessCrew
 from evergrad_trainer.node.fresh import FreshCrew
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.scripts import can_fork, run_script
@@ -122,7 +122,7 @@ async def _serve_in_process(
         num_workers=num_workers,
         listener=supervisor,
         describe_place=functools.partial(_describe_place, plan),
-        setup_seconds=_SETUP_SECONDS,
+        bounds=Bounds(_SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)),
     )
     return await supervisor.run(crew)
 

@@ -91,7 +91,7 @@ class Crew(Protocol):
     @property
     def is_empty(self) -> bool: ...
     def start(self) -> None: ...
-    def change(self, generation: int, *, hard: bool, cause: str) -> None: ...
+    def change(self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False) -> None: ...
     def begin(self, go: Go) -> None: ...
     def depart(self, generation: int | None, *, save: bool) -> None: ...
     def finish(self, exit_code: int) -> None: ...
@@ -132,6 +132,7 @@ class Supervisor:
         self._over = asyncio.Event()
         self._progress_at = 0.0
         self._done: Done | None = None
+        self._up: Up | None = None
         self._is_draining = False
 
     async def run(self, crew: Crew) -> int:
@@ -198,7 +199,8 @@ class Supervisor:
 
     def up(self, generation: int, step: int) -> None:
         self._metrics.set_generation(generation)
-        self._client.send(Up(generation, step))
+        self._up = Up(generation, step)
+        self._client.send(self._up)
 
     def broken(self, message: Broken) -> None:
         self._metrics.broken(message.cause)
@@ -294,6 +296,9 @@ class Supervisor:
         self._is_cut_off = False
         # A worker may have become warm between hello and welcome.
         self._client.send(Capacity(self._crew.capacity))
+        place = self._crew.place
+        if self._up is not None and place is not None and place.generation == self._up.generation:
+            self._client.send(self._up)
         if self._result is not None:
             self._client.send(self._result)
         if self._done is not None:
@@ -311,7 +316,9 @@ class Supervisor:
                 self._done = None
                 self._is_draining = not message.hard
                 self._on_tick()
-                self._crew.change(message.generation, hard=message.hard, cause=message.reason)
+                self._crew.change(
+                    message.generation, hard=message.hard, cause=message.reason, is_only_holder=message.is_only_holder
+                )
             case Go():
                 self._is_draining = False
                 if message.first_rank != 0:
