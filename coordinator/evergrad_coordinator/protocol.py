@@ -227,8 +227,8 @@ class Refused(Message):
 class Plan(Message):
     """Leave the running group and say ready for ``generation``. ``hard``: now, a member is gone; else at a step boundary.
 
-    ``is_member`` is False for nodes that will not be in it: spares, and those that leave. ``is_only_holder``: no other node has said
-    that it holds a state, so that a worker that does not answer must be waited for, not replaced.
+    ``is_member`` is False for nodes that will not be in it: spares, and those that leave. ``is_only_holder``: no other node has
+    said that it holds a state, so that a worker that does not answer must be waited for, not replaced.
     """
 
     TYPE = "plan"
