@@ -21,6 +21,7 @@ from evergrad_trainer.config.identity import config_hash
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.script import Script
 from evergrad_trainer.config.training import Metrics
+from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.elastic.board import NodeBoard
 from evergrad_trainer.elastic.channel import Channel
 from evergrad_trainer.elastic.pulse import Pulse
@@ -121,7 +122,7 @@ async def _serve_in_process(
         start,
         num_workers=num_workers,
         listener=supervisor,
-        describe_place=functools.partial(_describe_place, plan),
+        describe_place=functools.partial(_describe_place, open_data(plan).train),
         bounds=Bounds(_SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)),
     )
     return await supervisor.run(crew)
@@ -200,9 +201,8 @@ async def _serve_script(
         folder.cleanup()
 
 
-def _describe_place(plan: SessionPlan, step: int, slot: int) -> str:
+def _describe_place(stream: TrainingStream, step: int, slot: int) -> str:
     """The samples of a slot, for whoever must find out why a worker died on them."""
-    stream = open_data(plan).train
     return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
 
 
