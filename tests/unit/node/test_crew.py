@@ -116,7 +116,7 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
         num_workers=2,
         listener=cast(Any, reports),
         describe_place=lambda step, slot: f"samples of {step}/{slot}",
-        bounds=Bounds(5.0, 60.0),
+        bounds=Bounds(setup_seconds=5.0, timeout_seconds=300.0),
     )
     yield Room(reports, started, killed, crew)
 
@@ -242,34 +242,40 @@ def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(room: 
     assert broken.cause == "stuck"
 
 
+def pass_seconds(room: Room, now: list[float], seconds: float) -> None:
+    """Time passes in which all workers give signs of life."""
+    for _ in range(round(seconds / crew_module.PING_SECONDS)):
+        now[0] += crew_module.PING_SECONDS
+        for worker in room.started:
+            room.crew.hear(worker, say.Pong())
+        room.crew.tick()
+
+
 def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Room, now: list[float]) -> None:
     first, second = room.begin(3)
     second.pulse._values[3] = 20.0
     room.crew.change(4, hard=True, cause="")
-
-    def pass_seconds(seconds: float) -> None:
-        for _ in range(round(seconds / crew_module.PING_SECONDS)):
-            now[0] += crew_module.PING_SECONDS
-            for worker in (first, second):
-                room.crew.hear(worker, say.Pong())
-            room.crew.tick()
-
-    pass_seconds(crew_module.STUCK_SECONDS)
+    pass_seconds(room, now, crew_module.STUCK_SECONDS)
     assert room.killed == []
-    pass_seconds(1)
+    pass_seconds(room, now, 1)
     assert set(room.killed) == {first.serial}
-    pass_seconds(58)
+    pass_seconds(room, now, 60 - crew_module.STUCK_SECONDS)
+    assert set(room.killed) == {first.serial, second.serial}
+
+
+def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(room: Room, now: list[float]) -> None:
+    first, second = room.begin(3)
+    room.crew.change(4, hard=True, cause="", is_only_holder=True)
+    pass_seconds(room, now, 300)
+    assert room.killed == []
+    pass_seconds(room, now, 1)
     assert set(room.killed) == {first.serial, second.serial}
 
 
 def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
-    first, second = room.begin(3)
+    room.begin(3)
     room.crew.change(4, hard=False, cause="")
-    for _ in range(400):
-        now[0] += crew_module.PING_SECONDS
-        for worker in (first, second):
-            room.crew.hear(worker, say.Pong())
-        room.crew.tick()
+    pass_seconds(room, now, 200)
     assert room.killed == []
 
 
