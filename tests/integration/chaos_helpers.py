@@ -15,7 +15,7 @@ from typing import Any
 from run_helpers import Experiment, Started, events, fault, is_alive, metric_rows, recipe, wait_until
 
 SAMPLE_SECONDS = 0.5
-PACE_SECONDS = 0.02
+PACE_SECONDS = 0.04
 MIN_SAMPLES = 45
 """Of a process that is old enough to tell anything."""
 BURIED = 22, 10
