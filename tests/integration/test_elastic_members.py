@@ -54,7 +54,7 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(make_elastic: Mak
 
 
 def test_when_all_are_asked_to_leave_one_saves_and_the_run_goes_on_later(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=3, name="held")])
+    cluster = make_elastic(options=("--lease", "2")).start(faults=[fault("hold", "slot", node=0, step=3, name="held")])
     cluster.until_held()
     for node in cluster.nodes.values():
         node.send(signal.SIGTERM)
