@@ -1,6 +1,5 @@
 """A crew counts, asks and replaces its workers, and tells the coordinator's side what became of them: fakes in, reports out."""
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -180,7 +179,7 @@ def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(roo
     assert room.crew.place is None
 
 
-def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stays(room: Room) -> None:
+def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stays(room: Room, now: list[float]) -> None:
     first, second = room.begin(3)
     second.pulse.beat(9, 4)
     room.crew.end(second, -signal.SIGKILL)
@@ -188,7 +187,11 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
     assert (broken.cause, broken.rank, broken.step, broken.exit_code, broken.is_final) == ("worker_crash", 3, 9, -9, False)
     assert broken.message == "was killed by SIGKILL in step 9, slot 4; its samples are samples of 9/4"
     assert room.crew.place is None, "a group without one of its ranks is not had any more"
-    assert [worker.local_rank for worker in room.started] == [0, 1, 1], "it is replaced at once"
+    room.crew.tick()
+    assert len(room.started) == 2, "the others go on first"
+    now[0] += crew_module.RESTART_SECONDS
+    room.crew.tick()
+    assert [worker.local_rank for worker in room.started] == [0, 1, 1]
     assert room.killed == [] and room.crew.capacity == 1
     room.crew.change(4, hard=True, cause="")
     room.crew.hear(first, say.Ready(4, 8))
@@ -317,26 +320,15 @@ def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
     assert len(room.started) == 2, "nobody is started while the node ends"
 
 
-def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def try_to_start() -> None:
-        monkeypatch.setattr(crew_module.asyncio, "sleep", _at_once)
-        room.crew.start()
-        for _ in range(2):
-            room.crew.end(room.started[-1], 70)
-            for _ in range(5):
-                await _at_once(0)
-        last = room.started[-1]
-        room.crew.hear(last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False))
-        room.crew.end(last, 70)
-
-    asyncio.run(try_to_start())
+def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(room: Room, now: list[float]) -> None:
+    room.crew.start()
+    for _ in range(2):
+        room.crew.end(room.started[-1], 70)
+        now[0] += 1.0
+        room.crew.tick()
+    last = room.started[-1]
+    room.crew.hear(last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False))
+    room.crew.end(last, 70)
     assert len(room.started) == 4
     ((name, message),) = room.reports.take()
     assert name == "gone" and "3 workers in a row" in message and "no such module" in message
-
-
-_sleep = asyncio.sleep
-
-
-async def _at_once(_seconds: float) -> None:
-    await _sleep(0)

@@ -3,7 +3,6 @@
 The supervisor tells a crew what the coordinator said; the crew tells its :class:`Listener` what the coordinator should hear.
 """
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,8 @@ STUCK_SECONDS = 10.0
 
 Not if it may be the last that holds the state: then its operations' own timeout is the bound.
 """
+RESTART_SECONDS = 1.0
+"""Before a lost worker is started again: building a model beside them would slow down those that are about to go on."""
 _LONGEST_PAUSE = 10.0
 _FAILED_STARTS = 3
 """Workers that ended before they were warm, in a row, after which the node gives up."""
@@ -103,7 +104,8 @@ class InProcessCrew:
         self._are_saved = True
         self._saver: Worker | None = None
         self._last_tick = time.monotonic()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._due: list[tuple[float, int]] = []
+        """Workers to be started at a time of the monotonic clock."""
 
     # ---- what the supervisor says ------------------------------------------------------------------------------------
 
@@ -245,7 +247,7 @@ class InProcessCrew:
         if was_warm:
             self._listener.capacity_changed()
             self._check_ready()
-            self._start(worker.local_rank)
+            self._later(RESTART_SECONDS, worker.local_rank)
             return
         self._failed_starts += 1
         if self._failed_starts >= _FAILED_STARTS:
@@ -255,8 +257,12 @@ class InProcessCrew:
         self._later(min(_LONGEST_PAUSE, 0.2 * 2.0**self._failed_starts), worker.local_rank)
 
     def tick(self) -> None:
-        """Now and then: find workers that are frozen or stuck."""
+        """Now and then: start workers whose time has come, find those that are frozen or stuck."""
         now = time.monotonic()
+        due, self._due = self._due, [entry for entry in self._due if entry[0] > now]
+        for at, local_rank in due:
+            if at <= now:
+                self._start(local_rank)
         if now - self._last_tick > 4 * PING_SECONDS:
             # This process stood still itself, so that silence says nothing about the others.
             for worker in self._workers.values():
@@ -290,13 +296,7 @@ class InProcessCrew:
         self._workers[local_rank] = self._start_process(local_rank, self._serial)
 
     def _later(self, seconds: float, local_rank: int) -> None:
-        async def wait() -> None:
-            await asyncio.sleep(seconds)
-            self._start(local_rank)
-
-        task = asyncio.get_running_loop().create_task(wait())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._due.append((time.monotonic() + seconds, local_rank))
 
     def _check_ready(self) -> None:
         generation = self._change.generation
