@@ -277,7 +277,7 @@ class Membership:
             self.world.is_over |= is_gone
             self.world.done.clear()  # whoever comes now starts from a checkpoint, with all that it takes
         self.log("empty", wasLeft=self.was_left)
-        if self.settings.exit_when_empty and self.was_left:
+        if self.settings.exit_when_empty and self.was_left and self.finished is None:
             held = max(self._roster.steps.values(), default=-1)
             is_saved = self.settings.recovery == "fresh" or self.saved_step >= held
             code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
