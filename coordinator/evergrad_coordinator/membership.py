@@ -70,6 +70,8 @@ class Membership:
         self._roster = Roster(settings)
         self._saving_generation = 0
         self._fruitless = 0
+        self._num_holders = 0
+        """Nodes that held a state when the newest plan was made."""
         self._planned_at = float("-inf")
         self._growth_since: float | None = None
         self._review_at: float | None = None
@@ -433,6 +435,7 @@ class Membership:
         waits_for = set(keys) | {node.key for node in self.nodes.values() if self._must_be_asked(node)}
         self.proposal = Proposal(self.generation, keys, self._must_be_hard(), cause, reason, now, waits_for)
         self.log("plan", hard=self.proposal.hard, members=len(keys), reason=reason)
+        self._num_holders = sum(node.step is not None and node.step >= 0 for node in self.nodes.values())
         for node in self.nodes.values():
             node.ready = None
             self._announce(node, self.proposal)
@@ -441,7 +444,7 @@ class Membership:
     def _announce(self, node: Node, proposal: Proposal) -> None:
         is_member = node.key in proposal.members
         is_hard = proposal.hard or (node.group > 0 and not self.has_boundary_ahead(node))
-        is_only_holder = not any(other.step is not None and other.step >= 0 for other in self.nodes.values() if other is not node)
+        is_only_holder = self._num_holders <= int(node.step is not None and node.step >= 0)
         self.send(node.peer, Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder))
 
     def _go(self, members: list[Node], now: float) -> None:
