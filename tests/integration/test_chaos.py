@@ -32,7 +32,7 @@ SEED = int(os.environ.get("CHAOS_SEED") or 371)
 """The default has all kinds among its first 30 events, many of them in pairs, and short freezes."""
 HANG_SECONDS = 240.0 + 10.0 * max(0, EVENTS - 30)
 
-pytestmark = pytest.mark.timeout(HANG_SECONDS + 120.0)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(HANG_SECONDS + 120.0)]
 
 
 @pytest.fixture(scope="module")
