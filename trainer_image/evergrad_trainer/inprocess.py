@@ -85,6 +85,9 @@ def _build(
     run.stepper.pulse = pulse
     run.stepper.warm_up(alone)
     session.mark("warm_up")
+    # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a group.
+    gc.freeze()
+    gc.enable()
     return _Worker(session, machinery, checkpoints, run, guard, channel)
 
 

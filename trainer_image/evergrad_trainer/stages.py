@@ -252,9 +252,10 @@ def _after_first_step(session: Session) -> None:
         previous = moment
     if session.is_announced:
         session.emit(EventType.PHASES, phases)
-    gc.enable()
-    gc.collect()
-    gc.freeze()
+    if not gc.isenabled():
+        gc.enable()
+        gc.collect()
+        gc.freeze()
 
 
 def finish(session: Session, reason: StopReason, *, is_saved: bool) -> ExitCode:

@@ -59,8 +59,8 @@ class _ThreadWork:
     """A blocking call in a thread of its own, which is left behind if the call never ends."""
 
     def __init__(self, call: Callable[[], object]) -> None:
-        self._call = call
-        self._error: RuntimeError | None = None
+        self._call: Callable[[], object] | None = call
+        self._failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="evergrad-exchange", daemon=True)
         self._thread.start()
 
@@ -69,14 +69,18 @@ class _ThreadWork:
 
     def wait(self) -> None:
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
 
     def _run(self) -> None:
+        call, self._call = self._call, None
         try:
-            self._call()
+            if call is not None:
+                call()
         except RuntimeError as error:
-            self._error = error
+            # Its words only: an error that is kept keeps its frames, and with them the group, in a circle that the garbage
+            # collector would break at some later moment, waiting for dead peers with the interpreter locked.
+            self._failure = str(error)
 
 
 @dataclass(frozen=True)
