@@ -81,12 +81,15 @@ def measure_changes(
             begin = float(steps.time[before])
         else:
             begin = _last_sign(world, events, evaluations)
-        end = world.time
+        end, heard = world.time, events
         if is_last and place < len(order):
             after = order[place]
             end = max(end, float(np.nan_to_num(steps.time[after] - steps.step_seconds[after], nan=end)))
+        else:
+            # Whatever this world saves, it saves after its own event.
+            heard = [event for event in events if event.generation < world.generation]
         claimed = _claimed(
-            events, evaluations, begin, end, saved=int(steps.step[before]) if is_first and before is not None else None
+            heard, evaluations, begin, end, saved=int(steps.step[before]) if is_first and before is not None else None
         )
         changes.append(_change(world, max(0.0, end - begin - claimed)))
     return tuple(changes)
