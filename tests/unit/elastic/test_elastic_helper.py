@@ -49,11 +49,11 @@ class Node:
     def close_board(self) -> None:
         async def close() -> None:
             self.board.close()
-            # Connections end on the loop: it has to turn until the last has.
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            await asyncio.gather(*others, return_exceptions=True)
-            for _ in range(3):
-                await asyncio.sleep(0)
+            # Connections end on the loop, also one that was just being accepted: it has to turn until the last has.
+            for _ in range(20):
+                others = asyncio.all_tasks() - {asyncio.current_task()}
+                await asyncio.gather(*others, return_exceptions=True)
+                await asyncio.sleep(0.002)
 
         asyncio.run_coroutine_threadsafe(close(), self._loop).result(SECONDS)
 

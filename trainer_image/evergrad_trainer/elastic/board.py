@@ -101,6 +101,9 @@ class NodeBoard:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
         try:
+            if self._server is None:
+                # Accepted while the board was being closed.
+                return
             if len(self._connections) > _MAX_CONNECTIONS:
                 _log.warning("more than %d connections of workers; one was closed", _MAX_CONNECTIONS)
                 return
