@@ -301,10 +301,11 @@ class InProcessCrew:
     def _check_ready(self) -> None:
         generation = self._change.generation
         warm = self._warm()
-        if generation <= self._answered or not warm or any(worker.ready_generation < generation for worker in warm):
+        if generation <= self._answered or any(worker.ready_generation < generation for worker in warm):
             return
         self._answered = generation
-        self._listener.ready(generation, workers=len(warm), step=max(worker.step for worker in warm))
+        # Without a warm worker too: the others wait to hear that nobody of this node is in the old group.
+        self._listener.ready(generation, workers=len(warm), step=max((worker.step for worker in warm), default=-1))
 
     def _check_up(self, record: say.Up) -> None:
         inside = [worker for worker in self._workers.values() if worker.inside_generation == record.generation]

@@ -193,6 +193,9 @@ class Supervisor:
             if self._is_leaving_alone:
                 self._crew.depart(None, save=True)
             return
+        if workers == 0:
+            self._client.send(Ready(generation, 0, 0, -1))
+            return
         # A new store for each round, on a port nobody knew before: late members of an older one cannot meet newer ones.
         self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
         self._client.send(Ready(generation, workers, self._store.port, step))
