@@ -198,6 +198,15 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
     assert room.reports.take() == [("ready", 4, 1, 8)], "the others do not wait for the one that starts"
 
 
+def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
+    first, second = room.begin(3)
+    for worker in (first, second):
+        room.crew.end(worker, -signal.SIGKILL)
+    room.reports.take_broken()
+    room.crew.change(4, hard=True, cause="")
+    assert ("ready", 4, 0, -1) in room.reports.take(), "the others need not wait for a new worker to hear that the old are gone"
+
+
 @pytest.mark.parametrize(("code", "words"), [(0, "ended with exit code 0 before the run was over"), (3, "exit code 3")])
 def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(room: Room, code: int, words: str) -> None:
     first, _ = room.begin(3)
