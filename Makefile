@@ -93,10 +93,10 @@ verify: generated lint test ## all that CI checks: generated files, lint, tests
 	$(call stage,verified)
 
 bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/
-	PYTHONPATH=benchmarks $(BIN)/python benchmarks/run.py $(BENCH)
+	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py $(BENCH)
 
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
-	PYTHONPATH=benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
+	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
 
 lock: $(INSTALLED) ## write requirements/*.txt anew from the .in files (TORCH_WHEELS adds its CPU builds' hashes)
 	$(BIN)/python requirements/locks.py update $(if $(UPGRADE),--upgrade)

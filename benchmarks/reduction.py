@@ -38,7 +38,9 @@ def measure_reduction(folder: Path, *, events: int, is_tiny: bool) -> dict[str, 
     finally:
         for process in ranks:
             end_process(process)
-    found: dict[str, Any] = json.loads((folder / "rank-0.log").read_text(encoding="utf-8").splitlines()[-1])
+    # torch may have said something after the result.
+    lines = (folder / "rank-0.log").read_text(encoding="utf-8").splitlines()
+    found: dict[str, Any] = json.loads(next(line for line in reversed(lines) if line.startswith('{"turns"')))
     turns = found["turns"]
     medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
     print(f"  a step: {medians}, a transfer: {statistics.median(found['transfers']):.3f} s", flush=True)
