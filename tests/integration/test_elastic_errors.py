@@ -76,7 +76,9 @@ def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(make_elastic: Make
     cluster = make_elastic(expect=2).start(faults=[fault("raise", "forward", step=4, rank=0)])
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
-    assert len(cluster.pids(0)) == 2 and len(cluster.pids(1)) == 1
+    # Whether the failed worker's successor still finds steps to train depends on how quick the other is.
+    assert len(cluster.pids(1)) == 1
+    assert [event["rank"] for event in cluster.log("broken") if event["cause"] == "user_error"] == [0]
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
