@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from common import manifest, write_documents
 
-from evergrad_trainer.node.workers import die_with_parent
+from evergrad_trainer.elastic.processes import die_with_parent
 
 WAIT_SECONDS = 240.0
 """A hang's bound for whatever is waited for."""

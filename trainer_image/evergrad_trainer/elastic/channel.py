@@ -84,7 +84,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Up:
-    """In the group of ``generation``, which goes on after ``step``. ``lost_steps``: finished before and trained again."""
+    """In the group of ``generation``, which goes on after ``step``."""
 
     generation: int
     step: int

@@ -1,6 +1,5 @@
 """The local launcher: W worker processes on this machine, forked warm, one exit code for all of them."""
 
-import ctypes
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -9,15 +8,14 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.elastic.processes import die_with_parent, run_and_exit
 
 _log = logging.getLogger(__name__)
-_PR_SET_PDEATHSIG = 1
 _GRACE_SECONDS = 10.0
 """How long the others may take to leave after one worker failed: they notice the closed connection themselves."""
 
@@ -100,27 +98,11 @@ def _note_end(group: _Group, rank: int, code: int) -> None:
 
 
 def _worker_main(target: Callable[[], int], variables: dict[str, str], parent: int) -> None:
-    _die_with_parent(parent)
+    die_with_parent(parent)
     # Out of the terminal's foreground group: Ctrl-C reaches the launcher alone, which passes it on once.
     os.setpgid(0, 0)
     os.environ.update(variables)
-    code = int(ExitCode.INTERNAL)
-    try:
-        code = target()
-    except BaseException:  # noqa: BLE001 - the end of a process: whatever it was is printed and becomes an exit code
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: after a lost peer the interpreter's own end can wait for threads stuck in a dead collective.
-        os._exit(code)
-
-
-def _die_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(int(ExitCode.INTERNAL))
+    run_and_exit(target)
 
 
 def _variables(rank: int, num_workers: int, port: int) -> dict[str, str]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Go
 from evergrad_trainer.elastic import channel as say
@@ -80,7 +79,7 @@ class InProcessCrew:
         num_workers: int,
         listener: Listener,
         describe_place: Callable[[int, int], str],
-        bounds: "Bounds",
+        bounds: Bounds,
     ) -> None:
         """``start(local_rank, serial)`` starts a process; ``describe_place(step, slot)`` names the samples of a slot."""
         self._start_process = start
@@ -344,8 +343,3 @@ class InProcessCrew:
     def _check_gone(self) -> None:
         if self._is_departing and not self._workers:
             self._listener.departed(is_saved=self._are_saved)
-
-
-def exit_code_of(is_saved: bool) -> ExitCode:
-    """Of a node that has left as it was asked to."""
-    return ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED

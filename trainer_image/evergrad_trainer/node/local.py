@@ -18,8 +18,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.elastic.processes import die_with_parent, run_and_exit
 from evergrad_trainer.errors import EvergradError
-from evergrad_trainer.node.workers import die_with_parent
 
 _START_SECONDS = 20.0
 _END_SECONDS = 10.0
@@ -259,10 +259,4 @@ def _node_main(main: Callable[[int], int], index: int, parent: int) -> None:
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
-    code = int(ExitCode.INTERNAL)
-    try:
-        code = main(index)
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+    run_and_exit(lambda: main(index))

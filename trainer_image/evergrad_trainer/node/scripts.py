@@ -80,10 +80,8 @@ def can_fork() -> str | None:
 
 
 def _tell(channel: Channel, error: BaseException) -> None:
-    frames = traceback.format_exception(error)
-    text = "".join(frames)[-MAX_TEXT:] if len(frames) <= _LAST_FRAMES else "".join(frames[-_LAST_FRAMES:])[-MAX_TEXT:]
-    is_final = False
-    channel.send(Failed(-1, -1, 1, type(error).__name__, f"{error}\n{text}"[:MAX_TEXT], is_final, is_agreed=False))
+    text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
+    channel.send(Failed(-1, -1, 1, type(error).__name__, f"{error}\n{text}"[:MAX_TEXT], is_final=False, is_agreed=False))
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -18,7 +18,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from evergrad_coordinator.client import CoordinatorClient
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
-    MAX_TEXT,
     Boundary,
     Broken,
     Capacity,
@@ -77,8 +76,6 @@ class NodeSettings:
     termination_log: Path | None = None
     forwards_output: bool = True
     shares_host: bool = False
-    label: Callable[[str], None] = lambda text: None
-    """Told of the node's transitions, in words, for whoever watches."""
 
 
 class Crew(Protocol):
@@ -421,7 +418,6 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         _log.info("node %s %s", self._settings.node, text)
-        self._settings.label(text[:MAX_TEXT])
 
 
 def _ranks(go: Go) -> str:

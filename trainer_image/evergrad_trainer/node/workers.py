@@ -7,21 +7,19 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal, Protocol
 
-from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.elastic.channel import Channel, Failed, channel_pair
+from evergrad_trainer.elastic.processes import die_with_parent, run_and_exit
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.node.failures import count_oom_kills
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
-_PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -140,21 +138,16 @@ def _worker_main(start: _Start) -> None:
     name_process(f"evergrad-w{start.name}")
     _forget_parent(keep=(start.channel.socket.fileno(), start.output))
     os.environ.update(start.variables)
-    code = int(ExitCode.INTERNAL)
-    try:
-        if start.output is not None:
-            if start.captures == "both":
-                os.dup2(start.output, 1)
-            os.dup2(start.output, 2)
-            os.close(start.output)
-        code = start.target(start.channel, start.pulse)
-    except BaseException:  # noqa: BLE001 - the end of a process: whatever it was is printed and becomes an exit code
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: after a lost peer the interpreter's own end can wait for threads stuck in a dead collective.
-        os._exit(code)
+    run_and_exit(lambda: _run_target(start))
+
+
+def _run_target(start: _Start) -> int:
+    if start.output is not None:
+        if start.captures == "both":
+            os.dup2(start.output, 1)
+        os.dup2(start.output, 2)
+        os.close(start.output)
+    return start.target(start.channel, start.pulse)
 
 
 def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
@@ -205,11 +198,3 @@ def _children() -> list[int]:
     except OSError:
         return []
     return [int(word) for word in text.split()]
-
-
-def die_with_parent(parent: int) -> None:
-    """Be killed when the process that started this one ends, however it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(int(ExitCode.INTERNAL))
