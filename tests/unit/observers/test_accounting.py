@@ -429,6 +429,21 @@ _LINKS = st.tuples(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(plan=[("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0), ("world", 0, "signal", 1.0, 0.0, "node 1 lost", 0)])
+@example(plan=[("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0), ("world", 1, "signal", 0.0, 1.0, "node 1 lost", 1)])
+@example(
+    plan=[
+        ("start", 0, "killed", 0.0, 0.0, "node 1 lost", 0),
+        ("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0),
+        ("world", 1, "signal", 0.0, 1.0, "node 1 lost", 1),
+    ]
+)
+@example(
+    plan=[
+        ("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0),
+        ("world", 1, "killed", 0.0, 1.0, "node 1 lost", 0),
+        ("world", 1, "signal", 0.0, 1.0, "node 1 lost", 2),
+    ]
+)
 @given(plan=st.lists(_LINKS, max_size=8))
 def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clock_saw(
     plan: list[tuple[str, int, str, float, float, str, int]], tmp_path_factory: pytest.TempPathFactory, synthetic: ModuleType

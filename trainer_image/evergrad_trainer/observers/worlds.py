@@ -88,9 +88,9 @@ def measure_changes(
         else:
             # Whatever this world saves, it saves after its own event.
             heard = [event for event in events if event.generation < world.generation]
-        claimed = _claimed(
-            heard, evaluations, begin, end, saved=int(steps.step[before]) if is_first and before is not None else None
-        )
+        claimed = _evaluating(evaluations, begin, end)
+        if is_first and before is not None:
+            claimed += _saving(heard, steps, before, later=order[place:])
         changes.append(_change(world, max(0.0, end - begin - claimed)))
     return tuple(changes)
 
@@ -125,13 +125,21 @@ def _last_sign(world: Event, events: Sequence[Event], evaluations: Sequence[Eval
     return max(older, default=world.time)
 
 
-def _claimed(
-    events: Sequence[Event], evaluations: Sequence[EvaluationRecord], begin: float, end: float, *, saved: int | None
-) -> float:
-    """Seconds between ``begin`` and ``end`` that evaluations claim, and saves of the step ``saved``, which are reported later."""
-    seconds = sum(one.seconds for one in evaluations if begin < one.time <= end and one.seconds > 0)
-    for event in events:
-        is_save = event.type == EventType.SAVE and saved_step(event) == saved
-        if is_save or (event.type == EventType.SAVE_FAILED and event.step == saved):
-            seconds += seconds_of(event, "blocking_seconds")
-    return seconds
+def _evaluating(evaluations: Sequence[EvaluationRecord], begin: float, end: float) -> float:
+    """Seconds that evaluations claim of the time from ``begin`` to ``end``."""
+    return math.fsum(one.seconds for one in evaluations if begin < one.time <= end and one.seconds > 0)
+
+
+def _saving(events: Sequence[Event], steps: StepTable, row: int, *, later: npt.NDArray[np.int64]) -> float:
+    """Seconds that saves of a row's step claim of the time after it; they are reported later.
+
+    Where the worlds after it forgot that step and trained it again, among the rows ``later``, a save may be of that one.
+    """
+    step = int(steps.step[row])
+    again = later[steps.step[later] == step][:1]
+    generation, time = (steps.generation[again[0]], steps.time[again[0]]) if len(again) else (math.inf, math.inf)
+    saves = [event for event in events if event.type == EventType.SAVE and saved_step(event) == step]
+    saves += [event for event in events if event.type == EventType.SAVE_FAILED and event.step == step]
+    return math.fsum(
+        seconds_of(event, "blocking_seconds") for event in saves if event.generation < generation or event.time < time
+    )
