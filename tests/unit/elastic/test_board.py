@@ -1,6 +1,8 @@
 """The board: a record that is never seen half-written, and a socket that answers for the right generation."""
 
 import asyncio
+import contextlib
+import gc
 import json
 import os
 import socket
@@ -32,7 +34,7 @@ def run_with_board(directory: Path, body: Callable[[NodeBoard, list[dict[str, ob
         try:
             await body(board, reports)
         finally:
-            board.close()
+            await board.close()
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
@@ -165,6 +167,23 @@ def test_a_closed_board_leaves_nothing_behind(tmp_path: Path) -> None:
 
     run_with_board(tmp_path / "one", body)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_worker_that_connects_while_the_board_is_closed_is_hung_up_on(tmp_path: Path, turns: int) -> None:
+    async def body(board: NodeBoard, _: list[dict[str, object]]) -> None:
+        with socket.socket(socket.AF_UNIX) as worker:
+            worker.connect(str(tmp_path / SOCKET_NAME))
+            worker.setblocking(False)
+            # After each number of the loop's turns the connection is somewhere else between the kernel and its handler.
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            await board.close()
+            with contextlib.suppress(ConnectionResetError):
+                assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(worker, 1), 10) == b""
+
+    run_with_board(tmp_path, body)
+    gc.collect()
 
 
 def test_a_directory_too_deep_for_a_socket_is_named(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Node:
 
     def close_board(self) -> None:
         async def close() -> None:
-            self.board.close()
+            await self.board.close()
             # Connections end on the loop, also one that was just being accepted: it has to turn until the last has.
             for _ in range(20):
                 others = asyncio.all_tasks() - {asyncio.current_task()}

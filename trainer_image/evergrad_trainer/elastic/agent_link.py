@@ -265,7 +265,7 @@ class AgentLink:
             for task in (client, ticks, stopped):
                 task.cancel()
             await asyncio.gather(client, ticks, stopped, return_exceptions=True)
-            self.board.close()
+            await self.board.close()
 
     async def _wait_stopped(self) -> None:
         await self._stopped.wait()

@@ -60,11 +60,11 @@ class NodeBoard:
         self.announce(newest_generation=0, own_generation=0, contact=0.0, is_draining=False)
         self._server = await asyncio.start_unix_server(self._serve, path, limit=MAX_LINE_BYTES)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Remove the board: its workers take that for the end of their group."""
         if self._server is not None:
-            self._server.close()
-            self._server = None
+            server, self._server = self._server, None
+            await _stop_listening(server)
         for writer in tuple(self._connections):
             writer.close()
         if self._record >= 0:
@@ -140,3 +140,18 @@ class NodeBoard:
             await writer.drain()
         else:
             raise ValueError(f"unknown kind {kind!r}")
+
+
+async def _stop_listening(server: asyncio.Server) -> None:
+    """Close a server after each connection it has accepted has come to its handler.
+
+    asyncio loses one that it accepted in the same turn of the loop as the close: it then fails to make a transport for it, and
+    leaves the socket open, with a worker at its other end that waits for an answer.
+    """
+    loop = asyncio.get_running_loop()
+    for listener in server.sockets:
+        loop.remove_reader(listener.fileno())
+    # One turn each for the transport, the protocol and the first words of the handler.
+    for _ in range(3):
+        await asyncio.sleep(0)
+    server.close()

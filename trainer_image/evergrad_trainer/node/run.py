@@ -197,7 +197,7 @@ async def _serve_script(
     try:
         return await supervisor.run(crew)
     finally:
-        board.close()
+        await board.close()
         folder.cleanup()
 
 
