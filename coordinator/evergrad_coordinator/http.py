@@ -1,4 +1,4 @@
-"""A very small HTTP/1.1 server for ``GET`` of /status, /healthz, /readyz and /metrics. Bounded in size, time and number."""
+"""A very small HTTP/1.1 server: GET of /status, /healthz, /readyz and /metrics, POST of /bounds. Bounded in size, time, number."""
 
 import asyncio
 import contextlib
@@ -12,11 +12,23 @@ from evergrad_coordinator.status import build_metrics, build_status
 MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 64
 REQUEST_SECONDS = 5.0
+_BOUNDS = "/bounds"
 _TEXT = "text/plain; charset=utf-8"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _JSON = "application/json"
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
 Answer = tuple[int, str, str]
+
+
+def _body_length(head: bytes) -> int:
+    """What the request's head says of its body, 0 for nothing. Raises OSError for a body that is not taken."""
+    for line in head.decode("latin-1").split("\r\n")[1:]:
+        name, _, value = line.partition(":")
+        if name.strip().lower() == "content-length":
+            if not value.strip().isdecimal() or int(value) > MAX_REQUEST_BYTES:
+                raise OSError("no such body is taken")
+            return int(value)
+    return 0
 
 
 class StatusServer:
@@ -49,7 +61,8 @@ class StatusServer:
             if self._num_open <= MAX_CONNECTIONS:
                 async with asyncio.timeout(REQUEST_SECONDS):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
+                    body = await reader.readexactly(_body_length(head))
+                    writer.write(self._answer(head, body))
                     await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()
@@ -58,27 +71,42 @@ class StatusServer:
             with contextlib.suppress(OSError):
                 writer.close()
 
-    def _answer(self, head: bytes) -> bytes:
+    def _answer(self, head: bytes, content: bytes) -> bytes:
         words = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ")
+        path = words[1].partition("?")[0] if len(words) == 3 else ""
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             status, kind, body = 400, _TEXT, "not an HTTP/1.1 request\n"
-        elif words[0] not in ("GET", "HEAD"):
-            status, kind, body = 405, _TEXT, "only GET and HEAD\n"
+        elif path == _BOUNDS and words[0] == "POST":
+            status, kind, body = self._set_bounds(content)
+        elif words[0] not in ("GET", "HEAD") or path == _BOUNDS:
+            status, kind, body = 405, _TEXT, f"only GET and HEAD, and POST of {_BOUNDS}\n"
         else:
-            page = self._pages.get(words[1].partition("?")[0])
-            status, kind, body = page() if page else (404, _TEXT, f"there are {', '.join(self._pages)}\n")
+            page = self._pages.get(path)
+            status, kind, body = page() if page else (404, _TEXT, f"there are {', '.join((*self._pages, _BOUNDS))}\n")
         data = body.encode()
         lines = [
             f"HTTP/1.1 {status} {_REASONS[status]}",
             f"Content-Type: {kind}",
             f"Content-Length: {len(data)}",
-            *(["Allow: GET, HEAD"] if status == 405 else []),
+            *(["Allow: POST" if path == _BOUNDS else "Allow: GET, HEAD"] if status == 405 else []),
             "Cache-Control: no-store",
             "Connection: close",
             "",
             "",
         ]
         return "\r\n".join(lines).encode("latin-1") + (b"" if words[0] == "HEAD" else data)
+
+    def _set_bounds(self, content: bytes) -> Answer:
+        """``{"min": 2, "max": 4}``: how many nodes train from now on."""
+        try:
+            bounds = json.loads(content)
+            low, high = bounds["min"], bounds["max"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return 400, _TEXT, 'bounds: not a JSON object such as {"min": 2, "max": 4}\n'
+        if type(low) is not int or type(high) is not int:
+            return 400, _TEXT, "bounds: min and max are whole numbers\n"
+        fault = self._server.set_bounds(low, high)
+        return (400, _TEXT, f"{fault}\n") if fault else (200, _TEXT, "ok\n")
 
     def _status(self) -> Answer:
         status = build_status(self._server.membership, now=time.monotonic())

@@ -4,6 +4,8 @@ Level, not edge: an event only notes what is known now and asks for a review; th
 the group that is, and makes a plan if they differ. ``planning`` says who should be in it.
 """
 
+import dataclasses
+
 from evergrad_coordinator import admission, planning
 from evergrad_coordinator.accounting import Accounting
 from evergrad_coordinator.contract import ExitCode
@@ -133,6 +135,15 @@ class Membership:
         check_limits(self, now)
         if self._review_at is not None and self._review_at <= now and not self.finished:
             self._review(now)
+        return self._take()
+
+    def set_bounds(self, *, min_nodes: int, max_nodes: int, now: float) -> list[Effect]:
+        """Other numbers of nodes from now on; a group that runs is changed at its next step boundary, if at all."""
+        settings = self.settings
+        if (min_nodes, max_nodes) != (settings.min_nodes, settings.max_nodes):
+            self.settings = dataclasses.replace(settings, min_nodes=min_nodes, max_nodes=max_nodes, expect=max_nodes)
+            self.log("bounds", min=min_nodes, max=max_nodes)
+            self.change(now)
         return self._take()
 
     def next_tick(self, *, now: float) -> float:

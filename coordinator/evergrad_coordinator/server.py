@@ -181,6 +181,14 @@ class Server:
             peer.close(patience=1.0)
         await asyncio.sleep(0)
 
+    def set_bounds(self, min_nodes: int, max_nodes: int) -> str:
+        """Whoever owns the run has changed its bounds. What is wrong with them, in words; empty if nothing is."""
+        most = self.membership.settings.max_members
+        if not 1 <= min_nodes <= max_nodes <= most:
+            return f"bounds: min {min_nodes} and max {max_nodes} are not 1 <= min <= max <= {most}. Correct them."
+        self._apply(self.membership.set_bounds(min_nodes=min_nodes, max_nodes=max_nodes, now=time.monotonic()))
+        return ""
+
     # ---- called by peers ---------------------------------------------------------------------------------------------
 
     def add(self, peer: Peer) -> None:
@@ -331,7 +339,7 @@ class Server:
         self._log_bounded("internal_error", message=str(context.get("message")), error=repr(error))
 
 
-_RARE = frozenset({"plan", "go", "up", "adopted", "finished", "waiting", "empty"})
+_RARE = frozenset({"plan", "go", "up", "adopted", "bounds", "finished", "waiting", "empty"})
 
 
 def allow_many_files() -> None:

@@ -69,8 +69,12 @@ class Coordinator:
         return [json.loads(line) for line in self.log_text().splitlines()]
 
     def get(self, path: str) -> tuple[int, str]:
+        return self.post(path, None)
+
+    def post(self, path: str, body: bytes | None) -> tuple[int, str]:
+        """Without a body it is a GET."""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.address['statusPort']}{path}", timeout=PATIENCE) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.address['statusPort']}{path}", body, PATIENCE) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

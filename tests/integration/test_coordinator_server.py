@@ -344,6 +344,35 @@ def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Sta
     assert coordinator.get("/healthz")[0] == 200
 
 
+@in_loop
+async def test_the_bounds_of_a_run_can_be_changed_while_it_trains(start: Start) -> None:
+    coordinator = start("--max", "3")
+    nodes = await form_group(coordinator)
+    await poll(lambda: coordinator.status()["phase"] == "Running", "the run")
+    assert coordinator.post("/bounds", b'{"min": 1, "max": 2}') == (200, "ok\n")
+    await poll(lambda: coordinator.status()["worldSize"] == 2, "the smaller group")
+    bounds = coordinator.status()["nodes"]
+    assert (bounds["min"], bounds["max"], bounds["connected"]) == (1, 2, 3)
+    await end_nodes(*nodes)
+
+
+def test_bounds_that_make_no_sense_are_refused_with_the_reason(start: Start) -> None:
+    coordinator = start("--min", "2", "--max", "3").wait_until_listening()
+    for body, words in (
+        (b'{"min": 3, "max": 2}', "min 3 and max 2"),
+        (b'{"min": 0, "max": 2}', "min 0"),
+        (b'{"min": true, "max": 2}', "whole numbers"),
+        (b'{"min": 1}', "not a JSON object"),
+        (b"[" * 4000, "not a JSON object"),
+    ):
+        code, text = coordinator.post("/bounds", body)
+        assert (code, words in text) == (400, True), text
+    assert coordinator.get("/bounds")[0] == 405
+    with pytest.raises(OSError):
+        coordinator.post("/bounds", b"x" * 100_000)
+    assert coordinator.status()["nodes"]["max"] == 3
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 

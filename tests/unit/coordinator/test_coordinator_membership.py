@@ -141,6 +141,48 @@ def test_a_join_waits_for_a_step_boundary() -> None:
     assert len(cluster.go_members[2]) == 3
 
 
+def set_bounds(cluster: Cluster, low: int, high: int) -> None:
+    cluster.carry_out(cluster.group.set_bounds(min_nodes=low, max_nodes=high, now=cluster.now))
+
+
+def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and_a_raised_one_takes_them_back() -> None:
+    cluster, _ = start_running("0123")
+    step = cluster.newest_step()
+    set_bounds(cluster, 1, 2)
+    cluster.run(3)
+    assert [node.name for node in cluster.members_of(cluster.group.generation)] == ["0", "1"]
+    assert cluster.newest_step() > step
+    set_bounds(cluster, 1, 4)
+    cluster.run(3)
+    assert [node.name for node in cluster.members_of(cluster.group.generation)] == ["0", "1", "2", "3"]
+
+
+def test_bounds_that_are_as_they_were_change_nothing() -> None:
+    cluster, _ = start_running("012")
+    generation = cluster.group.generation
+    set_bounds(cluster, cluster.group.settings.min_nodes, cluster.group.settings.max_nodes)
+    cluster.run(2)
+    assert cluster.group.generation == generation
+
+
+def test_a_lowered_minimum_lets_a_run_that_waits_go_on() -> None:
+    cluster, nodes = start_running("012", min_nodes=3)
+    nodes[2].die()
+    cluster.run(3)
+    assert cluster.condition.phase == "Waiting"
+    set_bounds(cluster, 2, 3)
+    cluster.run_until_running()
+    assert len(cluster.members_of(cluster.group.generation)) == 2
+
+
+def test_a_raised_minimum_lets_the_group_that_trains_go_on() -> None:
+    cluster, _ = start_running("01")
+    step = cluster.newest_step()
+    set_bounds(cluster, 4, 4)
+    cluster.run(3)
+    assert cluster.newest_step() > step
+
+
 def test_nodes_beyond_the_maximum_are_spares_and_disturb_nobody() -> None:
     cluster, nodes = start_running(max_nodes=3)
     spare = cluster.start(9)
