@@ -1,4 +1,4 @@
-"""A very small HTTP/1.1 server: GET of /status, /healthz, /readyz and /metrics, POST of /bounds. Bounded in size, time, number."""
+"""A very small HTTP/1.1 server: GET of /status, /healthz, /readyz and /metrics, POST of /bounds. All bounded."""
 
 import asyncio
 import contextlib
