@@ -6,20 +6,22 @@ from pydantic import ConfigDict, Field
 
 from evergrad_trainer.config.base import Section, Switch
 from evergrad_trainer.config.numbers import Count
-from evergrad_trainer.config.quantities import DNS_LABEL, LONGEST_LABEL, Quantity
+from evergrad_trainer.config.quantities import DNS_LABEL, LONGEST_LABEL, LONGEST_RUN_NAME, Quantity
 from evergrad_trainer.config.script import Script
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.errors import ConfigurationError, Problem
 
 KINDS: Final = ("training", "script")
 """What a run can be: its ``spec`` has exactly one of these."""
+LONGEST_SECONDS: Final = 2**31 - 1
+"""The longest time Kubernetes' own fields of this kind can hold, in seconds."""
 
 
 class Metadata(Section):
     """The part of Kubernetes' object metadata that a file sets."""
 
-    name: str = Field(min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL)
-    """Name of the run: lower-case letters, digits and dashes."""
+    name: str = Field(min_length=1, max_length=LONGEST_RUN_NAME, pattern=DNS_LABEL)
+    """Name of the run: lower-case letters, digits and dashes, at most 45, so that what it makes can be named after it."""
     namespace: str | None = Field(default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL)
     """Kubernetes namespace; has no meaning for ``evergrad run``."""
     labels: dict[str, str] = Field(default_factory=dict)
@@ -55,6 +57,8 @@ class Storage(Section):
     """Storage class of the new volume; it must allow writing from several nodes. Default: the cluster's."""
     claim_name: str | None = Field(default=None, min_length=1)
     """An existing PVC instead of a new one."""
+    path: str | None = Field(default=None, min_length=1, max_length=255)
+    """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's name."""
 
 
 class Template(Section):
@@ -112,8 +116,18 @@ class Spec(Section):
     """The volume that holds the run directory; ``evergrad run`` uses ``runs/<name>`` instead."""
     template: Template = Template()
     """The allowed part of a pod template; has no meaning for ``evergrad run``."""
+    image: str | None = Field(default=None, min_length=1, max_length=1024)
+    """Image of the training pods; default: the operator's, kept for the whole run. No meaning for ``evergrad run``."""
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
+    """When a node pulls the image; default: the operator's setting. No meaning for ``evergrad run``."""
     suspend: Switch = False
     """Stop with state saved and release the nodes; false goes on."""
+    restart_nonce: str | None = Field(default=None, min_length=1, max_length=64)
+    """Any text; a new one starts the pods anew from saved state, and a failed run again with fresh budgets."""
+    active_deadline_seconds: Count | None = Field(default=None, ge=1, le=LONGEST_SECONDS)
+    """Seconds after its start at which a run that is not complete fails; default: no end. No meaning for ``evergrad run``."""
+    ttl_seconds_after_finished: Count | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
+    """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
     failure_policy: FailurePolicy = FailurePolicy()
     """When a failing run is given up."""
     training: Training | None = None

@@ -32,6 +32,8 @@ _PROPER_UNITS: Final = {unit.lower(): unit for unit in ("k", "M", "G", "T", "P",
 _LONGEST = 64
 LARGEST_QUANTITY: Final = 2**63 - 1
 LONGEST_LABEL: Final = 63
+LONGEST_RUN_NAME: Final = 45
+"""A label less the longest suffix of what is named after a run: ``-coordinator-`` and its attempt."""
 
 DNS_LABEL: Final = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
 _LABEL_RULE = "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last"

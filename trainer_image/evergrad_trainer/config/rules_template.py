@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_coordinator.contract import LABEL_PREFIX
-from evergrad_trainer.config.fields import FieldPath, format_path
+from evergrad_trainer.config.fields import FieldPath, format_path, value_at
 from evergrad_trainer.config.numbers import show
 from evergrad_trainer.config.problems import nearest
 from evergrad_trainer.config.quantities import is_dns_label, is_dns_subdomain
@@ -62,6 +62,21 @@ _MOUNT = Keys(
 _VARIABLE = Keys(known=("name", "value", "valueFrom"), required=("name",))
 _SECRET = Keys(known=("name",), required=("name",))
 _AFFINITY = ("nodeAffinity", "podAffinity", "podAntiAffinity")
+VOLUME_KINDS: Final = (
+    "configMap",
+    "secret",
+    "emptyDir",
+    "persistentVolumeClaim",
+    "projected",
+    "downwardAPI",
+    "ephemeral",
+)
+"""What Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
+PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
+VALUE_KINDS: Final = ("configMapKeyRef", "secretKeyRef", "fieldRef", "resourceFieldRef")
+OUR_MOUNTS: Final = ("/volume", "/etc/evergrad/run", "/tmp", "/dev/shm")
+"""Where the operator mounts the run directory, the manifest, scratch space and shared memory."""
+OUR_VOLUME_PREFIX: Final = "evergrad-"
 
 Item = tuple[FieldPath, Mapping[str, Any]]
 
@@ -118,6 +133,7 @@ def check_volumes(view: View) -> Iterator[Problem]:
             what = "has no source" if not kinds else f"has several sources: {', '.join(kinds)}"
             remedy = "Give it exactly one, such as `emptyDir: {}` or `persistentVolumeClaim: {claimName: …}`"
             yield Problem(format_path(path), what, "a volume has exactly one", remedy)
+        yield from _check_volume_kinds(path, volume, kinds)
     yield from _check_unique(volumes, "name")
     yield from _check_unique(mounts, "mountPath")
     names = dict.fromkeys(str(volume.get("name")) for _, volume in volumes)
@@ -130,6 +146,41 @@ def check_volumes(view: View) -> Iterator[Problem]:
         if isinstance(place, str) and place and (not place.startswith("/") or ":" in place):
             why = "a mount path is absolute and has no ':'"
             yield Problem(format_path((*path, "mountPath")), f"{show(place)} cannot be mounted on", why, "Correct it")
+        elif isinstance(place, str) and _hides_ours(place):
+            why = f"the run itself has {', '.join(OUR_MOUNTS)}"
+            yield Problem(format_path((*path, "mountPath")), f"{show(place)} is reserved", why, "Choose another place")
+
+
+def _check_volume_kinds(path: FieldPath, volume: Mapping[str, Any], kinds: Sequence[str]) -> Iterator[Problem]:
+    name, allowed = volume.get("name"), f"Allowed here: {', '.join(VOLUME_KINDS)}"
+    if isinstance(name, str) and name.startswith(OUR_VOLUME_PREFIX):
+        yield Problem(
+            format_path((*path, "name")),
+            f"the prefix {OUR_VOLUME_PREFIX} is reserved",
+            "the run's own volumes have it",
+            "Rename it",
+        )
+    for kind in kinds:
+        if kind not in VOLUME_KINDS:
+            near = nearest(kind, VOLUME_KINDS)
+            why = f"did you mean `{near}`? {allowed}" if near else "it reaches past what a pod of a run may touch"
+            yield Problem(
+                format_path((*path, kind)), "not a volume that a run may have", why, "" if near else f"Use another. {allowed}"
+            )
+    sources = value_at(volume, ("projected", "sources"))
+    for index, source in enumerate(sources if isinstance(sources, list | tuple) else ()):
+        for kind in source if isinstance(source, Mapping) else ():
+            if kind not in PROJECTED_KINDS:
+                why = "the pods of a run talk to no API server" if kind == "serviceAccountToken" else ""
+                where = format_path((*path, "projected", "sources", index, kind))
+                yield Problem(where, "not allowed here", why, f"Remove it. Allowed here: {', '.join(PROJECTED_KINDS)}")
+
+
+def _hides_ours(place: str) -> bool:
+    """Whether a mount there would lie over, or inside, one of ours; scratch space may have mounts inside."""
+    plain = "/" + "/".join(part for part in place.split("/") if part)
+    over = any(ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS)
+    return over or plain.startswith(tuple(f"{ours}/" for ours in OUR_MOUNTS[:2]))
 
 
 def _check_unique(items: Sequence[Item], key: str) -> Iterator[Problem]:
@@ -160,6 +211,23 @@ def check_environment(view: View) -> Iterator[Problem]:
             )
         if value is not None and item.get("valueFrom") is not None:
             yield Problem(format_path(path), "value and valueFrom are both set", "it is one of them", "Remove one of them")
+        yield from _check_value_from((*path, "valueFrom"), item.get("valueFrom"))
+
+
+def _check_value_from(path: FieldPath, source: Any) -> Iterator[Problem]:
+    if source is None:
+        return
+    known = f"Known here: {', '.join(VALUE_KINDS)}"
+    if not isinstance(source, Mapping) or len(source) != 1:
+        yield Problem(
+            format_path(path), "does not name one source", "a variable comes from exactly one place", f"Name one. {known}"
+        )
+        return
+    for kind in source:
+        if kind not in VALUE_KINDS:
+            near = nearest(kind, VALUE_KINDS)
+            why = f"did you mean `{near}`? {known}" if near else ""
+            yield Problem(format_path((*path, kind)), "not a source of a variable", why, "" if near else f"Use another. {known}")
 
 
 def check_reserved_keys(view: View) -> Iterator[Problem]:
