@@ -1,7 +1,10 @@
 """The operator's errors, one tree.
 
 OperatorError         the operator cannot do what it should
-└── SpecError         an object does not have the shape that the API server promises
+├── SpecError         an object does not have the shape that the API server promises
+├── ApiError          the API server refused a request, or did not answer it
+├── LeaseLostError    another operator may be writing, so this one may not
+└── SettingsError     the operator's own settings or surroundings are wrong
 """
 
 
@@ -18,3 +21,32 @@ class SpecError(OperatorError):
     def __init__(self, path: str, what: str) -> None:
         self.path = path
         super().__init__(f"{path}: {what}. Install the CRD that belongs to this operator and apply the run again.")
+
+
+class ApiError(OperatorError):
+    """The API server refused a request (``status``, its ``reason`` and message), or did not answer it (``status`` 0).
+
+    ``retry_after``: seconds it asked to wait. ``causes``: reasons of the single causes.
+    """
+
+    def __init__(
+        self, status: int, reason: str, message: str, *, retry_after: float | None = None, causes: tuple[str, ...] = ()
+    ) -> None:
+        self.status, self.reason, self.message, self.retry_after, self.causes = status, reason, message, retry_after, causes
+        super().__init__(f"{status or 'no answer'} {reason}: {message}")
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the same request may succeed a moment later."""
+        return self.status in (0, 429, 500, 502, 503, 504)
+
+
+class LeaseLostError(OperatorError):
+    """The lease is lost or run out. Nothing may be written any more."""
+
+    def __init__(self) -> None:
+        super().__init__("the lease is lost or has run out: another operator may be writing. This process has to end")
+
+
+class SettingsError(OperatorError):
+    """The operator cannot start with these settings in these surroundings."""
