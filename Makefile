@@ -18,7 +18,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery lock clean distclean
+.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -97,6 +97,12 @@ bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Tra
 
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
+
+cluster: $(INSTALLED) ## a real two-node Kubernetes on this machine (as root); its kubeconfig is .cluster/kubeconfig
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed up
+
+cluster-down: $(INSTALLED) ## take it down, whatever state it is in
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed down
 
 lock: $(INSTALLED) ## write requirements/*.txt anew from the .in files (TORCH_WHEELS adds its CPU builds' hashes)
 	$(BIN)/python requirements/locks.py update $(if $(UPGRADE),--upgrade)

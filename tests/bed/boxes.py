@@ -1,0 +1,194 @@
+"""Boxes: sets of namespaces that stand for machines, the links between them, and the processes inside.
+
+A box's first process holds a pid namespace. Killing it makes the kernel end everything inside at once, mounts and links
+included, as when a machine loses power.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from bed import cgroups
+from bed.places import BRIDGE_END, CONTROL_ADDRESS, HOST_ADDRESS, NODES, SERVICES, Node, logs, work
+from bed.shell import BedError, run, wait_until
+
+CONTROL = "cp"
+_NAMESPACES = ("-m", "-n", "-p", "-u", "-i")
+# bash reaps orphans while it waits; `sleep` alone as the first process would collect zombies.
+_IDLE = "trap '' TERM; while :; do sleep 3600 & wait $!; done"
+
+
+def start(box: str, script: str) -> int:
+    """Start a box whose first process runs `script` and then only waits. Returns its pid, which is the box."""
+    cgroups.make(box)
+    cgroups.make(cgroups.HOST)
+    folder = work() / box
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("pid", "ready"):
+        (folder / name).unlink(missing_ok=True)
+    # The first process writes its name only when its script is through: mounts first, then daemons.
+    init = f"set -e\necho 0 > {cgroups.entrance(box)}\n{script}\ntouch {folder / 'ready'}\n{_IDLE}\n"
+    (folder / "init.sh").write_text(init)
+    command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+    with _log(f"{box}-init") as log:
+        process = _start([*command, "bash", str(folder / "init.sh")], cgroups.HOST, log.fileno())
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+
+    def is_there() -> bool:
+        if process.poll() is not None:
+            raise BedError(f"box {box}: ended while it started, exit code {process.returncode}; see {logs()}/{box}-init.log")
+        return (folder / "ready").exists()
+
+    wait_until(f"box {box}", is_there, seconds=20, pause=0.005)
+    pid = int(children.read_text().split()[0])
+    (folder / "pid").write_text(str(pid))
+    return pid
+
+
+def pid_of(box: str) -> int:
+    """The box's first process as seen from outside; BedError when the box is not up."""
+    try:
+        pid = int((work() / box / "pid").read_text())
+    except (OSError, ValueError) as error:
+        raise BedError(f"box {box}: not up.") from error
+    if not is_alive(pid):
+        raise BedError(f"box {box}: dead (pid {pid}).")
+    return pid
+
+
+def is_up(box: str) -> bool:
+    """Whether the box's first process lives."""
+    try:
+        pid_of(box)
+    except BedError:
+        return False
+    return True
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process exists and is no zombie: where the machine's first process reaps late, dead ones stay a while."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def kill(box: str) -> None:
+    """Power off: the first process dies and with it everything inside."""
+    pid = pid_of(box)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=20, pause=0.01)
+    wait_until(f"the end of what ran in box {box}", lambda: not _living(box), seconds=20, pause=0.01)
+
+
+def _living(box: str) -> set[int]:
+    return {pid for pid in cgroups.pids_below(box) if is_alive(pid)}
+
+
+def inside(box: str, command: Sequence[object], *, text: str | None = None, check: bool = True) -> str:
+    """Run a command in every namespace of the box and return its stdout."""
+    return run(["nsenter", "-t", str(pid_of(box)), *_NAMESPACES, "--", *command], text=text, check=check)
+
+
+def spawn(box: str, name: str, command: Sequence[object], *, environment: dict[str, str] | None = None) -> None:
+    """Start a daemon in the box, with its log and its pid (as seen from outside) under the bed's scratch."""
+    shown = work() / box / f"{name}.pid"
+    shown.unlink(missing_ok=True)
+    # $$ would be the pid inside; /proc of the outside is not there either. The cgroup file, read from outside, knows both.
+    before = cgroups.pids_below(box, "sys")
+    enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
+    words = ["nsenter", "-t", str(pid_of(box)), *_NAMESPACES, "--", "bash", "-c", enter, "bash", *map(str, command)]
+    with _log(f"{box}-{name}") as log:
+        process = _start(words, cgroups.HOST, log.fileno(), environment)
+    found: set[int] = set()
+
+    def has_entered() -> bool:
+        if process.poll() is not None:
+            raise BedError(f"{name} in box {box}: exit code {process.returncode}; see {logs()}/{box}-{name}.log")
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        found.update({int(child) for child in children} & (cgroups.pids_below(box, "sys") - before))
+        return bool(found)
+
+    wait_until(f"{name} in box {box}", has_entered, seconds=10, pause=0.003)
+    shown.write_text(str(found.pop()))
+
+
+def daemon_pid(box: str, name: str) -> int:
+    """The pid of a daemon started by `spawn`; BedError when it does not live."""
+    try:
+        pid = int((work() / box / f"{name}.pid").read_text())
+    except (OSError, ValueError) as error:
+        raise BedError(f"{name} in box {box}: never started.") from error
+    if not is_alive(pid):
+        raise BedError(f"{name} in box {box}: dead (pid {pid}); see {logs()}/{box}-{name}.log")
+    return pid
+
+
+def kill_daemon(box: str, name: str) -> None:
+    """SIGKILL one daemon; returns when it is dead."""
+    pid = daemon_pid(box, name)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(f"the end of {name} in box {box}", lambda: not is_alive(pid), seconds=20, pause=0.01)
+
+
+def spawn_outside(name: str, command: Sequence[object], environment: dict[str, str]) -> None:
+    """Start a helper of the bed in the machine's own namespaces; it ends with the bed."""
+    with _log(name) as log:
+        _start([str(word) for word in command], cgroups.HOST, log.fileno(), environment)
+
+
+def network(pid: int, lines: Iterable[str]) -> None:
+    """Apply lines of `ip -batch` in the network namespace of a process; 1 is the machine's own."""
+    run(["nsenter", "-t", str(pid), "-n", shutil.which("ip") or "/sbin/ip", "-batch", "-"], text="\n".join(lines) + "\n")
+
+
+def connect_control() -> None:
+    """The bridge in the control plane's box, and the machine's own link to it."""
+    pid = pid_of(CONTROL)
+    network(
+        pid,
+        [
+            "link set lo up",
+            "link add br0 type bridge",
+            f"addr add {CONTROL_ADDRESS}/24 dev br0",
+            "link set br0 up",
+        ],
+    )
+    network(1, [f"link add {BRIDGE_END} type veth peer name vhost netns {pid}", f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}"])
+    network(pid, ["link set vhost master br0 up"])
+    routes = [f"route replace {node.pods} via {node.address} dev {BRIDGE_END} onlink" for node in NODES]
+    network(1, [f"link set {BRIDGE_END} up", *routes, f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink"])
+    network(pid, [f"route replace {node.pods} via {node.address} dev br0 onlink" for node in NODES])
+
+
+def connect_node(node: Node) -> None:
+    """A node's cable to the bridge, and its routes to the other nodes' pods. No default route: pods reach nothing else."""
+    control, pid = pid_of(CONTROL), pid_of(node.name)
+    here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
+    wait_until(f"the end of the link v{node.name}", lambda: f"v{node.name}:" not in Path(here).read_text(), seconds=10)
+    network(control, [f"link add v{node.name} type veth peer name eth0 netns {pid}", f"link set v{node.name} master br0 up"])
+    others = [other for other in NODES if other is not node]
+    routes = [f"route replace {other.pods} via {other.address} dev eth0 onlink" for other in others]
+    network(pid, ["link set lo up", f"addr add {node.address}/24 dev eth0", "link set eth0 up", *routes])
+
+
+def _log(name: str) -> BinaryIO:
+    logs().mkdir(parents=True, exist_ok=True)
+    return open(logs() / f"{name}.log", "ab")
+
+
+def _start(command: list[str], box: str, log: int, environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    """Start detached from our terminal and session, inside the bed's cgroup from its first instruction on."""
+    enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
+    return subprocess.Popen(
+        ["bash", "-c", enter, "bash", *command],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin", **(environment or {})},
+        start_new_session=True,
+    )

@@ -1,0 +1,160 @@
+"""The control plane's box: etcd, API server, controller manager, scheduler; CoreDNS or kwok beside them."""
+
+from pathlib import Path
+
+from bed import boxes, toolbox
+from bed.api import Api, ApiError
+from bed.places import CONTROL_ADDRESS, SERVICES, STORAGE_CLASS, logs, pki, work
+from bed.shell import wait_until
+
+BOX = boxes.CONTROL
+# What ServiceAccounts of workloads ask for: the proof of which rights an operator uses. Nobody else's requests are kept.
+AUDIT = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules:
+  - {level: None, userGroups: ["system:serviceaccounts:kube-system"]}
+  - {level: Metadata, userGroups: ["system:serviceaccounts"]}
+  - {level: None}
+"""
+COREDNS = """\
+.:53 {{
+    bind {address}
+    errors
+    ready {address}:8181
+    kubernetes cluster.local in-addr.arpa {{
+        kubeconfig {kubeconfig}
+        pods insecure
+        ttl 1
+    }}
+    cache 1
+}}
+"""
+
+
+def start_box() -> None:
+    """The box itself, its bridge and the link to the machine."""
+    boxes.start(BOX, "mount --make-rprivate /\nhostname cp\nip link set lo up")
+    boxes.connect_control()
+
+
+def start_etcd() -> None:
+    """etcd, on the box's loopback. Without fsync: it survives its own death, not the machine's."""
+    client, peer = "http://127.0.0.1:2379", "http://127.0.0.1:2380"
+    command: list[object] = [
+        toolbox.binary("etcd"),
+        "--name=bed",
+        f"--data-dir={work() / 'etcd'}",
+        "--unsafe-no-fsync",
+        "--log-level=warn",
+    ]
+    command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
+    command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=bed={peer}"]
+    boxes.spawn(BOX, "etcd", [*command, "--quota-backend-bytes=4294967296"])
+
+
+def start_apiserver(*, audited: bool) -> None:
+    """The API server; `audited` keeps the requests of ServiceAccounts in logs/audit.jsonl."""
+    keys = pki()
+    command: list[object] = [toolbox.binary("kube-apiserver")]
+    command += [
+        f"--bind-address={CONTROL_ADDRESS}",
+        f"--advertise-address={CONTROL_ADDRESS}",
+        "--etcd-servers=http://127.0.0.1:2379",
+    ]
+    command += [
+        f"--client-ca-file={keys}/ca.crt",
+        f"--tls-cert-file={keys}/apiserver.crt",
+        f"--tls-private-key-file={keys}/apiserver.key",
+    ]
+    command += [f"--service-cluster-ip-range={SERVICES}", "--service-account-issuer=https://kubernetes.default.svc.cluster.local"]
+    command += [f"--service-account-key-file={keys}/sa.pub", f"--service-account-signing-key-file={keys}/sa.key"]
+    command += ["--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--allow-privileged"]
+    command += [f"--kubelet-certificate-authority={keys}/ca.crt", "--kubelet-preferred-address-types=InternalIP"]
+    command += [
+        f"--kubelet-client-certificate={keys}/apiserver-kubelet.crt",
+        f"--kubelet-client-key={keys}/apiserver-kubelet.key",
+    ]
+    command += ["--enable-aggregator-routing", f"--cert-dir={work()}/apiserver"]
+    command += ["--default-not-ready-toleration-seconds=5", "--default-unreachable-toleration-seconds=5"]
+    if audited:
+        policy = work() / "audit.yaml"
+        policy.write_text(AUDIT)
+        command += [f"--audit-policy-file={policy}", f"--audit-log-path={logs()}/audit.jsonl", "--audit-log-maxsize=1024"]
+    boxes.spawn(BOX, "kube-apiserver", command)
+
+
+def wait_for_apiserver(api: Api, *, seconds: float = 60) -> float:
+    """Until /readyz says ok; the seconds it took. Raises BedError when it died meanwhile."""
+
+    def is_ready() -> bool:
+        boxes.daemon_pid(BOX, "kube-apiserver")
+        try:
+            return bool(api.request("GET", "/readyz", timeout=5) == "ok")
+        except (ApiError, OSError):
+            return False
+
+    return wait_until("API server ready", is_ready, seconds=seconds)
+
+
+def start_controllers(*, grace_seconds: int) -> None:
+    """Controller manager and scheduler. A node is NotReady after `grace_seconds` without a sign of life."""
+    keys = pki()
+    manager: list[object] = [
+        toolbox.binary("kube-controller-manager"),
+        f"--kubeconfig={keys}/kube-controller-manager.kubeconfig",
+    ]
+    manager += [
+        "--use-service-account-credentials",
+        "--leader-elect=false",
+        "--bind-address=127.0.0.1",
+        f"--root-ca-file={keys}/ca.crt",
+    ]
+    manager += [f"--service-account-private-key-file={keys}/sa.key", f"--cluster-signing-cert-file={keys}/ca.crt"]
+    manager += [
+        f"--cluster-signing-key-file={keys}/ca.key",
+        "--node-monitor-period=1s",
+        f"--node-monitor-grace-period={grace_seconds}s",
+    ]
+    manager += ["--pvclaimbinder-sync-period=1s", "--kube-api-qps=200", "--kube-api-burst=400", f"--cert-dir={work()}/kcm"]
+    boxes.spawn(BOX, "kube-controller-manager", manager)
+    own = f"{keys}/kube-scheduler.kubeconfig"
+    scheduler: list[object] = [toolbox.binary("kube-scheduler"), f"--kubeconfig={own}", f"--authentication-kubeconfig={own}"]
+    scheduler += [f"--authorization-kubeconfig={own}", "--leader-elect=false", "--bind-address=127.0.0.1"]
+    scheduler += ["--kube-api-qps=1000", "--kube-api-burst=2000", f"--cert-dir={work()}/scheduler"]
+    boxes.spawn(BOX, "kube-scheduler", scheduler)
+
+
+def start_coredns() -> None:
+    """DNS for pods, as a process here: it survives what is done to nodes."""
+    file = work() / "Corefile"
+    file.write_text(COREDNS.format(address=CONTROL_ADDRESS, kubeconfig=pki() / "coredns.kubeconfig"))
+    boxes.spawn(BOX, "coredns", [toolbox.binary("coredns"), "-conf", file])
+
+
+def start_kwok() -> None:
+    """Made-up kubelets for nodes annotated kwok.x-k8s.io/node=fake."""
+    stages = Path(__file__).with_name("kwok.yaml")
+    command: list[object] = [toolbox.binary("kwok"), f"--kubeconfig={pki()}/kwok.kubeconfig", f"--config={stages}"]
+    command += ["--manage-all-nodes=false", "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"]
+    command += ["--node-lease-duration-seconds=40", "--server-address=127.0.0.1:10247"]
+    boxes.spawn(BOX, "kwok", command)
+
+
+def create_storage_class(api: Api) -> None:
+    """The class `shared`, which is also the default; bed.storage makes its volumes."""
+    body = {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": STORAGE_CLASS, "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
+        "provisioner": "bed.local/dir",
+        "volumeBindingMode": "Immediate",
+        "reclaimPolicy": "Delete",
+    }
+    api.apply(f"/apis/storage.k8s.io/v1/storageclasses/{STORAGE_CLASS}", body)
+
+
+def has_default_account(api: Api) -> bool:
+    """Whether pods can be created in the namespace default."""
+    return api.is_there("/api/v1/namespaces/default/serviceaccounts/default")

@@ -1,0 +1,65 @@
+"""Fixtures for tests on a cluster: `from bed.fixtures import cluster, faults` in the conftest of a room that needs them."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from bed import loading
+from bed.api import Api
+from bed.cluster import Bed
+from bed.faults import Faults
+from bed.places import KUBECONFIG, STORAGE_CLASS
+from bed.requirements import unavailable
+
+OTHER_CLUSTER = "EVERGRAD_E2E_KUBECONFIG"
+OTHER_CLASS = "EVERGRAD_E2E_STORAGE_CLASS"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster that tests run on: the bed, or one that was named."""
+
+    kubeconfig: Path
+    api: Api
+    is_bed: bool
+    storage_class: str | None  # ReadWriteMany; None: the cluster's default
+
+    def load(self, images: Sequence[str | Path]) -> None:
+        """Bring images into the bed's nodes. Another cluster must have them already."""
+        if self.is_bed:
+            loading.load(images)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up already."""
+    named = os.environ.get(OTHER_CLUSTER)
+    if named:
+        file = Path(named)
+        yield Cluster(file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS))
+        return
+    reason = unavailable()
+    if reason:
+        pytest.skip(reason)
+    was_up = Bed.is_up()
+    Bed.up()
+    try:
+        yield Cluster(KUBECONFIG, Api(KUBECONFIG), is_bed=True, storage_class=STORAGE_CLASS)
+    finally:
+        if not was_up:
+            Bed.down()
+
+
+@pytest.fixture
+def faults(cluster: Cluster) -> Iterator[Faults]:
+    """What can be done to the bed; everything is put back after the test. Skipped on any other cluster."""
+    if not cluster.is_bed:
+        pytest.skip(f"Faults are done to the bed only; {OTHER_CLUSTER} names another cluster.")
+    found = Faults(cluster.api)
+    try:
+        yield found
+    finally:
+        found.restore()

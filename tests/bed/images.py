@@ -1,0 +1,232 @@
+"""Container images without a registry: base and pause image, builds, and their way into nodes layer by layer.
+
+An image leaves the bed's own storage as an OCI layout whose blobs all layouts share, uncompressed, so that a layer's
+digest is the same everywhere: a node is sent only the layers it does not hold. What was loaded once is put into a
+"golden" containerd folder too, which later beds clone.
+"""
+
+import json
+import os
+import shutil
+import ssl
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bed import toolbox
+from bed.places import cache
+from bed.shell import BedError, run
+
+BASE = "localhost/evergrad-base:bookworm"
+PAUSE = "localhost/pause:local"
+_SUITE = "bookworm"
+_BASE_RECIPE = "1"  # raise it when make_base changes: the cached image is made anew
+_RUN = Path("/run/evergrad-images")
+# Not for running Python in a container: documentation, other languages, caches, package lists.
+_NOT_NEEDED = (
+    "usr/share/doc",
+    "usr/share/man",
+    "usr/share/info",
+    "usr/share/locale",
+    "var/cache",
+    "var/lib/apt/lists",
+    "var/log",
+)
+_LIMITS = '["nofile=20000:20000", "nproc=20000:20000"]'  # what a machine without CAP_SYS_RESOURCE grants
+
+
+def folder() -> Path:
+    """Everything of images in the cache."""
+    return cache() / "images"
+
+
+def environment() -> dict[str, str]:
+    """The environment in which buildah, podman and skopeo use the bed's storage instead of the machine's."""
+    home = folder()
+    (home / "conf").mkdir(parents=True, exist_ok=True)
+    storage = f'[storage]\ndriver = "overlay"\ngraphroot = "{home}/storage"\nrunroot = "{_RUN}"\n'
+    engine = '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\nevents_logger = "none"\n'
+    _write_if_other(home / "conf" / "storage.conf", storage)
+    _write_if_other(home / "conf" / "containers.conf", f"[containers]\ndefault_ulimits = {_LIMITS}\n{engine}")
+    return {
+        "CONTAINERS_STORAGE_CONF": str(home / "conf" / "storage.conf"),
+        "CONTAINERS_CONF": str(home / "conf" / "containers.conf"),
+    }
+
+
+def identity(image: str) -> str | None:
+    """The image's id in the storage; None where it is not."""
+    command = ["podman", "image", "inspect", "--format", "{{.Id}}", image]
+    return run(command, environment=environment(), check=False).strip() or None
+
+
+def ensure_base() -> str:
+    """The name of the base image (Debian with Python and the public certificates); made by debootstrap where it is missing."""
+    command = ["podman", "image", "inspect", "--format", '{{index .Labels "evergrad.recipe"}}', BASE]
+    if run(command, environment=environment(), check=False).strip() != _BASE_RECIPE:
+        with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
+            make_base(Path(scratch, "root"))
+    return BASE
+
+
+def make_base(root: Path) -> None:
+    """Fill `root` from the mirror that apt itself uses, strip it, and import it."""
+    root.mkdir()
+    root.chmod(0o755)
+    packages = "--include=python3,python3-venv,ca-certificates"
+    # In namespaces of its own: it mounts /proc, which must not outlive it when it is killed.
+    alone = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+    command: list[object] = [*alone, "debootstrap", "--variant=minbase", packages, _SUITE, root, mirror()]
+    run(command, environment={"DEBIAN_FRONTEND": "noninteractive"})
+    for name in _NOT_NEEDED:
+        shutil.rmtree(root / name, ignore_errors=True)
+        (root / name).mkdir(parents=True)
+    shutil.rmtree(root / "dev")
+    (root / "dev").mkdir()
+    for name in ("etc/apt/sources.list", "etc/resolv.conf", "etc/hostname"):
+        (root / name).unlink(missing_ok=True)
+    archive = root.with_suffix(".tar")
+    run(["tar", "--numeric-owner", "-C", root, "-cf", archive, "."])
+    settings = ["CMD /usr/bin/python3", f"LABEL evergrad.recipe={_BASE_RECIPE}"]
+    changes = [word for setting in settings for word in ("--change", setting)]
+    run(["podman", "import", *changes, archive, BASE], environment=environment())
+
+
+def mirror() -> str:
+    """Where apt gets the suite from. Raises BedError where its sources do not name it."""
+    listed = run(["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages"])
+    for line in listed.splitlines():
+        address, suite, component = line.split()
+        if (suite, component) == (_SUITE, "main"):
+            return address
+    raise BedError(f"apt's sources name no mirror of Debian {_SUITE} (main). Add one; the base image is made from it.")
+
+
+def ensure_pause() -> str:
+    """The name of the image that holds pods' namespaces."""
+    if identity(PAUSE) is None:
+        with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
+            shutil.copy(toolbox.binary("pause"), Path(scratch, "pause"))
+            archive = Path(scratch, "pause.tar")
+            run(["tar", "--numeric-owner", "--owner=0", "--group=0", "-C", scratch, "-cf", archive, "pause"])
+            changes = ["--change", "USER 65535:65535", "--change", 'ENTRYPOINT ["/pause"]']
+            run(["podman", "import", *changes, archive, PAUSE], environment=environment())
+    return PAUSE
+
+
+def build(
+    directory: Path,
+    tag: str,
+    *,
+    file: Path | None = None,
+    target: str | None = None,
+    arguments: Mapping[str, str] | None = None,
+    volumes: Sequence[str] = (),
+) -> str:
+    """buildah's build of a Dockerfile on the base image; returns `tag`.
+
+    The build reaches the package index as this process does; the certificates for it are mounted at /run/ca.crt while it
+    runs (also the build arguments PIP_CERT and SSL_CERT_FILE) and are no part of the image.
+    """
+    ensure_base()
+    command: list[object] = ["buildah", "bud", "--pull-never", "--layers", "--network", "host", "--tag", tag]
+    given = dict(arguments or {})
+    certificates = os.environ.get("SSL_CERT_FILE") or ssl.get_default_verify_paths().cafile
+    if certificates:
+        command += ["--volume", f"{Path(certificates).resolve()}:/run/ca.crt:ro"]
+        given = {"PIP_CERT": "/run/ca.crt", "SSL_CERT_FILE": "/run/ca.crt", **given}
+    for name, value in given.items():
+        command += ["--build-arg", f"{name}={value}"]
+    for volume in volumes:
+        command += ["--volume", volume]
+    command += ["--file", file] if file else []
+    command += ["--target", target] if target else []
+    run([*command, directory], environment=environment(), timeout=1800)
+    return tag
+
+
+def archive(image: str) -> Path:
+    """The image's OCI layout; only layers that no earlier layout brought are written. BedError where there is no such image."""
+    current = identity(image)
+    if current is None:
+        raise BedError(f"{image}: no such image in {folder() / 'storage'}. Build it first, in the environment of bed.images.")
+    layout = layout_of(image)
+    stamp = layout / "image-id"
+    if not stamp.exists() or stamp.read_text() != current:
+        shutil.rmtree(layout, ignore_errors=True)
+        layout.mkdir(parents=True)
+        options = ["--insecure-policy", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
+        options += ["--dest-shared-blob-dir", str(_blobs())]
+        run(["skopeo", *options, f"containers-storage:{image}", f"oci:{layout}:image"], environment=environment())
+        (layout / "name").write_text(image)
+        stamp.write_text(current)
+    return layout
+
+
+def digest_of(layout: Path) -> str:
+    """The digest of the layout's manifest: what the image is."""
+    digest: str = json.loads((layout / "index.json").read_text())["manifests"][0]["digest"]
+    return digest
+
+
+def pack(layout: Path, held: set[str], target: Path) -> None:
+    """Write a tar that `ctr images import` takes, without the blobs whose digests are in `held`."""
+    image = (layout / "name").read_text()
+    entry = json.loads((layout / "index.json").read_text())["manifests"][0]
+    entry["annotations"] = {"io.containerd.image.name": image, "org.opencontainers.image.ref.name": image.rpartition(":")[2]}
+    index = {"schemaVersion": 2, "manifests": [entry]}
+    manifest = json.loads(_blob(entry["digest"]).read_text())
+    layers = [layer["digest"] for layer in manifest["layers"]]
+    # Manifest and configuration are small and go along always: the importer reads them from the archive.
+    blobs = [entry["digest"], manifest["config"]["digest"], *(digest for digest in dict.fromkeys(layers) if digest not in held)]
+    with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
+        Path(scratch, "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+        Path(scratch, "index.json").write_text(json.dumps(index))
+        Path(scratch, "blobs", "sha256").mkdir(parents=True)
+        for digest in blobs:
+            os.link(_blob(digest), Path(scratch, "blobs", *digest.split(":")))
+        run(["tar", "-C", scratch, "-cf", target, "oci-layout", "index.json", "blobs"])
+
+
+def wanted() -> dict[str, str]:
+    """The images that every bed starts with: name → digest of the manifest."""
+    try:
+        found: dict[str, str] = json.loads((folder() / "wanted.json").read_text())
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def want(image: str) -> Path:
+    """Have the image in every later bed; returns its layout."""
+    layout = archive(image)
+    _write_if_other(folder() / "wanted.json", json.dumps({**wanted(), image: digest_of(layout)}, indent=1))
+    return layout
+
+
+def layout_of(image: str) -> Path:
+    """Where the image's layout lies, written or not."""
+    return folder() / "layouts" / image.replace("/", "_").replace(":", "_")
+
+
+def _blobs() -> Path:
+    blobs = folder() / "blobs"
+    blobs.mkdir(parents=True, exist_ok=True)
+    return blobs
+
+
+def _blob(digest: str) -> Path:
+    return _blobs().joinpath(*digest.split(":"))
+
+
+def _scratch() -> Path:
+    scratch = folder() / "tmp"
+    scratch.mkdir(parents=True, exist_ok=True)
+    return scratch
+
+
+def _write_if_other(file: Path, text: str) -> None:
+    if not file.exists() or file.read_text() != text:
+        fresh = file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(text)
+        fresh.replace(file)

@@ -1,0 +1,53 @@
+"""Whether the bed can run here, said in one line."""
+
+import os
+import shutil
+import sys
+
+from bed.places import CGROUPS
+
+# Command → the Debian package that brings it.
+COMMANDS = {
+    "containerd": "containerd",
+    "runc": "runc",
+    "iptables": "iptables",
+    "nft": "nftables",
+    "buildah": "buildah",
+    "podman": "podman",
+    "skopeo": "skopeo",
+    "debootstrap": "debootstrap",
+    "openssl": "openssl",
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "mkfs.ext4": "e2fsprogs",
+}
+PLUGINS = "/usr/lib/cni/bridge"
+HIERARCHIES = ("freezer", "memory", "cpu", "cpuset", "pids")
+
+
+def missing_packages() -> list[str]:
+    """Debian packages that the bed uses and whose commands are not on PATH."""
+    path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+    missing = [package for command, package in COMMANDS.items() if shutil.which(command, path=path) is None]
+    if not os.path.exists(PLUGINS):
+        missing.append("containernetworking-plugins")
+    return missing
+
+
+def unavailable() -> str | None:
+    """Why the bed cannot run on this machine, in one line; None where it can."""
+    if sys.platform != "linux":
+        return f"The bed needs Linux; this is {sys.platform}. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+    if os.geteuid() != 0:
+        return "The bed needs root (namespaces, cgroups, mounts). Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+    absent = [name for name in HIERARCHIES if not (CGROUPS / name / "cgroup.procs").exists()]
+    if absent:
+        kind = "only cgroup v2" if (CGROUPS / "cgroup.controllers").exists() else f"no hierarchy {', '.join(absent)}"
+        return (
+            f"The bed needs the cgroup v1 hierarchies below {CGROUPS}; this machine has {kind}. "
+            "Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+        )
+    missing = missing_packages()
+    if missing:
+        return f"The bed needs packages that are not installed: apt-get install {' '.join(missing)}"
+    return None

@@ -1,0 +1,83 @@
+"""What is known of the bed beyond the process that began it: who works on it now, its profile, what `down` must put back."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bed.places import CLUSTER, STATE, work
+from bed.shell import BedError
+
+# Settings of the whole machine that the kubelet changes, or that many containers need.
+SYSCTLS = (
+    "vm/overcommit_memory",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "kernel/keys/root_maxkeys",
+    "kernel/keys/root_maxbytes",
+    "fs/inotify/max_user_instances",
+)
+
+
+@dataclass(frozen=True)
+class State:
+    """A bed that was begun: `down` deletes `work` and `cluster` and restores `sysctls`."""
+
+    profile: str
+    work: str = field(default_factory=lambda: str(work()))
+    cluster: str = field(default_factory=lambda: str(CLUSTER))
+    sysctls: dict[str, str] = field(
+        default_factory=lambda: {name: Path("/proc/sys", name).read_text().strip() for name in SYSCTLS}
+    )
+    is_complete: bool = False
+
+
+def write(state: State) -> None:
+    """Keep it."""
+    STATE.mkdir(exist_ok=True)
+    fresh = STATE / "state.json.new"
+    fresh.write_text(json.dumps(asdict(state), indent=1))
+    fresh.replace(STATE / "state.json")
+
+
+def read() -> State:
+    """What the last `up` kept. BedError where there is none."""
+    try:
+        return State(**json.loads((STATE / "state.json").read_text()))
+    except FileNotFoundError as error:
+        raise BedError("No bed is up. Start one: make cluster") from error
+
+
+def exists() -> bool:
+    """Whether a bed was begun and not taken down."""
+    return (STATE / "state.json").exists()
+
+
+def restore_sysctls(state: State) -> None:
+    """Put the machine's settings back."""
+    for name, value in state.sysctls.items():
+        Path("/proc/sys", name).write_text(value)
+
+
+def forget() -> None:
+    """There is no bed any more."""
+    (STATE / "state.json").unlink(missing_ok=True)
+
+
+@contextmanager
+def lock() -> Iterator[None]:
+    """Only one `up` or `down` of the machine at a time; BedError says who is at work. The kernel lets go when he dies."""
+    STATE.mkdir(exist_ok=True)
+    with open(STATE / "lock", "a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise BedError(f"Another `up` or `down` of the bed is at work (pid {file.read().strip()}). Wait for it.") from error
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

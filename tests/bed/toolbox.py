@@ -1,0 +1,136 @@
+"""The Go programs of the bed: pinned in tools/, built once into the cache outside the tree."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from bed.places import cache
+from bed.shell import BedError, last_lines, run
+
+SOURCES = Path(__file__).with_name("tools")
+_VERSION = "k8s.io/component-base/version"
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One folder of tools/: what is built from it, under which names it is called."""
+
+    packages: dict[str, str]  # binary → Go package
+    links: tuple[str, ...] = ()  # further names of the (only) binary
+    link_flags: str = "-s -w"
+    minutes: str = "under a minute"
+
+
+TOOLS = {
+    "kubernetes": Tool(
+        {"kubernetes": "."},
+        ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy", "kubectl"),
+        f"-s -w -X {_VERSION}.gitVersion=v1.34.4 -X {_VERSION}.gitMajor=1 -X {_VERSION}.gitMinor=34"
+        f" -X {_VERSION}.gitTreeState=clean",
+        "6 to 10 minutes on two cores",
+    ),
+    "etcd": Tool({"etcd": "go.etcd.io/etcd/server/v3", "etcdctl": "go.etcd.io/etcd/etcdctl/v3"}),
+    "coredns": Tool({"coredns": "github.com/coredns/coredns"}, minutes="2 to 4 minutes"),
+    "pause": Tool({"pause": "."}),
+    "helm": Tool({"helm": "helm.sh/helm/v3/cmd/helm"}, minutes="1 to 3 minutes"),
+    "kubeconform": Tool({"kubeconform": "github.com/yannh/kubeconform/cmd/kubeconform"}),
+    "kwok": Tool({"kwok": "sigs.k8s.io/kwok/cmd/kwok"}, minutes="1 to 3 minutes"),
+}
+NEEDED = {"full": ("kubernetes", "etcd", "coredns", "pause"), "kwok": ("kubernetes", "etcd", "kwok")}
+BINARIES = {name: tool for tool, entry in TOOLS.items() for name in (*entry.packages, *entry.links)}
+
+
+def tool_of(name: str) -> str:
+    """The tool that brings this binary (or is called so itself); ValueError names the known ones."""
+    if name in TOOLS:
+        return name
+    if name in BINARIES:
+        return BINARIES[name]
+    raise ValueError(f"{name}: no tool of the bed. Known: {', '.join(sorted({*TOOLS, *BINARIES}))}.")
+
+
+def binary(name: str) -> Path:
+    """The path of a binary, for instance `kubectl` or `helm`; built first where the cache does not have it."""
+    return build(tool_of(name)) / name
+
+
+def missing(names: tuple[str, ...]) -> list[str]:
+    """Those of the tools that the cache does not have."""
+    return [name for name in names if _built(name) is None]
+
+
+def build(name: str) -> Path:
+    """The folder of the tool's binaries; built where the cache does not have it. Raises BedError with the compiler's words."""
+    found = _built(name)
+    if found is not None:
+        return found
+    version = _go_version()
+    if version is None:
+        raise BedError(f"{name}: not in {cache() / 'tools'}, and there is no `go` to build it. Install Go 1.24 or newer.")
+    folder = cache() / "tools" / f"{name}-{_key(name)}-{version}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "bin").is_dir():  # another process may have built it meanwhile
+            _build_into(name, folder)
+    return folder / "bin"
+
+
+def _build_into(name: str, folder: Path) -> None:
+    tool = TOOLS[name]
+    begun = time.monotonic()
+    print(f"{time.strftime('%T')}  {name}: building ({tool.minutes}) …", flush=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        output = Path(scratch, "bin")
+        output.mkdir()
+        for target, package in tool.packages.items():
+            _go_build(name, tool, package, output / target)
+        for link in tool.links:
+            (output / link).symlink_to(next(iter(tool.packages)))
+        folder.mkdir(exist_ok=True)
+        output.rename(folder / "bin")
+    size = sum(file.stat().st_size for file in (folder / "bin").iterdir() if not file.is_symlink())
+    print(f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s, {size / 1e6:.0f} MB", flush=True)
+
+
+def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
+    log = target.parent.parent / "log"
+    command = ["go", "build", "-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags", tool.link_flags, "-o", str(target)]
+    environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
+    with open(log, "w") as out:
+        code = subprocess.call(
+            [*command, package],
+            cwd=SOURCES / name,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    if code != 0:
+        raise BedError(f"{name}: `go build {package}` failed with exit code {code}.\n{last_lines(log)}")
+
+
+def _key(name: str) -> str:
+    """A digest of everything that decides what the binary is, but for Go's version."""
+    digest = hashlib.sha256(repr(TOOLS[name].packages).encode() + TOOLS[name].link_flags.encode())
+    for file in sorted((SOURCES / name).iterdir()):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _built(name: str) -> Path | None:
+    version = _go_version()
+    pattern = f"{name}-{_key(name)}-{version or '*'}/bin"  # without Go any build of these sources will do
+    return next(iter(sorted((cache() / "tools").glob(pattern))), None)
+
+
+def _go_version() -> str | None:
+    if shutil.which("go") is None:
+        return None
+    return run(["go", "env", "GOVERSION"], directory=SOURCES / "kubernetes").strip()

@@ -1,0 +1,3 @@
+module evergrad.test/tools/pause
+
+go 1.24.0
