@@ -50,3 +50,7 @@ class LeaseLostError(OperatorError):
 
 class SettingsError(OperatorError):
     """The operator cannot start with these settings in these surroundings."""
+
+
+class ProgressError(OperatorError):
+    """What answered on a coordinator's status port is not a coordinator of this run."""

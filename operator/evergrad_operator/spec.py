@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from evergrad_operator.errors import SpecError
+from evergrad_operator.times import parse_time
 
 _UNITS: Final = {"k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "B": 10**9, "T": 10**12}
 _NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -31,11 +32,15 @@ class Resources:
 
 @dataclass(frozen=True)
 class Storage:
-    """The run directory's volume: a new one of ``size``, or the existing ``claim_name``; neither lets the operator choose."""
+    """The run directory's volume: a new one of ``size``, or the existing ``claim_name``; neither lets the operator choose.
+
+    ``path``: the run directory inside it; None is the run's name.
+    """
 
     size: str | None
     storage_class_name: str | None
     claim_name: str | None
+    path: str | None
 
 
 @dataclass(frozen=True)
@@ -87,7 +92,8 @@ class Script:
 class RunSpec:
     """``spec``, with exactly one of ``training``, which is the trainer's alone, and ``script``; the other is None.
 
-    ``workers_per_node`` is None where the accelerators decide.
+    ``workers_per_node`` is None where the accelerators decide, ``image`` and ``image_pull_policy`` where the operator does. Seconds
+    are None for no limit.
     """
 
     nodes: Nodes
@@ -95,7 +101,12 @@ class RunSpec:
     resources: Resources
     storage: Storage
     template: Template
+    image: str | None
+    image_pull_policy: str | None
     suspend: bool
+    restart_nonce: str | None
+    active_deadline_seconds: int | None
+    ttl_seconds_after_finished: int | None
     failure_policy: FailurePolicy
     training: Mapping[str, Any] | None = field(repr=False)
     script: Script | None
@@ -103,7 +114,10 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One TrainingRun. ``uid`` and ``generation`` are empty and 0 for an object that no API server has seen."""
+    """One TrainingRun. ``uid``, ``generation`` and ``created_at`` are empty and 0 for an object that no API server has seen.
+
+    ``created_at``: seconds since 1970.
+    """
 
     name: str
     namespace: str
@@ -112,6 +126,19 @@ class TrainingRun:
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
     spec: RunSpec
+    created_at: float = 0.0
+    is_deleting: bool = False
+
+    @property
+    def claim_name(self) -> str:
+        """The PVC that holds the run directory."""
+        return self.spec.storage.claim_name or self.name
+
+    @property
+    def volume_path(self) -> str:
+        """The run directory inside the PVC, without needless parts."""
+        path = self.spec.storage.path or self.name
+        return "/".join(part for part in path.split("/") if part not in ("", "."))
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
@@ -125,6 +152,8 @@ def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
         labels=_texts(metadata, "labels", "metadata."),
         annotations=_texts(metadata, "annotations", "metadata."),
         spec=parse_spec(_mapping(raw, "spec", "")),
+        created_at=parse_time(metadata.get("creationTimestamp")) or 0.0,
+        is_deleting=metadata.get("deletionTimestamp") is not None,
     )
 
 
@@ -141,7 +170,12 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
         resources=_parse_resources(_mapping(raw, "resources", "spec.")),
         storage=_parse_storage(_mapping(raw, "storage", "spec.")),
         template=_parse_template(_mapping(raw, "template", "spec.")),
+        image=_text(raw, "image", "spec."),
+        image_pull_policy=_text(raw, "imagePullPolicy", "spec."),
         suspend=_switch(raw, "suspend", "spec."),
+        restart_nonce=_text(raw, "restartNonce", "spec."),
+        active_deadline_seconds=_count(raw, "activeDeadlineSeconds", "spec."),
+        ttl_seconds_after_finished=_count(raw, "ttlSecondsAfterFinished", "spec."),
         failure_policy=_parse_failure_policy(_mapping(raw, "failurePolicy", "spec.")),
         training=content if kind == "training" else None,
         script=_parse_script(content) if kind == "script" else None,
@@ -166,6 +200,7 @@ def _parse_storage(raw: Mapping[str, Any]) -> Storage:
         size=_quantity(raw.get("size"), f"{where}size"),
         storage_class_name=_text(raw, "storageClassName", where),
         claim_name=_text(raw, "claimName", where),
+        path=_text(raw, "path", where),
     )
 
 

@@ -1,0 +1,44 @@
+"""What the operator was told for all runs. Values only; ``settings`` reads them. Pure."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Config:
+    """Images and switches of the installation. Times in seconds."""
+
+    trainer_image: str
+    operator_image: str
+    """Also the coordinator's."""
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of secrets in the run's namespace."""
+    network_policies: bool = True
+    disruption_budgets: bool = True
+    operator_namespace: str = ""
+    """Where the operator runs, whose pods may reach the coordinator's status; empty: from any namespace."""
+    cluster_domain: str = ""
+    """Appended to the coordinator's name (``svc.cluster.local``); empty: ``svc``, which the pod's search list completes."""
+    default_storage_size: str = "10Gi"
+    default_storage_class: str | None = None
+    storage_access_mode: str = "ReadWriteMany"
+    node_loss_toleration_seconds: int = 5
+    """So long a pod may stay on a node that is not ready."""
+    coordinator_cpu: str = "20m"
+    coordinator_memory: str = "64Mi"
+    coordinator_memory_limit: str = "256Mi"
+    shared_memory_size: str = ""
+    """Most of /dev/shm; empty: what the pod's memory limit allows."""
+    user_id: int = 10001
+    group_id: int = 10001
+    first_backoff_seconds: float = 2.0
+    """Before the first replacement after a failure that counts; each further one waits twice as long."""
+    longest_backoff_seconds: float = 60.0
+    short_life_seconds: float = 20.0
+    """A pod that ended sooner was hardly worth its start: after three of these in a row their replacements wait, too."""
+    finish_grace_seconds: float = 60.0
+    """For the pods of a complete run to write their report and end."""
+    fail_grace_seconds: float = 10.0
+    """For the pods of a failed run to end by themselves."""
+    progress_timeout_seconds: float = 900.0
+    """Without a step for so long a training group counts as stalled."""

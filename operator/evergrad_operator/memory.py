@@ -1,0 +1,395 @@
+"""What the operator knows of a run only from the run's own status: counters and decisions that are not taken twice. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from evergrad_operator.names import Condition, Phase
+from evergrad_operator.times import format_time, parse_time
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+MAX_ENDS: Final = 10
+MAX_CAUSES: Final = 32
+MAX_REASON: Final = 100
+
+
+@dataclass(frozen=True)
+class EndRecord:
+    """One pod's end, as the status lists it. ``at``: seconds since 1970."""
+
+    pod: str
+    cause: str
+    exit_code: int | None
+    at: float
+
+
+@dataclass(frozen=True)
+class LastFailure:
+    """The newest failure and its root cause. ``rank`` and ``step`` are None where nobody said them."""
+
+    cause: str
+    node: str
+    message: str
+    at: float
+    rank: int | None = None
+    step: int | None = None
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True)
+class Finish:
+    """How the run ended: phase Complete or Failed."""
+
+    phase: Phase
+    reason: str
+    message: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Failures in a row without progress. Times in seconds since 1970.
+
+    ``step`` and ``checkpoint_step``: newest when the last one was counted; beyond them is progress. ``short_lives``: free ends in a
+    row of pods that had hardly begun. Until ``retry_at`` no replacement is made.
+    """
+
+    failures: int = 0
+    step: int = -1
+    checkpoint_step: int = -1
+    at: float = 0.0
+    short_lives: int = 0
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Refusals:
+    """Objects the API server refused in a row; until ``retry_at`` (seconds since 1970) none is tried again."""
+
+    count: int = 0
+    at: float = 0.0
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Coordinator:
+    """The newest coordinator pod that was made (-1: none so far), and what it has already told.
+
+    ``is_recorded``: its end is counted. ``restarts`` and ``lost_seconds``: its counters as last read, which begin at 0 with each.
+    """
+
+    attempt: int = -1
+    image: str = ""
+    is_recorded: bool = False
+    restarts: Mapping[str, int] = NOTHING
+    lost_seconds: Mapping[str, float] = NOTHING
+
+
+@dataclass(frozen=True)
+class Training:
+    """What was last known of the training itself. ``updated_at``: when the step last changed, seconds since 1970."""
+
+    step: int | None = None
+    total_steps: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    eta_seconds: float | None = None
+    checkpoint_step: int | None = None
+    ready: int = 0
+    updated_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The part of a run's status that decisions rest on. Times in seconds since 1970.
+
+    ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's end is counted.
+    ``restart``: how often ``restartNonce`` has restarted the run; ``restart_nonce``: the one acted upon.
+    ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group.
+    """
+
+    is_known: bool = False
+    image: str = ""
+    recipe_hash: str = ""
+    restart: int = 0
+    restart_nonce: str | None = None
+    start_time: float | None = None
+    finishing_since: float | None = None
+    finish: Finish | None = None
+    is_stopped: bool = False
+    coordinator: Coordinator = Coordinator()
+    attempts: tuple[int, ...] = ()
+    recorded: frozenset[int] = frozenset()
+    restarts: Mapping[str, int] = NOTHING
+    lost_seconds: Mapping[str, float] = NOTHING
+    budget: Budget = Budget()
+    refusals: Refusals = Refusals()
+    last_failure: LastFailure | None = None
+    ends: tuple[EndRecord, ...] = ()
+    training: Training = Training()
+    gang_size: int = 0
+    gang: int = 0
+    conditions: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+
+    def attempt_of(self, index: int) -> int:
+        """Highest attempt made of a node, -1 for none."""
+        return self.attempts[index] if index < len(self.attempts) else -1
+
+
+def parse_memory(status: Mapping[str, Any]) -> Memory:
+    """The memory in a run's ``status``. What is missing or not understood counts as unknown: a status may be lost."""
+    conditions = tuple(one for one in _list(status, "conditions") if isinstance(one, Mapping))
+    nodes = _map(status, "nodes")
+    return Memory(
+        is_known=bool(conditions),
+        image=_text(status, "image"),
+        recipe_hash=_text(status, "recipeHash"),
+        restart=_int(status, "attempt") or 0,
+        restart_nonce=_text(status, "restartNonce") or None,
+        start_time=parse_time(status.get("startTime")),
+        finishing_since=parse_time(status.get("finishingTime")),
+        finish=_parse_finish(status, conditions),
+        is_stopped=status.get("stopped") is True,
+        coordinator=_parse_coordinator(_map(status, "coordinator")),
+        attempts=unpack_counts(_text(nodes, "attempts")),
+        recorded=frozenset(unpack_ranges(_text(nodes, "ended"))),
+        restarts=_ints(_map(_map(status, "restarts"), "byCause")),
+        lost_seconds=_floats(_map(status, "lostSeconds")),
+        budget=_parse_budget(_map(status, "failures")),
+        refusals=_parse_refusals(_map(status, "refusals")),
+        last_failure=_parse_failure(_map(status, "lastFailure")),
+        ends=tuple(_parse_end(one) for one in _list(status, "attempts") if isinstance(one, Mapping))[-MAX_ENDS:],
+        training=_parse_training(status),
+        gang_size=_int(_map(status, "gang"), "size") or 0,
+        gang=_int(_map(status, "gang"), "number") or 0,
+        conditions=conditions,
+    )
+
+
+def _parse_finish(status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]) -> Finish | None:
+    for condition in conditions:
+        if condition.get("type") in (Condition.COMPLETE, Condition.FAILED) and condition.get("status") == "True":
+            phase = Phase.COMPLETE if condition["type"] == Condition.COMPLETE else Phase.FAILED
+            at = parse_time(status.get("completionTime")) or parse_time(condition.get("lastTransitionTime")) or 0.0
+            return Finish(phase, _text(condition, "reason"), _text(condition, "message"), at)
+    return None
+
+
+def _parse_coordinator(raw: Mapping[str, Any]) -> Coordinator:
+    attempt = _int(raw, "attempt")
+    return Coordinator(
+        attempt=-1 if attempt is None else attempt,
+        image=_text(raw, "image"),
+        is_recorded=raw.get("ended") is True,
+        restarts=_ints(_map(raw, "restarts")),
+        lost_seconds=_floats(_map(raw, "lostSeconds")),
+    )
+
+
+def _parse_budget(raw: Mapping[str, Any]) -> Budget:
+    step, checkpoint = _int(raw, "step"), _int(raw, "checkpointStep")
+    return Budget(
+        failures=_int(raw, "withoutProgress") or 0,
+        step=-1 if step is None else step,
+        checkpoint_step=-1 if checkpoint is None else checkpoint,
+        at=parse_time(raw.get("at")) or 0.0,
+        short_lives=_int(raw, "shortLives") or 0,
+        retry_at=parse_time(raw.get("retryAt")) or 0.0,
+    )
+
+
+def _parse_refusals(raw: Mapping[str, Any]) -> Refusals:
+    return Refusals(_int(raw, "count") or 0, parse_time(raw.get("at")) or 0.0, parse_time(raw.get("retryAt")) or 0.0)
+
+
+def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
+    if not raw:
+        return None
+    return LastFailure(
+        cause=_text(raw, "cause"),
+        node=_text(raw, "node"),
+        message=_text(raw, "message"),
+        at=parse_time(raw.get("at")) or 0.0,
+        rank=_int(raw, "rank"),
+        step=_int(raw, "step"),
+        exit_code=_int(raw, "exitCode"),
+    )
+
+
+def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
+    return EndRecord(_text(raw, "pod"), _text(raw, "cause"), _int(raw, "exitCode"), parse_time(raw.get("at")) or 0.0)
+
+
+def _parse_training(status: Mapping[str, Any]) -> Training:
+    raw = _map(status, "progress")
+    return Training(
+        step=_int(raw, "step"),
+        total_steps=_int(raw, "totalSteps"),
+        loss=_number(raw, "loss"),
+        tokens_per_second=_number(raw, "tokensPerSecondExact"),
+        eta_seconds=_number(raw, "etaSeconds"),
+        checkpoint_step=_int(_map(status, "checkpoint"), "step"),
+        ready=_int(_map(status, "nodes"), "ready") or 0,
+        updated_at=parse_time(raw.get("updatedAt")),
+    )
+
+
+# ---- to the wire -----------------------------------------------------------------------------------------------------
+
+
+def build_memory(memory: Memory) -> dict[str, Any]:
+    """What of ``memory`` is not for people: the parts of the status that only ``parse_memory`` needs. Nothing that is a default."""
+    budget, refusals, coordinator = memory.budget, memory.refusals, memory.coordinator
+    found: dict[str, Any] = {
+        "image": memory.image,
+        "recipeHash": memory.recipe_hash,
+        "attempt": memory.restart,
+        "restartNonce": memory.restart_nonce,
+        "startTime": _time(memory.start_time),
+        "finishingTime": _time(memory.finishing_since),
+        "completionTime": _time(memory.finish.at) if memory.finish else None,
+        "stopped": memory.is_stopped or None,
+        "lostSeconds": {cause: round(seconds, 1) for cause, seconds in sorted(memory.lost_seconds.items())},
+        "restarts": {"total": sum(memory.restarts.values()), "byCause": dict(sorted(memory.restarts.items()))},
+        "failures": {
+            "withoutProgress": budget.failures,
+            "step": budget.step if budget.step >= 0 else None,
+            "checkpointStep": budget.checkpoint_step if budget.checkpoint_step >= 0 else None,
+            "at": _time(budget.at),
+            "shortLives": budget.short_lives or None,
+            "retryAt": _time(budget.retry_at),
+        },
+        "refusals": {"count": refusals.count, "at": _time(refusals.at), "retryAt": _time(refusals.retry_at)}
+        if refusals.count
+        else None,
+        "gang": {"size": memory.gang_size, "number": memory.gang} if memory.gang_size or memory.gang else None,
+        "attempts": [_build_end(one) for one in memory.ends],
+        "lastFailure": _build_failure(memory.last_failure),
+    }
+    if coordinator.attempt >= 0:
+        found["coordinator"] = {
+            "attempt": coordinator.attempt,
+            "image": coordinator.image,
+            "ended": coordinator.is_recorded or None,
+            "restarts": dict(sorted(coordinator.restarts.items())),
+            "lostSeconds": {cause: round(value, 1) for cause, value in sorted(coordinator.lost_seconds.items())},
+        }
+    found["nodes"] = {"attempts": pack_counts(memory.attempts), "ended": pack_ranges(memory.recorded)}
+    return without_empty(found)
+
+
+def _build_end(end: EndRecord) -> dict[str, Any]:
+    return {"pod": end.pod, "cause": end.cause, "exitCode": end.exit_code, "at": _time(end.at)}
+
+
+def _build_failure(failure: LastFailure | None) -> dict[str, Any] | None:
+    if failure is None:
+        return None
+    return {
+        "cause": failure.cause,
+        "node": failure.node,
+        "rank": failure.rank,
+        "step": failure.step,
+        "exitCode": failure.exit_code,
+        "message": failure.message,
+        "at": _time(failure.at),
+    }
+
+
+def without_empty(value: Any) -> Any:
+    """Without what says nothing: None, empty texts, lists and mappings, at any depth."""
+    if isinstance(value, Mapping):
+        cleaned = {key: without_empty(item) for key, item in value.items()}
+        return {key: item for key, item in cleaned.items() if item is not None and item != "" and item != {} and item != []}
+    if isinstance(value, list | tuple):
+        return [without_empty(item) for item in value]
+    return value
+
+
+def pack_counts(counts: Iterable[int]) -> str:
+    """One whole number a node, repeated ones together: ``0x4,1,-1x2``. Some bytes a node at most."""
+    groups: list[list[int]] = []
+    for count in counts:
+        if groups and groups[-1][0] == count:
+            groups[-1][1] += 1
+        else:
+            groups.append([count, 1])
+    return ",".join(str(count) if times == 1 else f"{count}x{times}" for count, times in groups)
+
+
+def unpack_counts(text: str) -> tuple[int, ...]:
+    """The inverse of ``pack_counts``; nothing for what it never wrote."""
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        count, _, times = part.partition("x")
+        if not count.removeprefix("-").isdecimal() or not (times.isdecimal() or not times) or len(times) > 4:
+            return ()
+        found += [int(count)] * int(times or 1)
+    return tuple(found)
+
+
+def pack_ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers from 0, neighbours together: ``0-3,7``."""
+    ranges: list[list[int]] = []
+    for number in sorted(numbers):
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+def unpack_ranges(text: str) -> tuple[int, ...]:
+    """The inverse of ``pack_ranges``; nothing for what it never wrote."""
+    found: list[int] = []
+    for part in text.split(",") if text else ():
+        first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal() or len(last or first) > 5:
+            return ()
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def _time(seconds: float | None) -> str | None:
+    return format_time(seconds) if seconds else None
+
+
+def _map(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key)
+    return value if isinstance(value, Mapping) else NOTHING
+
+
+def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
+    value = raw.get(key)
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _text(raw: Mapping[str, Any], key: str) -> str:
+    value = raw.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _int(raw: Mapping[str, Any], key: str) -> int | None:
+    value = raw.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(raw: Mapping[str, Any], key: str) -> float | None:
+    value = raw.get(key)
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _ints(raw: Mapping[str, Any]) -> dict[str, int]:
+    pairs = ((str(key), _int(raw, key)) for key in raw)
+    return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])
+
+
+def _floats(raw: Mapping[str, Any]) -> dict[str, float]:
+    pairs = ((str(key), _number(raw, key)) for key in raw)
+    return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])

@@ -1,0 +1,247 @@
+"""Names that others see: labels, annotations, children, ports, paths, conditions, reasons, phases and causes. Pure."""
+
+from enum import StrEnum
+from typing import Final
+
+from evergrad_coordinator.contract import API_VERSION, KIND, LABEL_PREFIX
+
+__all__ = ["API_VERSION", "KIND"]
+
+# ---- labels and annotations ------------------------------------------------------------------------------------------
+
+LABEL_RUN: Final = f"{LABEL_PREFIX}run"
+LABEL_INDEX: Final = f"{LABEL_PREFIX}index"
+LABEL_ATTEMPT: Final = f"{LABEL_PREFIX}attempt"
+LABEL_ROLE: Final = f"{LABEL_PREFIX}role"
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+LABEL_NAME: Final = "app.kubernetes.io/name"
+MANAGED_BY: Final = "evergrad"
+ROLE_NODE: Final = "node"
+ROLE_COORDINATOR: Final = "coordinator"
+
+ANNOTATION_HASH: Final = f"{LABEL_PREFIX}applied-hash"
+"""Hash of what was applied last: an equal one need not be applied again."""
+ANNOTATION_RESTART: Final = f"{LABEL_PREFIX}restart"
+"""On pods: the restart they belong to. Pods of an older one are replaced."""
+CLAIM_ANNOTATION_PREFIX: Final = f"run.{LABEL_PREFIX}"
+"""On a PVC, followed by a run's name: what that run keeps there."""
+
+LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
+LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
+LABEL_QUEUE_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
+ANNOTATION_QUEUE_GROUP_SIZE: Final = "kueue.x-k8s.io/pod-group-total-count"
+LABEL_GANG: Final = "scheduling.x-k8s.io/pod-group"
+PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
+"""Labels of a run that its node pods get; no others do."""
+
+# ---- places ----------------------------------------------------------------------------------------------------------
+
+JOIN_PORT: Final = 29400
+STATUS_PORT: Final = 29401
+METRICS_PORT: Final = 29402
+"""Of a training pod, where its run names no port of its own."""
+VOLUME_PATH: Final = "/volume"
+CONFIG_PATH: Final = "/etc/evergrad/run"
+CONFIG_FILE: Final = "trainingrun.json"
+STATE_PATH: Final = "/state"
+TERMINATION_LOG: Final = "/dev/termination-log"
+LONGEST_RUN_NAME: Final = 45
+FIELD_MANAGER: Final = "evergrad-operator"
+
+
+def node_pod_name(run: str, index: int, attempt: int) -> str:
+    """The pod of a node, from 0, in one of its attempts, from 0."""
+    return f"{run}-{index}-{attempt}"
+
+
+def coordinator_pod_name(run: str, attempt: int) -> str:
+    """The pod of the coordinator in one of its attempts, from 0."""
+    return f"{run}-coordinator-{attempt}"
+
+
+def coordinator_service_name(run: str) -> str:
+    """Where the nodes find their coordinator."""
+    return f"{run}-coordinator"
+
+
+def config_name(run: str) -> str:
+    """The ConfigMap with the run as its nodes read it."""
+    return f"{run}-config"
+
+
+def claim_annotation(run: str) -> str:
+    """Under which a PVC says what ``run`` keeps there."""
+    return f"{CLAIM_ANNOTATION_PREFIX}{run}"
+
+
+def claim_field_manager(run: str) -> str:
+    """Who applies to a PVC: runs may share one, and each owns its own annotation."""
+    return f"{FIELD_MANAGER}-{run}"
+
+
+# ---- status ----------------------------------------------------------------------------------------------------------
+
+
+class Condition(StrEnum):
+    """Types of conditions, in the order they are listed."""
+
+    READY = "Ready"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    SUSPENDED = "Suspended"
+    PODS_READY = "PodsReady"
+    PROGRESSING = "Progressing"
+    CHECKPOINT_HEALTHY = "CheckpointHealthy"
+    STALLED = "Stalled"
+    RECONCILING = "Reconciling"
+
+
+class Phase(StrEnum):
+    """A run in one word, for people. Derived; nothing is decided by it."""
+
+    PENDING = "Pending"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    WAITING = "Waiting"
+    RESTARTING = "Restarting"
+    SUSPENDING = "Suspending"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+class Cause(StrEnum):
+    """Why a pod ended."""
+
+    DONE = "Done"
+    """Exit code 0: the run is complete."""
+    USER_ERROR = "UserError"
+    """Exit code 64: wrong configuration or data; no retry."""
+    WORKER_CRASH = "WorkerCrash"
+    """Any other exit code. Counts."""
+    OUT_OF_MEMORY = "OutOfMemory"
+    """Killed at its memory limit. Counts."""
+    VOLUME_FULL = "VolumeFull"
+    """Nothing more could be written. Counts."""
+    START_ERROR = "StartError"
+    """The container could not be started. Counts."""
+    STOPPED = "Stopped"
+    """Exit code 75 or 76, unasked by the operator. Free."""
+    NODE_LOST = "NodeLost"
+    """Its node is gone or silent. Free."""
+    PREEMPTED = "Preempted"
+    """It made room for a pod of higher priority. Free."""
+    EVICTED = "Evicted"
+    """By the eviction API, the kubelet or a shutdown of its node. Free."""
+    REFUSED_BY_NODE = "RefusedByNode"
+    """The kubelet did not take it. Free."""
+    DELETED = "Deleted"
+    """By somebody else. Free."""
+    RELEASED = "Released"
+    """By the operator: suspended, restarted, fewer nodes or the end. Not a restart."""
+    COORDINATOR_LOST = "CoordinatorLost"
+    """The coordinator's pod ended or vanished. Free."""
+
+
+COUNTED: Final = frozenset({Cause.WORKER_CRASH, Cause.OUT_OF_MEMORY, Cause.VOLUME_FULL, Cause.START_ERROR})
+"""Causes that use up ``failurePolicy.maxFailuresWithoutProgress``."""
+
+
+class Reason(StrEnum):
+    """Reasons of conditions and of the run as a whole."""
+
+    # On its way.
+    ACCEPTED = "Accepted"
+    """Seen, and nothing is wrong with it."""
+    STARTING = "Starting"
+    """Pods are on their way, or the group is forming."""
+    TRAINING = "Training"
+    """The group is up."""
+    FINISHING = "Finishing"
+    """All steps are done; the last pods write the report and end."""
+    RESTARTING = "Restarting"
+    """``restartNonce`` has changed: all pods leave, then come again."""
+    BACKING_OFF = "BackingOff"
+    """A replacement waits after failures."""
+    WAITING_FOR_NODES = "WaitingForNodes"
+    """Fewer nodes than ``nodes.min`` are there."""
+    COORDINATOR_LOST = "CoordinatorLost"
+    """The coordinator is being replaced; training goes on meanwhile."""
+    # Somebody has to do something, and the run goes on by itself then.
+    IMAGE_PULL_FAILED = "ImagePullFailed"
+    """An image cannot be pulled."""
+    UNSCHEDULABLE = "Unschedulable"
+    """No node fits."""
+    QUEUED = "Queued"
+    """A scheduling gate holds the pods, as a queue does."""
+    QUOTA_EXCEEDED = "QuotaExceeded"
+    """A ResourceQuota is used up."""
+    ADMISSION_REFUSED = "AdmissionRefused"
+    """A policy, LimitRange or webhook refuses an object."""
+    INVALID_OBJECT = "InvalidObject"
+    """The API server calls an object invalid."""
+    CREATE_FAILED = "CreateFailed"
+    """The API server refuses an object for another reason."""
+    VOLUME_MISSING = "VolumeMissing"
+    """The PVC does not exist."""
+    VOLUME_PENDING = "VolumePending"
+    """The PVC has no volume yet."""
+    VOLUME_LOST = "VolumeLost"
+    """The PVC's volume is gone."""
+    START_ERROR = "StartError"
+    """A container cannot be created or started."""
+    INVALID_SPEC = "InvalidSpec"
+    """The run says something that the operator does not allow."""
+    # The end.
+    COMPLETE = "Complete"
+    """All steps are done."""
+    ALREADY_COMPLETE = "AlreadyComplete"
+    """The volume says that this run was complete before."""
+    USER_ERROR = "UserError"
+    """Wrong configuration or data."""
+    WORKER_CRASH = "WorkerCrash"
+    """Workers failed too often without progress."""
+    OUT_OF_MEMORY = "OutOfMemory"
+    """Workers ran out of memory too often without progress."""
+    VOLUME_FULL = "VolumeFull"
+    """The volume was full too often without progress."""
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    """``activeDeadlineSeconds`` is over."""
+    OUTPUT_CONFLICT = "OutputConflict"
+    """Another run, or another recipe, has this folder of the volume."""
+    # Suspended.
+    SUSPENDING = "Suspending"
+    """Pods save and leave."""
+    SUSPENDED = "Suspended"
+    """``suspend`` is set and no pod is left."""
+    STOPPED = "StoppedOnRequest"
+    """The recipe or its stop file asked for a stop; state is saved."""
+    # Of single conditions.
+    NOT_COMPLETE = "NotComplete"
+    """The run has not come to its end."""
+    NOT_FAILED = "NotFailed"
+    """No failure ended the run."""
+    NOT_SUSPENDED = "NotSuspended"
+    """``suspend`` is not set."""
+    ALL_READY = "AllReady"
+    """Every node that was asked for is part of the group."""
+    SOME_READY = "SomeReady"
+    """Enough nodes train; others are on their way."""
+    NO_PODS = "NoPods"
+    """The run needs no pods now."""
+    STEPS_ADVANCE = "StepsAdvance"
+    """Steps are reported."""
+    NO_STEP_YET = "NoStepYet"
+    """No step has been reported so far."""
+    NO_STEPS = "NoSteps"
+    """No step has been reported for long."""
+    CHECKPOINT_SAVED = "CheckpointSaved"
+    """There is a checkpoint."""
+    NO_CHECKPOINT_YET = "NoCheckpointYet"
+    """No checkpoint has been reported so far."""
+    UP_TO_DATE = "UpToDate"
+    """The newest generation of the run is being acted upon."""
+    CHANGING = "Changing"
+    """What exists is not yet what was asked for."""
+    NOTHING_IN_THE_WAY = "NothingInTheWay"
+    """Nobody has to do anything."""

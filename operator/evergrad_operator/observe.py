@@ -1,0 +1,340 @@
+"""Raw objects of a run → one Observation, all that is decided rests on. Pure."""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from evergrad_operator import names
+from evergrad_operator.errors import ProgressError
+from evergrad_operator.memory import MAX_CAUSES, NOTHING, Memory, parse_memory
+from evergrad_operator.pods import MAX_MESSAGE, PodState, parse_pod
+from evergrad_operator.spec import TrainingRun, parse_run
+from evergrad_operator.times import parse_time
+
+PreviousStatus = Memory
+"""The typed view of ``status``: what the operator wrote there is what it remembers."""
+ChildKey = tuple[str, str]
+"""Kind and name."""
+OPERATIONAL_SECTIONS: Final = ("stop", "checkpoint", "evaluation", "initFrom", "runtime", "logging", "metrics")
+"""Sections of ``spec.training`` that do not decide the result."""
+MAX_RECORD: Final = 4096
+"""Longest record of a run on a PVC, in characters."""
+
+
+@dataclass(frozen=True)
+class ApplyFailure:
+    """What the API server refused at the last reconcile that tried. ``status``: HTTP. ``at``: seconds since 1970."""
+
+    kind: str
+    name: str
+    status: int
+    reason: str
+    message: str
+    at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure a coordinator names as the root cause."""
+
+    cause: str
+    node: str
+    rank: int | None
+    step: int | None
+    exit_code: int | None
+    message: str
+    seconds_ago: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A coordinator's /status. ``attempt``: of the pod that was asked. ``updated_seconds_ago``: since the last report of a step."""
+
+    attempt: int
+    phase: str
+    reason: str
+    message: str
+    generation: int
+    min_nodes: int
+    max_nodes: int
+    ready: int
+    connected: int
+    world_size: int
+    step: int | None
+    total_steps: int | None
+    loss: float | None
+    tokens_per_second: float | None
+    eta_seconds: float | None
+    checkpoint_step: int | None
+    restarts: Mapping[str, int]
+    lost_seconds: Mapping[str, float]
+    last_failure: Failure | None
+    failures_without_progress: int
+    updated_seconds_ago: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one run keeps on a PVC, as the PVC says. ``created_at``: seconds since 1970, 0 where unknown."""
+
+    run: str
+    path: str
+    recipe: str
+    epoch: int
+    uid: str = ""
+    created_at: float = 0.0
+    complete: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ClaimState:
+    """The run's PVC. ``records``: by name of the run. ``spec``: what we would apply again, as it stands there."""
+
+    name: str
+    phase: str
+    is_deleting: bool
+    records: Mapping[str, Record]
+    annotations: Mapping[str, str]
+    spec: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Other:
+    """Another run on the same PVC. ``is_out``: it was refused, so it keeps nothing there."""
+
+    name: str
+    uid: str
+    path: str
+    created_at: float
+    is_out: bool
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One run with all that belongs to it, at one moment."""
+
+    run: TrainingRun
+    status: PreviousStatus
+    nodes: tuple[PodState, ...]
+    coordinators: tuple[PodState, ...]
+    claim: ClaimState | None
+    others: tuple[Other, ...]
+    hashes: Mapping[ChildKey, str]
+    """Applied hash of each live child that is not a pod."""
+    progress: Progress | None
+    failures: tuple[ApplyFailure, ...]
+    raw: Mapping[str, Any] = field(repr=False)
+
+    @property
+    def live_coordinator(self) -> PodState | None:
+        """The newest coordinator pod that serves or will."""
+        return max((pod for pod in self.coordinators if pod.is_live), key=lambda pod: pod.attempt, default=None)
+
+
+def observe(
+    raw_run: Mapping[str, Any],
+    *,
+    pods: Sequence[Mapping[str, Any]] = (),
+    claim: Mapping[str, Any] | None = None,
+    others: Sequence[Mapping[str, Any]] = (),
+    children: Mapping[ChildKey, Mapping[str, Any]] = NOTHING,
+    progress: Progress | None = None,
+    failures: Sequence[ApplyFailure] = (),
+) -> Observation:
+    """One Observation. ``others``: other runs of the namespace, those of other claims too. Raises SpecError for a run without shape.
+
+    Pods of other owners, other runs on other claims and records that cannot be read are passed over.
+    """
+    run = parse_run(raw_run)
+    states = [state for raw in pods if _is_owned(raw, run) and (state := parse_pod(raw)) is not None]
+    states.sort(key=lambda pod: (pod.index, pod.attempt))
+    status = raw_run.get("status")
+    return Observation(
+        run=run,
+        status=parse_memory(status if isinstance(status, Mapping) else NOTHING),
+        nodes=tuple(pod for pod in states if pod.role == names.ROLE_NODE),
+        coordinators=tuple(pod for pod in states if pod.role == names.ROLE_COORDINATOR),
+        claim=None if claim is None else _parse_claim(claim),
+        others=tuple(other for raw in others if (other := _parse_other(raw, run)) is not None),
+        hashes={key: _annotation(raw, names.ANNOTATION_HASH) for key, raw in children.items()},
+        progress=progress,
+        failures=tuple(failures),
+        raw=raw_run,
+    )
+
+
+def hash_recipe(run: TrainingRun) -> str:
+    """SHA-256 of the recipe or script as the run says it, 64 hex digits: equal for what may share a run directory."""
+    training, script = run.spec.training, run.spec.script
+    if training is not None:
+        return hash_json({key: value for key, value in training.items() if value is not None and key not in OPERATIONAL_SECTIONS})
+    if script is None:
+        return ""
+    return hash_json({"command": script.command, "env": script.env, "workingDirectory": script.working_directory})
+
+
+def hash_json(value: Any) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def build_record(record: Record) -> str:
+    """A run's record as the PVC carries it: compact JSON."""
+    content = {
+        "path": record.path,
+        "recipe": record.recipe,
+        "epoch": record.epoch,
+        "uid": record.uid,
+        "created": record.created_at,
+    }
+    if record.complete is not None:
+        content["complete"] = dict(record.complete)
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+# ---- the coordinator -------------------------------------------------------------------------------------------------
+
+
+def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
+    """``GET /status`` of the coordinator pod of ``attempt``. Raises ProgressError for what no coordinator says."""
+    nodes = raw.get("nodes")
+    if not isinstance(nodes, Mapping) or not isinstance(raw.get("phase"), str):
+        raise ProgressError(f"coordinator {attempt}: /status has no phase or no nodes. Is another program on its port?")
+    failure = raw.get("lastFailure")
+    return Progress(
+        attempt=attempt,
+        phase=raw["phase"][:64],
+        reason=_text(raw, "reason")[:128],
+        message=_text(raw, "message")[: 4 * MAX_MESSAGE],
+        generation=_int(raw, "generation") or 0,
+        min_nodes=_int(nodes, "min") or 0,
+        max_nodes=_int(nodes, "max") or 0,
+        ready=_int(nodes, "ready") or 0,
+        connected=_int(nodes, "connected") or 0,
+        world_size=_int(raw, "worldSize") or 0,
+        step=_int(raw, "step"),
+        total_steps=_int(raw, "totalSteps"),
+        loss=_float(raw, "loss"),
+        tokens_per_second=_float(raw, "tokensPerSecond"),
+        eta_seconds=_float(raw, "etaSeconds"),
+        checkpoint_step=_int(raw, "checkpointStep"),
+        restarts={key: int(value) for key, value in _counters(raw, "restarts").items()},
+        lost_seconds=_counters(raw, "lostSeconds"),
+        last_failure=_parse_failure(failure) if isinstance(failure, Mapping) else None,
+        failures_without_progress=(_int(failure, "withoutProgress") or 0) if isinstance(failure, Mapping) else 0,
+        updated_seconds_ago=_float(raw, "updatedSecondsAgo"),
+    )
+
+
+def _parse_failure(raw: Mapping[str, Any]) -> Failure:
+    return Failure(
+        cause=_text(raw, "cause")[:64],
+        node=_text(raw, "node")[:128],
+        rank=_int(raw, "rank"),
+        step=_int(raw, "step"),
+        exit_code=_int(raw, "exitCode"),
+        message=_text(raw, "message")[: 4 * MAX_MESSAGE],
+        seconds_ago=_float(raw, "secondsAgo") or 0.0,
+    )
+
+
+# ---- claims, others --------------------------------------------------------------------------------------------------
+
+
+def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
+    metadata, spec = _map(raw, "metadata"), _map(raw, "spec")
+    annotations = {key: value for key, value in _map(metadata, "annotations").items() if isinstance(value, str)}
+    records = {
+        record.run: record
+        for key, value in annotations.items()
+        if key.startswith(names.CLAIM_ANNOTATION_PREFIX)
+        and (record := _parse_record(key.removeprefix(names.CLAIM_ANNOTATION_PREFIX), value)) is not None
+    }
+    kept = ("accessModes", "resources", "storageClassName")
+    return ClaimState(
+        name=_text(metadata, "name"),
+        phase=_text(_map(raw, "status"), "phase"),
+        is_deleting=metadata.get("deletionTimestamp") is not None,
+        records=records,
+        annotations=annotations,
+        spec={key: spec[key] for key in kept if key in spec},
+    )
+
+
+def _parse_record(run: str, text: str) -> Record | None:
+    try:
+        raw = json.loads(text) if len(text) <= MAX_RECORD else None
+    except ValueError:
+        return None
+    if not isinstance(raw, dict) or not isinstance(raw.get("path"), str):
+        return None
+    epoch, complete = _int(raw, "epoch"), raw.get("complete")
+    return Record(
+        run=run,
+        path=raw["path"],
+        recipe=_text(raw, "recipe"),
+        epoch=-1 if epoch is None else epoch,
+        uid=_text(raw, "uid"),
+        created_at=_float(raw, "created") or 0.0,
+        complete=complete if isinstance(complete, dict) else None,
+    )
+
+
+def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
+    """Only names, place and age are needed, so that another run's mistakes are not this one's."""
+    metadata, storage = _map(raw, "metadata"), _map(_map(raw, "spec"), "storage")
+    name = _text(metadata, "name")
+    claim = _text(storage, "claimName") or name
+    if not name or name == run.name or claim != run.claim_name:
+        return None
+    path = "/".join(part for part in (_text(storage, "path") or name).split("/") if part not in ("", "."))
+    finish = parse_memory(_map(raw, "status")).finish
+    is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
+    created = parse_time(metadata.get("creationTimestamp")) or 0.0
+    return Other(name=name, uid=_text(metadata, "uid"), path=path, created_at=created, is_out=is_out)
+
+
+def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:
+    """Whether the pod is this run's: its label, and no owner but this very object, so that a namesake's pods are not taken over."""
+    metadata = _map(raw, "metadata")
+    if _map(metadata, "labels").get(names.LABEL_RUN) != run.name:
+        return False
+    owners = metadata.get("ownerReferences")
+    owners = [one for one in owners if isinstance(one, Mapping)] if isinstance(owners, list | tuple) else []
+    return any(one.get("uid") == run.uid for one in owners) or not owners
+
+
+def _annotation(raw: Mapping[str, Any], key: str) -> str:
+    return _text(_map(_map(raw, "metadata"), "annotations"), key)
+
+
+def _map(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key)
+    return value if isinstance(value, Mapping) else NOTHING
+
+
+def _text(raw: Mapping[str, Any], key: str) -> str:
+    value = raw.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _int(raw: Mapping[str, Any], key: str) -> int | None:
+    value = raw.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _float(raw: Mapping[str, Any], key: str) -> float | None:
+    value = raw.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:
+    values = _map(raw, key)
+    pairs = [(str(cause)[:64], _float(values, cause)) for cause in values]
+    return {cause: value for cause, value in pairs[:MAX_CAUSES] if value is not None and value >= 0}

@@ -1,0 +1,218 @@
+"""A raw pod → what the policies need to know of it, and why it ended. Pure."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_operator import names
+from evergrad_operator.names import Cause
+from evergrad_operator.times import parse_time
+
+MAX_MESSAGE: Final = 1024
+"""Longest text taken from a pod, in characters."""
+
+_BY_DISRUPTION: Final[Mapping[str, Cause]] = {
+    "PreemptionByScheduler": Cause.PREEMPTED,
+    "DeletionByTaintManager": Cause.NODE_LOST,
+    "DeletionByPodGC": Cause.NODE_LOST,
+    "EvictionByEvictionAPI": Cause.EVICTED,
+    "TerminationByKubelet": Cause.EVICTED,
+}
+_BY_POD_REASON: Final[Mapping[str, Cause]] = {
+    "NodeLost": Cause.NODE_LOST,
+    "Evicted": Cause.EVICTED,
+    "NodeShutdown": Cause.EVICTED,
+    "Shutdown": Cause.EVICTED,
+    "Terminated": Cause.EVICTED,
+    "Preempting": Cause.PREEMPTED,
+    "DeadlineExceeded": Cause.EVICTED,
+    "NodeAffinity": Cause.REFUSED_BY_NODE,
+    "NodePorts": Cause.REFUSED_BY_NODE,
+    "NodeName": Cause.REFUSED_BY_NODE,
+    "UnexpectedAdmissionError": Cause.REFUSED_BY_NODE,
+    "TopologyAffinityError": Cause.REFUSED_BY_NODE,
+    "ResourceAllocationError": Cause.REFUSED_BY_NODE,
+    "PodLevelResourcesNotAdmitted": Cause.REFUSED_BY_NODE,
+}
+_NOT_STARTED: Final = frozenset({"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"})
+_NO_SPACE: Final = re.compile(r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b", re.IGNORECASE)
+_STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
+
+
+@dataclass(frozen=True)
+class PodEnd:
+    """How a pod's container ended; ``exit_code`` is None where nobody saw it. ``at``: seconds since 1970, if known."""
+
+    cause: Cause
+    exit_code: int | None
+    message: str
+    at: float | None
+
+
+@dataclass(frozen=True)
+class PodState:
+    """One pod of a run. Times in seconds since 1970.
+
+    ``gone_by``: for a pod that is being deleted, when its grace is over. ``end`` is set once its container has ended for good.
+    ``waiting_reason`` and ``waiting_message``: why its container does not run, as the kubelet or the scheduler says.
+    """
+
+    name: str
+    uid: str
+    role: str
+    index: int
+    attempt: int
+    restart: int
+    created_at: float
+    is_deleting: bool
+    gone_by: float | None
+    is_running: bool
+    is_ready: bool
+    end: PodEnd | None
+    disruption: Cause | None
+    waiting_reason: str
+    waiting_message: str
+    node_name: str
+    ip: str
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it trains or may come to it."""
+        return self.end is None and not self.is_deleting
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its place may be taken in the records: it has ended, or it is on its way out."""
+        return not self.is_live
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it is being deleted and its container may still run."""
+        return self.is_deleting and self.end is None
+
+
+def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
+    """The pod, or None where its labels are not those of a run's pod."""
+    metadata, status = _mapping(raw, "metadata"), _mapping(raw, "status")
+    labels, annotations = _mapping(metadata, "labels"), _mapping(metadata, "annotations")
+    role, attempt = labels.get(names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
+    index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
+    if role not in (names.ROLE_NODE, names.ROLE_COORDINATOR) or attempt is None or index is None:
+        return None
+    deleting = metadata.get("deletionTimestamp")
+    disruption, container = _disruption(status), _container(status)
+    end = _find_end(status, container, disruption, is_deleting=deleting is not None)
+    waiting_reason, waiting_message = ("", "") if end else _why_waiting(status, container)
+    return PodState(
+        name=str(metadata.get("name") or ""),
+        uid=str(metadata.get("uid") or ""),
+        role=role,
+        index=index,
+        attempt=attempt,
+        restart=_number(annotations.get(names.ANNOTATION_RESTART)) or 0,
+        created_at=parse_time(metadata.get("creationTimestamp")) or 0.0,
+        is_deleting=deleting is not None,
+        gone_by=parse_time(deleting),
+        is_running=end is None and "running" in _mapping(container, "state"),
+        is_ready=end is None and any(_is_true(one, "Ready") for one in _conditions(status)),
+        end=end,
+        disruption=disruption,
+        waiting_reason=waiting_reason,
+        waiting_message=waiting_message,
+        node_name=str(_mapping(raw, "spec").get("nodeName") or ""),
+        ip=str(status.get("podIP") or ""),
+    )
+
+
+def describe_cause(pod: PodState) -> Cause:
+    """Why a pod that is over ended. One that was deleted without a sign of anybody's hand was deleted by somebody."""
+    if pod.end is not None:
+        return pod.end.cause
+    return pod.disruption or Cause.DELETED
+
+
+def _find_end(
+    status: Mapping[str, Any], container: Mapping[str, Any], disruption: Cause | None, *, is_deleting: bool
+) -> PodEnd | None:
+    phase = status.get("phase")
+    terminated = _mapping(_mapping(container, "state"), "terminated")
+    if phase not in ("Succeeded", "Failed"):
+        # A container that ends is started again where the policy says so, as the coordinator's; a node's never is.
+        if not terminated or status.get("restartCount") or container.get("name") == names.ROLE_COORDINATOR:
+            return None
+    code = terminated.get("exitCode")
+    exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
+    text = terminated.get("message") or status.get("message") or ""
+    message = str(text).strip()
+    cause = _find_cause(str(terminated.get("reason") or ""), status, exit_code, disruption, is_deleting=is_deleting, text=message)
+    if phase == "Succeeded" and exit_code is None:
+        cause = Cause.DONE
+    return PodEnd(cause, exit_code, message[-MAX_MESSAGE:], parse_time(terminated.get("finishedAt")))
+
+
+def _find_cause(
+    reason: str, status: Mapping[str, Any], exit_code: int | None, disruption: Cause | None, *, is_deleting: bool, text: str
+) -> Cause:
+    """What the process itself says counts most, then who ended it, then the bare exit code."""
+    pod_reason = str(status.get("reason") or "")
+    certain = {0: Cause.DONE, int(ExitCode.USER_ERROR): Cause.USER_ERROR}
+    if exit_code in certain and exit_code is not None:
+        return certain[exit_code]
+    if reason == "OOMKilled":
+        return Cause.OUT_OF_MEMORY
+    if disruption is not None:
+        return disruption
+    if pod_reason:
+        return Cause.REFUSED_BY_NODE if pod_reason.startswith("OutOf") else _BY_POD_REASON.get(pod_reason, Cause.EVICTED)
+    if is_deleting:
+        return Cause.DELETED
+    if exit_code in _STOPPED:
+        return Cause.STOPPED
+    if reason in _NOT_STARTED:
+        return Cause.START_ERROR
+    if exit_code is None or reason == "ContainerStatusUnknown":
+        return Cause.NODE_LOST
+    return Cause.VOLUME_FULL if _NO_SPACE.search(text) else Cause.WORKER_CRASH
+
+
+def _disruption(status: Mapping[str, Any]) -> Cause | None:
+    for condition in _conditions(status):
+        if _is_true(condition, "DisruptionTarget"):
+            return _BY_DISRUPTION.get(str(condition.get("reason")), Cause.EVICTED)
+    return None
+
+
+def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:
+    waiting = _mapping(_mapping(container, "state"), "waiting")
+    if waiting.get("reason"):
+        return str(waiting["reason"]), str(waiting.get("message") or "")[:MAX_MESSAGE]
+    for condition in _conditions(status):
+        if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
+            return str(condition.get("reason") or "Unschedulable"), str(condition.get("message") or "")[:MAX_MESSAGE]
+    return "", ""
+
+
+def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = status.get("containerStatuses")
+    first = found[0] if isinstance(found, list | tuple) and found else None
+    return first if isinstance(first, Mapping) else {}
+
+
+def _conditions(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = status.get("conditions")
+    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list | tuple) else []
+
+
+def _is_true(condition: Mapping[str, Any], kind: str) -> bool:
+    return condition.get("type") == kind and condition.get("status") == "True"
+
+
+def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: Any) -> int | None:
+    return int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 10 else None

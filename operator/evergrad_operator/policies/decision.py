@@ -1,0 +1,66 @@
+"""What a decision says. Values only; pure."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from evergrad_operator.memory import Memory
+from evergrad_operator.names import Phase
+from evergrad_operator.observe import Record
+
+
+class Action(StrEnum):
+    """What is to be done with a run as a whole."""
+
+    RUN = "Run"
+    """Have coordinator and nodes."""
+    HOLD = "Hold"
+    """Leave everything as it is: something is in the way, or the run is being deleted."""
+    STOP = "Stop"
+    """Have neither: nodes leave first, then the coordinator."""
+    FINISH = "Finish"
+    """The run is over: nothing is made, what is left ends."""
+    CLEAN = "Clean"
+    """The run has been over for long: its children go, the volume stays."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many nodes train: for POST /bounds of the coordinator."""
+
+    min: int
+    max: int
+
+
+@dataclass(frozen=True)
+class PodDeletion:
+    """One pod to delete, if it is still that one. ``grace_seconds``: None leaves it to the pod."""
+
+    name: str
+    uid: str
+    grace_seconds: int | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What should be done and why. ``memory`` goes into the status; ``requeue_after`` in seconds.
+
+    ``record``: what the PVC shall say of the run, None to leave it. ``blocks``: somebody has to do something (``reason`` says what).
+    """
+
+    action: Action
+    phase: Phase
+    reason: str
+    message: str
+    memory: Memory
+    nodes_to_create: tuple[tuple[int, int], ...] = ()
+    pods_to_delete: tuple[PodDeletion, ...] = ()
+    coordinator_attempt: int | None = None
+    bounds: Bounds | None = None
+    record: Record | None = None
+    is_blocked: bool = False
+    requeue_after: float | None = None
+
+    @property
+    def needs_listing(self) -> bool:
+        """Whether this must rest on a fresh LIST of the run's pods, not on a mirror: it makes or removes some."""
+        return bool(self.nodes_to_create or self.pods_to_delete) or self.coordinator_attempt is not None
