@@ -2,16 +2,14 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Final
 
 from evergrad_operator.names import Condition, Phase
+from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_text
 from evergrad_operator.times import format_time, parse_time
 
-NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 MAX_ENDS: Final = 10
 MAX_CAUSES: Final = 32
-MAX_REASON: Final = 100
 
 
 @dataclass(frozen=True)
@@ -51,8 +49,8 @@ class Finish:
 class Budget:
     """Failures in a row without progress. Times in seconds since 1970.
 
-    ``step`` and ``checkpoint_step``: newest when the last one was counted; beyond them is progress. ``short_lives``: free ends in a
-    row of pods that had hardly begun. Until ``retry_at`` no replacement is made.
+    ``step`` and ``checkpoint_step``: newest when the last one was counted; beyond them is progress. ``short_lives``: free ends in
+    a row of pods that had hardly begun. Until ``retry_at`` no replacement is made.
     """
 
     failures: int = 0
@@ -139,30 +137,30 @@ class Memory:
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
     """The memory in a run's ``status``. What is missing or not understood counts as unknown: a status may be lost."""
-    conditions = tuple(one for one in _list(status, "conditions") if isinstance(one, Mapping))
-    nodes = _map(status, "nodes")
+    conditions = tuple(get_maps(status, "conditions"))
+    nodes = get_map(status, "nodes")
     return Memory(
         is_known=bool(conditions),
-        image=_text(status, "image"),
-        recipe_hash=_text(status, "recipeHash"),
-        restart=_int(status, "attempt") or 0,
-        restart_nonce=_text(status, "restartNonce") or None,
+        image=get_text(status, "image"),
+        recipe_hash=get_text(status, "recipeHash"),
+        restart=get_int(status, "attempt") or 0,
+        restart_nonce=get_text(status, "restartNonce") or None,
         start_time=parse_time(status.get("startTime")),
         finishing_since=parse_time(status.get("finishingTime")),
         finish=_parse_finish(status, conditions),
         is_stopped=status.get("stopped") is True,
-        coordinator=_parse_coordinator(_map(status, "coordinator")),
-        attempts=unpack_counts(_text(nodes, "attempts")),
-        recorded=frozenset(unpack_ranges(_text(nodes, "ended"))),
-        restarts=_ints(_map(_map(status, "restarts"), "byCause")),
-        lost_seconds=_floats(_map(status, "lostSeconds")),
-        budget=_parse_budget(_map(status, "failures")),
-        refusals=_parse_refusals(_map(status, "refusals")),
-        last_failure=_parse_failure(_map(status, "lastFailure")),
-        ends=tuple(_parse_end(one) for one in _list(status, "attempts") if isinstance(one, Mapping))[-MAX_ENDS:],
+        coordinator=_parse_coordinator(get_map(status, "coordinator")),
+        attempts=unpack_counts(get_text(nodes, "attempts")),
+        recorded=frozenset(unpack_ranges(get_text(nodes, "ended"))),
+        restarts=_ints(get_map(status, "restarts", "byCause")),
+        lost_seconds=_floats(get_map(status, "lostSeconds")),
+        budget=_parse_budget(get_map(status, "failures")),
+        refusals=_parse_refusals(get_map(status, "refusals")),
+        last_failure=_parse_failure(get_map(status, "lastFailure")),
+        ends=tuple(_parse_end(one) for one in get_maps(status, "attempts"))[-MAX_ENDS:],
         training=_parse_training(status),
-        gang_size=_int(_map(status, "gang"), "size") or 0,
-        gang=_int(_map(status, "gang"), "number") or 0,
+        gang_size=get_int(get_map(status, "gang"), "size") or 0,
+        gang=get_int(get_map(status, "gang"), "number") or 0,
         conditions=conditions,
     )
 
@@ -172,65 +170,65 @@ def _parse_finish(status: Mapping[str, Any], conditions: Iterable[Mapping[str, A
         if condition.get("type") in (Condition.COMPLETE, Condition.FAILED) and condition.get("status") == "True":
             phase = Phase.COMPLETE if condition["type"] == Condition.COMPLETE else Phase.FAILED
             at = parse_time(status.get("completionTime")) or parse_time(condition.get("lastTransitionTime")) or 0.0
-            return Finish(phase, _text(condition, "reason"), _text(condition, "message"), at)
+            return Finish(phase, get_text(condition, "reason"), get_text(condition, "message"), at)
     return None
 
 
 def _parse_coordinator(raw: Mapping[str, Any]) -> Coordinator:
-    attempt = _int(raw, "attempt")
+    attempt = get_int(raw, "attempt")
     return Coordinator(
         attempt=-1 if attempt is None else attempt,
-        image=_text(raw, "image"),
+        image=get_text(raw, "image"),
         is_recorded=raw.get("ended") is True,
-        restarts=_ints(_map(raw, "restarts")),
-        lost_seconds=_floats(_map(raw, "lostSeconds")),
+        restarts=_ints(get_map(raw, "restarts")),
+        lost_seconds=_floats(get_map(raw, "lostSeconds")),
     )
 
 
 def _parse_budget(raw: Mapping[str, Any]) -> Budget:
-    step, checkpoint = _int(raw, "step"), _int(raw, "checkpointStep")
+    step, checkpoint = get_int(raw, "step"), get_int(raw, "checkpointStep")
     return Budget(
-        failures=_int(raw, "withoutProgress") or 0,
+        failures=get_int(raw, "withoutProgress") or 0,
         step=-1 if step is None else step,
         checkpoint_step=-1 if checkpoint is None else checkpoint,
         at=parse_time(raw.get("at")) or 0.0,
-        short_lives=_int(raw, "shortLives") or 0,
+        short_lives=get_int(raw, "shortLives") or 0,
         retry_at=parse_time(raw.get("retryAt")) or 0.0,
     )
 
 
 def _parse_refusals(raw: Mapping[str, Any]) -> Refusals:
-    return Refusals(_int(raw, "count") or 0, parse_time(raw.get("at")) or 0.0, parse_time(raw.get("retryAt")) or 0.0)
+    return Refusals(get_int(raw, "count") or 0, parse_time(raw.get("at")) or 0.0, parse_time(raw.get("retryAt")) or 0.0)
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
     if not raw:
         return None
     return LastFailure(
-        cause=_text(raw, "cause"),
-        node=_text(raw, "node"),
-        message=_text(raw, "message"),
+        cause=get_text(raw, "cause"),
+        node=get_text(raw, "node"),
+        message=get_text(raw, "message"),
         at=parse_time(raw.get("at")) or 0.0,
-        rank=_int(raw, "rank"),
-        step=_int(raw, "step"),
-        exit_code=_int(raw, "exitCode"),
+        rank=get_int(raw, "rank"),
+        step=get_int(raw, "step"),
+        exit_code=get_int(raw, "exitCode"),
     )
 
 
 def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
-    return EndRecord(_text(raw, "pod"), _text(raw, "cause"), _int(raw, "exitCode"), parse_time(raw.get("at")) or 0.0)
+    return EndRecord(get_text(raw, "pod"), get_text(raw, "cause"), get_int(raw, "exitCode"), parse_time(raw.get("at")) or 0.0)
 
 
 def _parse_training(status: Mapping[str, Any]) -> Training:
-    raw = _map(status, "progress")
+    raw = get_map(status, "progress")
     return Training(
-        step=_int(raw, "step"),
-        total_steps=_int(raw, "totalSteps"),
-        loss=_number(raw, "loss"),
-        tokens_per_second=_number(raw, "tokensPerSecondExact"),
-        eta_seconds=_number(raw, "etaSeconds"),
-        checkpoint_step=_int(_map(status, "checkpoint"), "step"),
-        ready=_int(_map(status, "nodes"), "ready") or 0,
+        step=get_int(raw, "step"),
+        total_steps=get_int(raw, "totalSteps"),
+        loss=get_float(raw, "loss"),
+        tokens_per_second=get_float(raw, "tokensPerSecondExact"),
+        eta_seconds=get_float(raw, "etaSeconds"),
+        checkpoint_step=get_int(get_map(status, "checkpoint"), "step"),
+        ready=get_int(get_map(status, "nodes"), "ready") or 0,
         updated_at=parse_time(raw.get("updatedAt")),
     )
 
@@ -239,7 +237,7 @@ def _parse_training(status: Mapping[str, Any]) -> Training:
 
 
 def build_memory(memory: Memory) -> dict[str, Any]:
-    """What of ``memory`` is not for people: the parts of the status that only ``parse_memory`` needs. Nothing that is a default."""
+    """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a default."""
     budget, refusals, coordinator = memory.budget, memory.refusals, memory.coordinator
     found: dict[str, Any] = {
         "image": memory.image,
@@ -276,7 +274,8 @@ def build_memory(memory: Memory) -> dict[str, Any]:
             "lostSeconds": {cause: round(value, 1) for cause, value in sorted(coordinator.lost_seconds.items())},
         }
     found["nodes"] = {"attempts": pack_counts(memory.attempts), "ended": pack_ranges(memory.recorded)}
-    return without_empty(found)
+    cleaned: dict[str, Any] = without_empty(found)
+    return cleaned
 
 
 def _build_end(end: EndRecord) -> dict[str, Any]:
@@ -355,41 +354,11 @@ def _time(seconds: float | None) -> str | None:
     return format_time(seconds) if seconds else None
 
 
-def _map(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key)
-    return value if isinstance(value, Mapping) else NOTHING
-
-
-def _list(raw: Mapping[str, Any], key: str) -> list[Any]:
-    value = raw.get(key)
-    return list(value) if isinstance(value, list | tuple) else []
-
-
-def _text(raw: Mapping[str, Any], key: str) -> str:
-    value = raw.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _int(raw: Mapping[str, Any], key: str) -> int | None:
-    value = raw.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _number(raw: Mapping[str, Any], key: str) -> float | None:
-    value = raw.get(key)
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return None
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
-
-
 def _ints(raw: Mapping[str, Any]) -> dict[str, int]:
-    pairs = ((str(key), _int(raw, key)) for key in raw)
+    pairs = ((str(key), get_int(raw, key)) for key in raw)
     return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])
 
 
 def _floats(raw: Mapping[str, Any]) -> dict[str, float]:
-    pairs = ((str(key), _number(raw, key)) for key in raw)
+    pairs = ((str(key), get_float(raw, key)) for key in raw)
     return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])

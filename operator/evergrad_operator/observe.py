@@ -2,15 +2,15 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
-from evergrad_operator.memory import MAX_CAUSES, NOTHING, Memory, parse_memory
+from evergrad_operator.memory import MAX_CAUSES, Memory, parse_memory
 from evergrad_operator.pods import MAX_MESSAGE, PodState, parse_pod
+from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_text
 from evergrad_operator.spec import TrainingRun, parse_run
 from evergrad_operator.times import parse_time
 
@@ -51,7 +51,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """A coordinator's /status. ``attempt``: of the pod that was asked. ``updated_seconds_ago``: since the last report of a step."""
+    """A coordinator's /status. ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step."""
 
     attempt: int
     phase: str
@@ -138,17 +138,19 @@ def observe(
     raw_run: Mapping[str, Any],
     *,
     pods: Sequence[Mapping[str, Any]] = (),
-    claim: Mapping[str, Any] | None = None,
     others: Sequence[Mapping[str, Any]] = (),
-    children: Mapping[ChildKey, Mapping[str, Any]] = NOTHING,
+    children: Mapping[ChildKey, Mapping[str, Any]] | None = None,
     progress: Progress | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Observation:
-    """One Observation. ``others``: other runs of the namespace, those of other claims too. Raises SpecError for a run without shape.
+    """One Observation. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC among them.
 
-    Pods of other owners, other runs on other claims and records that cannot be read are passed over.
+    Pods of other owners, runs on other PVCs and records that cannot be read are passed over. Raises SpecError for a run without its
+    shape.
     """
     run = parse_run(raw_run)
+    children = children or {}
+    claim = children.get(("PersistentVolumeClaim", run.claim_name))
     states = [state for raw in pods if _is_owned(raw, run) and (state := parse_pod(raw)) is not None]
     states.sort(key=lambda pod: (pod.index, pod.attempt))
     status = raw_run.get("status")
@@ -208,37 +210,37 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
     return Progress(
         attempt=attempt,
         phase=raw["phase"][:64],
-        reason=_text(raw, "reason")[:128],
-        message=_text(raw, "message")[: 4 * MAX_MESSAGE],
-        generation=_int(raw, "generation") or 0,
-        min_nodes=_int(nodes, "min") or 0,
-        max_nodes=_int(nodes, "max") or 0,
-        ready=_int(nodes, "ready") or 0,
-        connected=_int(nodes, "connected") or 0,
-        world_size=_int(raw, "worldSize") or 0,
-        step=_int(raw, "step"),
-        total_steps=_int(raw, "totalSteps"),
-        loss=_float(raw, "loss"),
-        tokens_per_second=_float(raw, "tokensPerSecond"),
-        eta_seconds=_float(raw, "etaSeconds"),
-        checkpoint_step=_int(raw, "checkpointStep"),
+        reason=get_text(raw, "reason")[:128],
+        message=get_text(raw, "message")[: 4 * MAX_MESSAGE],
+        generation=get_int(raw, "generation") or 0,
+        min_nodes=get_int(nodes, "min") or 0,
+        max_nodes=get_int(nodes, "max") or 0,
+        ready=get_int(nodes, "ready") or 0,
+        connected=get_int(nodes, "connected") or 0,
+        world_size=get_int(raw, "worldSize") or 0,
+        step=get_int(raw, "step"),
+        total_steps=get_int(raw, "totalSteps"),
+        loss=get_float(raw, "loss"),
+        tokens_per_second=get_float(raw, "tokensPerSecond"),
+        eta_seconds=get_float(raw, "etaSeconds"),
+        checkpoint_step=get_int(raw, "checkpointStep"),
         restarts={key: int(value) for key, value in _counters(raw, "restarts").items()},
         lost_seconds=_counters(raw, "lostSeconds"),
         last_failure=_parse_failure(failure) if isinstance(failure, Mapping) else None,
-        failures_without_progress=(_int(failure, "withoutProgress") or 0) if isinstance(failure, Mapping) else 0,
-        updated_seconds_ago=_float(raw, "updatedSecondsAgo"),
+        failures_without_progress=(get_int(failure, "withoutProgress") or 0) if isinstance(failure, Mapping) else 0,
+        updated_seconds_ago=get_float(raw, "updatedSecondsAgo"),
     )
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> Failure:
     return Failure(
-        cause=_text(raw, "cause")[:64],
-        node=_text(raw, "node")[:128],
-        rank=_int(raw, "rank"),
-        step=_int(raw, "step"),
-        exit_code=_int(raw, "exitCode"),
-        message=_text(raw, "message")[: 4 * MAX_MESSAGE],
-        seconds_ago=_float(raw, "secondsAgo") or 0.0,
+        cause=get_text(raw, "cause")[:64],
+        node=get_text(raw, "node")[:128],
+        rank=get_int(raw, "rank"),
+        step=get_int(raw, "step"),
+        exit_code=get_int(raw, "exitCode"),
+        message=get_text(raw, "message")[: 4 * MAX_MESSAGE],
+        seconds_ago=get_float(raw, "secondsAgo") or 0.0,
     )
 
 
@@ -246,8 +248,8 @@ def _parse_failure(raw: Mapping[str, Any]) -> Failure:
 
 
 def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
-    metadata, spec = _map(raw, "metadata"), _map(raw, "spec")
-    annotations = {key: value for key, value in _map(metadata, "annotations").items() if isinstance(value, str)}
+    metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
+    annotations = {key: value for key, value in get_map(metadata, "annotations").items() if isinstance(value, str)}
     records = {
         record.run: record
         for key, value in annotations.items()
@@ -256,8 +258,8 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
     }
     kept = ("accessModes", "resources", "storageClassName")
     return ClaimState(
-        name=_text(metadata, "name"),
-        phase=_text(_map(raw, "status"), "phase"),
+        name=get_text(metadata, "name"),
+        phase=get_text(get_map(raw, "status"), "phase"),
         is_deleting=metadata.get("deletionTimestamp") is not None,
         records=records,
         annotations=annotations,
@@ -272,69 +274,46 @@ def _parse_record(run: str, text: str) -> Record | None:
         return None
     if not isinstance(raw, dict) or not isinstance(raw.get("path"), str):
         return None
-    epoch, complete = _int(raw, "epoch"), raw.get("complete")
+    epoch, complete = get_int(raw, "epoch"), raw.get("complete")
     return Record(
         run=run,
         path=raw["path"],
-        recipe=_text(raw, "recipe"),
+        recipe=get_text(raw, "recipe"),
         epoch=-1 if epoch is None else epoch,
-        uid=_text(raw, "uid"),
-        created_at=_float(raw, "created") or 0.0,
+        uid=get_text(raw, "uid"),
+        created_at=get_float(raw, "created") or 0.0,
         complete=complete if isinstance(complete, dict) else None,
     )
 
 
 def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
     """Only names, place and age are needed, so that another run's mistakes are not this one's."""
-    metadata, storage = _map(raw, "metadata"), _map(_map(raw, "spec"), "storage")
-    name = _text(metadata, "name")
-    claim = _text(storage, "claimName") or name
+    metadata, storage = get_map(raw, "metadata"), get_map(raw, "spec", "storage")
+    name = get_text(metadata, "name")
+    claim = get_text(storage, "claimName") or name
     if not name or name == run.name or claim != run.claim_name:
         return None
-    path = "/".join(part for part in (_text(storage, "path") or name).split("/") if part not in ("", "."))
-    finish = parse_memory(_map(raw, "status")).finish
+    path = "/".join(part for part in (get_text(storage, "path") or name).split("/") if part not in ("", "."))
+    finish = parse_memory(get_map(raw, "status")).finish
     is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
-    return Other(name=name, uid=_text(metadata, "uid"), path=path, created_at=created, is_out=is_out)
+    return Other(name=name, uid=get_text(metadata, "uid"), path=path, created_at=created, is_out=is_out)
 
 
 def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:
-    """Whether the pod is this run's: its label, and no owner but this very object, so that a namesake's pods are not taken over."""
-    metadata = _map(raw, "metadata")
-    if _map(metadata, "labels").get(names.LABEL_RUN) != run.name:
+    """Whether the pod is this run's: by its label and its owner, so that the pods of an older namesake are not taken over."""
+    metadata = get_map(raw, "metadata")
+    if get_map(metadata, "labels").get(names.LABEL_RUN) != run.name:
         return False
-    owners = metadata.get("ownerReferences")
-    owners = [one for one in owners if isinstance(one, Mapping)] if isinstance(owners, list | tuple) else []
+    owners = get_maps(metadata, "ownerReferences")
     return any(one.get("uid") == run.uid for one in owners) or not owners
 
 
 def _annotation(raw: Mapping[str, Any], key: str) -> str:
-    return _text(_map(_map(raw, "metadata"), "annotations"), key)
-
-
-def _map(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key)
-    return value if isinstance(value, Mapping) else NOTHING
-
-
-def _text(raw: Mapping[str, Any], key: str) -> str:
-    value = raw.get(key)
-    return value if isinstance(value, str) else ""
-
-
-def _int(raw: Mapping[str, Any], key: str) -> int | None:
-    value = raw.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
-def _float(raw: Mapping[str, Any], key: str) -> float | None:
-    value = raw.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        return None
-    return float(value)
+    return get_text(get_map(raw, "metadata", "annotations"), key)
 
 
 def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:
-    values = _map(raw, key)
-    pairs = [(str(cause)[:64], _float(values, cause)) for cause in values]
+    values = get_map(raw, key)
+    pairs = [(str(cause)[:64], get_float(values, cause)) for cause in values]
     return {cause: value for cause, value in pairs[:MAX_CAUSES] if value is not None and value >= 0}

@@ -8,6 +8,7 @@ from typing import Any, Final
 from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
 from evergrad_operator.names import Cause
+from evergrad_operator.raw import NOTHING, get_map, get_maps
 from evergrad_operator.times import parse_time
 
 MAX_MESSAGE: Final = 1024
@@ -95,8 +96,8 @@ class PodState:
 
 def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     """The pod, or None where its labels are not those of a run's pod."""
-    metadata, status = _mapping(raw, "metadata"), _mapping(raw, "status")
-    labels, annotations = _mapping(metadata, "labels"), _mapping(metadata, "annotations")
+    metadata, status = get_map(raw, "metadata"), get_map(raw, "status")
+    labels, annotations = get_map(metadata, "labels"), get_map(metadata, "annotations")
     role, attempt = labels.get(names.LABEL_ROLE), _number(labels.get(names.LABEL_ATTEMPT))
     index = _number(labels.get(names.LABEL_INDEX)) if role == names.ROLE_NODE else 0
     if role not in (names.ROLE_NODE, names.ROLE_COORDINATOR) or attempt is None or index is None:
@@ -115,13 +116,13 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         created_at=parse_time(metadata.get("creationTimestamp")) or 0.0,
         is_deleting=deleting is not None,
         gone_by=parse_time(deleting),
-        is_running=end is None and "running" in _mapping(container, "state"),
-        is_ready=end is None and any(_is_true(one, "Ready") for one in _conditions(status)),
+        is_running=end is None and "running" in get_map(container, "state"),
+        is_ready=end is None and any(_is_true(one, "Ready") for one in get_maps(status, "conditions")),
         end=end,
         disruption=disruption,
         waiting_reason=waiting_reason,
         waiting_message=waiting_message,
-        node_name=str(_mapping(raw, "spec").get("nodeName") or ""),
+        node_name=str(get_map(raw, "spec").get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
     )
 
@@ -137,11 +138,10 @@ def _find_end(
     status: Mapping[str, Any], container: Mapping[str, Any], disruption: Cause | None, *, is_deleting: bool
 ) -> PodEnd | None:
     phase = status.get("phase")
-    terminated = _mapping(_mapping(container, "state"), "terminated")
-    if phase not in ("Succeeded", "Failed"):
-        # A container that ends is started again where the policy says so, as the coordinator's; a node's never is.
-        if not terminated or status.get("restartCount") or container.get("name") == names.ROLE_COORDINATOR:
-            return None
+    terminated = get_map(container, "state", "terminated")
+    # A container that ends is started again where the policy says so, as the coordinator's; a node's never is.
+    if phase not in ("Succeeded", "Failed") and (not terminated or container.get("name") == names.ROLE_COORDINATOR):
+        return None
     code = terminated.get("exitCode")
     exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
     text = terminated.get("message") or status.get("message") or ""
@@ -178,40 +178,28 @@ def _find_cause(
 
 
 def _disruption(status: Mapping[str, Any]) -> Cause | None:
-    for condition in _conditions(status):
+    for condition in get_maps(status, "conditions"):
         if _is_true(condition, "DisruptionTarget"):
             return _BY_DISRUPTION.get(str(condition.get("reason")), Cause.EVICTED)
     return None
 
 
 def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:
-    waiting = _mapping(_mapping(container, "state"), "waiting")
+    waiting = get_map(container, "state", "waiting")
     if waiting.get("reason"):
         return str(waiting["reason"]), str(waiting.get("message") or "")[:MAX_MESSAGE]
-    for condition in _conditions(status):
+    for condition in get_maps(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
             return str(condition.get("reason") or "Unschedulable"), str(condition.get("message") or "")[:MAX_MESSAGE]
     return "", ""
 
 
 def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = status.get("containerStatuses")
-    first = found[0] if isinstance(found, list | tuple) and found else None
-    return first if isinstance(first, Mapping) else {}
-
-
-def _conditions(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = status.get("conditions")
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list | tuple) else []
+    return next(iter(get_maps(status, "containerStatuses")), NOTHING)
 
 
 def _is_true(condition: Mapping[str, Any], kind: str) -> bool:
     return condition.get("type") == kind and condition.get("status") == "True"
-
-
-def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = raw.get(key)
-    return value if isinstance(value, Mapping) else {}
 
 
 def _number(value: Any) -> int | None:

@@ -92,8 +92,8 @@ class Script:
 class RunSpec:
     """``spec``, with exactly one of ``training``, which is the trainer's alone, and ``script``; the other is None.
 
-    ``workers_per_node`` is None where the accelerators decide, ``image`` and ``image_pull_policy`` where the operator does. Seconds
-    are None for no limit.
+    ``workers_per_node`` is None where the accelerators decide, ``image`` and ``image_pull_policy`` where the operator does.
+    Seconds are None for no limit.
     """
 
     nodes: Nodes

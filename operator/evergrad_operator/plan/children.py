@@ -25,8 +25,8 @@ class Deletion:
 class Plan:
     """What to do, in the order of the fields.
 
-    ``claim``: to apply, by ``claim_manager``. ``apply``: whole objects to apply, by the operator's own manager. ``bounds``: for the
-    coordinator. ``create``: pods to POST; that one exists already means to observe again.
+    ``claim``: to apply, by ``claim_manager``. ``apply``: whole objects to apply, by the operator's own manager. ``bounds``: for
+    the coordinator. ``create``: pods to POST; that one exists already means to observe again.
     """
 
     claim: Object | None = None

@@ -44,7 +44,7 @@ class PodDeletion:
 class Decision:
     """What should be done and why. ``memory`` goes into the status; ``requeue_after`` in seconds.
 
-    ``record``: what the PVC shall say of the run, None to leave it. ``blocks``: somebody has to do something (``reason`` says what).
+    ``record``: what the PVC shall say of the run, None to leave it. ``is_blocked``: somebody has to do what ``message`` says.
     """
 
     action: Action

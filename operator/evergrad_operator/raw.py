@@ -1,0 +1,48 @@
+"""Reads of raw objects that never fail: what is missing or of another type counts as absent. Pure."""
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
+
+
+def get_map(raw: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """The mapping at ``path``, or an empty one."""
+    value: Any = raw
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value if isinstance(value, Mapping) else NOTHING
+
+
+def get_maps(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    """The mappings in the list ``key``."""
+    value = raw.get(key)
+    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
+
+
+def get_text(raw: Mapping[str, Any], key: str) -> str:
+    """The text ``key``, or an empty one."""
+    value = raw.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def get_int(raw: Mapping[str, Any], key: str) -> int | None:
+    """The whole number ``key``."""
+    value = raw.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def get_float(raw: Mapping[str, Any], key: str) -> float | None:
+    """The finite number ``key``, which may be written as a text."""
+    value = raw.get(key)
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    number = float(value)
+    return number if math.isfinite(number) else None
