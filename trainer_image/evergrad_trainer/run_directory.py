@@ -73,7 +73,7 @@ def write_atomically(path: Path, text: str) -> None:
 
     Raises RunDirectoryError; the old file is then untouched and no temporary file is left.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{_own_mark()}.tmp")
     with reported(path, what="cannot be written"):
         try:
             with temporary.open("wb") as file:
@@ -86,6 +86,11 @@ def write_atomically(path: Path, text: str) -> None:
                 temporary.unlink()
             raise
         _fsync_directory(path.parent)
+
+
+def _own_mark() -> str:
+    """No other writer's: the first processes of all pods that share a volume have the same number."""
+    return f"{os.getpid()}-{os.urandom(4).hex()}"
 
 
 def _fsync_directory(directory: Path) -> None:
@@ -248,7 +253,7 @@ class RunDirectory:
         for folder in (self.path, self.checkpoints, self.logs):
             with reported(folder, what="cannot be created"):
                 folder.mkdir(parents=True, exist_ok=True)
-        probe = self.path / f".probe.{os.getpid()}"
+        probe = self.path / f".probe.{_own_mark()}"
         with reported(self.path, what="cannot be written to"):
             try:
                 with probe.open("wb") as file:

@@ -5,6 +5,7 @@ import dataclasses
 import gc
 import os
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
 from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
-from evergrad_trainer.resume import inspect_directory
+from evergrad_trainer.resume import Standing, inspect_directory, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.script_files import script_problems
 
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", type=int, metavar="INDEX", help="number of this node; ranks follow it (default: a free one)")
     parser.add_argument("--address", metavar="IP", help="where other nodes reach this one (default: as the coordinator does)")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="the run's secret, if it has one")
+    parser.add_argument(
+        "--base-directory", type=Path, metavar="DIR", help="where relative paths of the manifest start (default: its own folder)"
+    )
     parser.add_argument("--grace", type=float, default=25.0, metavar="SECONDS", help="from SIGTERM to leaving alone (25)")
     parser.add_argument(
         "--start-method", choices=["auto", "fork", "forkserver", "spawn"], default="auto", help="how workers are started (auto)"
@@ -50,6 +54,13 @@ def execute(args: argparse.Namespace) -> int:
     settings, loaded = _settings(args), load_from(args)
     directory = RunDirectory(run_directory_of(args, loaded.run))
     directory.create()
+    if args.base_directory is not None:
+        loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
+    standing = inspect_directory(directory, loaded.run, extend=False)
+    if standing.state == "complete":
+        # Nothing is trained twice, whatever became of those who knew that the run had ended.
+        print(f"{loaded.run.metadata.name} is complete, in {directory.path}. Nothing to do.")
+        return int(ExitCode.DONE)
     gc.disable()
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
     from evergrad_trainer.node.run import fingerprint, prepare_process
@@ -57,16 +68,16 @@ def execute(args: argparse.Namespace) -> int:
     prepare_process()
     run = loaded.run
     settings = dataclasses.replace(settings, run=run.metadata.name, run_directory=directory.path, fingerprint=fingerprint(run))
-    serve = _serve_typed if run.spec.script is None else _serve_script
-    return serve(args, loaded, settings)
+    if run.spec.script is None:
+        return _serve_typed(args, loaded, settings, standing)
+    return _serve_script(args, loaded, settings)
 
 
-def _serve_typed(args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings") -> int:
+def _serve_typed(args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings", standing: Standing) -> int:
     from evergrad_trainer.node.run import choose_start_method, recovery_of, run_node
 
     directory = RunDirectory(settings.run_directory)
     machine, num_workers = machine_and_workers(args, loaded.run, may_touch=False)
-    standing = inspect_directory(directory, loaded.run, extend=False)
     try:
         with sigterm_interrupts():
             plan = plan_session(args, loaded, directory, standing, machine, num_workers)
@@ -81,11 +92,16 @@ def _serve_script(args: argparse.Namespace, loaded: LoadedManifest, settings: "N
     from evergrad_trainer.node.run import run_script_node
     from evergrad_trainer.node.scripts import preload
 
-    script = loaded.run.script
-    raise_if(script_problems(script, base_directory=loaded.base_directory), ConfigurationError)
+    script, base, directory = loaded.run.script, loaded.base_directory, RunDirectory(settings.run_directory)
+    raise_if(script_problems(script, base_directory=base), ConfigurationError)
     _, num_workers = machine_and_workers(args, loaded.run, may_touch=False)
-    preload(script, loaded.base_directory)
-    return run_script_node(script, loaded.base_directory, settings, num_workers=num_workers)
+    # Each node writes the same, so the directory tells whose it is whoever comes first, and that all is done whoever goes last.
+    directory.write_resolved(resolved_script_record(loaded.run, base_directory=os.path.relpath(base, directory.path)))
+    preload(script, base)
+    code = run_script_node(script, base, settings, num_workers=num_workers)
+    if code == ExitCode.DONE:
+        directory.mark_complete({"run": loaded.run.metadata.name, "time": time.time()})
+    return code
 
 
 def _settings(args: argparse.Namespace) -> "NodeSettings":

@@ -1,0 +1,74 @@
+"""``evergrad node`` as the first process of a pod: nobody beside it writes the run directory."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from coordinator_processes import Coordinator
+
+EVERGRAD = Path(sys.executable).with_name("evergrad")
+SCRIPT = "import os, pathlib\npathlib.Path(f\"wrote-{os.environ['RANK']}\").write_text(os.getcwd())\n"
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts ``evergrad node`` with the manifest of a script; ended with the test."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/run.json").write_text(
+        json.dumps(
+            {
+                "apiVersion": "evergrad.dev/v1alpha1",
+                "kind": "TrainingRun",
+                "metadata": {"name": "r"},
+                "spec": {"nodes": {"min": 1, "max": 2}, "script": {"command": ["write.py"]}},
+            }
+        )
+    )
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        command = [str(EVERGRAD), "node", str(tmp_path / "config/run.json"), "--run-directory", str(tmp_path / "run"), *arguments]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        started.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+        )
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.poll() is None:
+            os.killpg(one.pid, signal.SIGKILL)
+        one.communicate()
+
+
+def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_complete(
+    node: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/write.py").write_text(SCRIPT)
+    coordinator = Coordinator(tmp_path, "--recovery", "fresh", "--linger", "3", least=1, most=2)
+    try:
+        join = ("--join", f"127.0.0.1:{coordinator.wait_until_listening().port}", "--address", "127.0.0.1")
+        nodes = [
+            node(*join, "--node", str(index), "--base-directory", str(tmp_path / "run"), "--workers", "1") for index in (0, 1)
+        ]
+        for one in nodes:
+            out, _ = one.communicate(timeout=100)
+            assert one.returncode == 0, out
+    finally:
+        coordinator.end()
+    assert {(tmp_path / f"run/wrote-{rank}").read_text() for rank in (0, 1)} == {str(tmp_path / "run")}
+    assert json.loads((tmp_path / "run/run.json").read_text())["baseDirectory"] == "."
+    assert json.loads((tmp_path / "run/complete.json").read_text())["run"] == "r"
+    # Nobody answers at this address, and nobody need be asked.
+    late = node("--join", "127.0.0.1:9", "--address", "127.0.0.1", "--node", "0")
+    out, _ = late.communicate(timeout=60)
+    assert (late.returncode, "is complete" in out) == (0, True)
