@@ -1,27 +1,23 @@
-"""Writes the configuration reference and the JSON schema that editors use: ``python -m evergrad_trainer.config.generate``."""
+"""Writes the configuration reference, the editors' schema and the CRD: ``python -m evergrad_trainer.config.generate``."""
 
 import argparse
 import difflib
 import json
-import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final
 
-from pydantic.fields import FieldInfo
-
-from evergrad_trainer.config.base import Section
-from evergrad_trainer.config.fields import Field, choices_of, walk_fields
+from evergrad_trainer.config.crd.definition import build_definition_text
+from evergrad_trainer.config.describe import describe_default, describe_type
+from evergrad_trainer.config.fields import Field, walk_fields
 from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.config.numbers import Human
 
 REFERENCE: Final = "docs/reference/configuration.md"
 SCHEMA: Final = "docs/reference/trainingrun.schema.json"
+DEFINITION: Final = "crds/trainingrun.yaml"
 _ROOT: Final = Path(__file__).resolve().parents[3]
 _BOUNDS: Final = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
-_WORDS: Final = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 _PREFACE = """\
 # Configuration
@@ -73,69 +69,6 @@ def _row(field: Field) -> str:
     return f"| `{field.path}` | {describe_type(field)} | {describe_default(field.info)} | {meaning} |"
 
 
-def describe_type(field: Field) -> str:
-    """The type of a field in plain words."""
-    if field.shape.section is not None:
-        return "list of mappings" if field.shape.is_list else "mapping"
-    if choices := choices_of(field.info):
-        return "one of " + ", ".join(f"`{choice}`" for choice in choices) if len(choices) > 1 else f"`{choices[0]}`"
-    words = _describe_annotation(field.info.annotation, tuple(field.info.metadata))
-    return words + _describe_bounds(field.info.metadata)
-
-
-def _describe_bounds(metadata: Sequence[Any]) -> str:
-    found = {key: getattr(item, key) for item in metadata for key in _WORDS if getattr(item, key, None) is not None}
-    return "".join(f", {_WORDS[key]} {_short(found[key])}" for key in _WORDS if key in found)
-
-
-def _short(bound: int | float) -> str:
-    """A bound as a person would write it: 2^20, 10^12, 1024."""
-    for base in (10, 2):
-        exponent = round(math.log(bound, base)) if bound > 10**4 else 0
-        if exponent and base**exponent == bound:
-            return f"{base}^{exponent}"
-    return _plain(bound)
-
-
-def _describe_annotation(annotation: Any, metadata: tuple[Any, ...]) -> str:
-    for marker in (*metadata, *getattr(annotation, "__metadata__", ())):
-        if isinstance(marker, Human):
-            return marker.kind
-    if hasattr(annotation, "__metadata__"):
-        return _describe_annotation(annotation.__origin__, ())
-    origin, arguments = get_origin(annotation), [item for item in get_args(annotation) if item is not NoneType]
-    if origin is tuple:
-        items = [item for item in arguments if item is not Ellipsis]
-        inner = _describe_annotation(items[0], ())
-        return f"list of {inner}s" if Ellipsis in arguments else f"{len(items)} {inner}s"
-    if origin is dict or annotation is dict:
-        return "mapping"
-    if origin is not None and arguments:
-        return _describe_annotation(arguments[0], ())
-    return {str: "text", bool: "true or false", int: "count", float: "number"}.get(annotation, "any")
-
-
-def describe_default(info: FieldInfo) -> str:
-    """The default of a field as one would write it."""
-    if info.is_required():
-        return "required"
-    default = info.get_default(call_default_factory=True, validated_data={})
-    if isinstance(default, Section):
-        set_fields = default.model_dump(mode="json", by_alias=True, exclude_unset=True)
-        return f"`{json.dumps(set_fields)}`" if set_fields else "-"
-    if default is None or default in ({}, ()):
-        return "-"
-    return f"`{_plain(default)}`"
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return f"[{', '.join(_plain(item) for item in value)}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def build_schema() -> str:
     """The JSON schema of a TrainingRun as it may be written, as text."""
     schema = TrainingRun.model_json_schema(by_alias=True, mode="validation")
@@ -171,13 +104,13 @@ def _with_bounds(node: dict[str, Any], bounds: Mapping[str, Any]) -> dict[str, A
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write both files, or with ``--check`` say how they differ; 1 if they do."""
+    """Write the files, or with ``--check`` say how they differ; 1 if they do."""
     parser = argparse.ArgumentParser(prog="python -m evergrad_trainer.config.generate", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a file is not up to date")
     parser.add_argument("--root", type=Path, default=_ROOT, help="root of the repository")
     args = parser.parse_args(argv)
     stale = 0
-    for name, text in ((REFERENCE, build_reference()), (SCHEMA, build_schema())):
+    for name, text in ((REFERENCE, build_reference()), (SCHEMA, build_schema()), (DEFINITION, build_definition_text())):
         path = args.root / name
         old = path.read_text("utf-8") if path.exists() else ""
         if old == text:

@@ -1,0 +1,1 @@
+"""The CustomResourceDefinition, generated from the manifest's models. Pure."""
