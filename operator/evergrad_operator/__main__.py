@@ -1,0 +1,28 @@
+"""``python -m evergrad_operator``: settings → client → kopf."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+from evergrad_operator.errors import SettingsError
+from evergrad_operator.logs import set_up_logging
+from evergrad_operator.service import run_operator
+from evergrad_operator.settings import parse_settings
+
+EXIT_SETTINGS = 64
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run until asked to stop. Exit code 0: asked to; 1: to be started again; 64: settings or surroundings are wrong."""
+    settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
+    set_up_logging(settings.log_level, settings.log_format)
+    try:
+        return asyncio.run(run_operator(settings, os.environ))
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_SETTINGS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Raw runs → what is exported of them as metrics. Pure."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evergrad_operator.metrics import RunFacts
+from evergrad_operator.names import Phase
+from evergrad_operator.times import parse_time
+
+FINISHED_SECONDS: Final = 86400.0
+"""So long a run that is over is still exported."""
+
+
+def read_runs(runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float) -> tuple[RunFacts, ...]:
+    """Facts of all runs that are not long over. ``now``: epoch seconds."""
+    facts = (_read_run(key, raw) for key, raw in runs.items())
+    return tuple(fact for fact in facts if fact.completed_at is None or now - fact.completed_at < FINISHED_SECONDS)
+
+
+def _read_run(key: tuple[str, str], raw: Mapping[str, Any]) -> RunFacts:
+    status = _mapping(raw, "status")
+    progress, restarts = _mapping(status, "progress"), _mapping(_mapping(status, "restarts"), "byCause")
+    step, total = progress.get("step"), progress.get("totalSteps")
+    phase = str(status.get("phase") or Phase.PENDING.value)
+    is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
+    return RunFacts(
+        namespace=key[0],
+        name=key[1],
+        phase=phase,
+        restarts={str(cause): count for cause, count in restarts.items() if isinstance(count, int)},
+        created_at=parse_time(_mapping(raw, "metadata").get("creationTimestamp")),
+        started_at=parse_time(status.get("startTime")),
+        completed_at=parse_time(status.get("completionTime")) if is_over else None,
+        progress=step / total if isinstance(step, int) and isinstance(total, int) and total > 0 else None,
+        progressed_at=parse_time(progress.get("updatedAt")),
+    )
+
+
+def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key)
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,103 @@
+"""kopf's part: it watches and delivers; every handler only hands on what it got. kopf decides nothing and writes nothing."""
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Final
+
+import kopf
+from kopf import AnnotationsDiffBaseStorage, AnnotationsProgressStorage, ConnectionInfo, OperatorRegistry, OperatorSettings
+
+from evergrad_coordinator.contract import API_GROUP, API_VERSION
+from evergrad_operator.connection import Connection
+from evergrad_operator.errors import SettingsError
+from evergrad_operator.kube import Raw
+from evergrad_operator.mirror import CLAIMS, PODS, RUNS
+from evergrad_operator.names import LABEL_RUN
+
+OLDEST: Final = (1, 45, 2)
+NEWEST: Final = (2,)
+Sink = Callable[[str, Raw, bool], None]
+"""Takes in one object: resource, the object, whether it is gone."""
+
+
+class NoDiffBase(AnnotationsDiffBaseStorage):
+    """Keeps no copy of objects, and spares the making of one at every event: no handler asks what changed."""
+
+    def build(self, *, body: Any, extra_fields: Iterable[Any] | None = None) -> Any:
+        """Nothing."""
+        return {}
+
+    def fetch(self, *, body: Any) -> Any:
+        """Nothing."""
+        return None
+
+    def store(self, *, body: Any, patch: Any, essence: Any) -> None:
+        """Nowhere."""
+
+
+def check_kopf(version: str) -> None:
+    """Raises SettingsError unless kopf is of a version whose dead watches end the process."""
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if not OLDEST <= numbers < NEWEST:
+        raise SettingsError(f"kopf {version} is installed, but kopf>=1.45.2,<2 is needed. Install requirements/operator.txt.")
+
+
+def build_settings(namespaces: Collection[str]) -> OperatorSettings:
+    """kopf's settings, for all that is not its default."""
+    settings = OperatorSettings()
+    # No scan of CRDs and namespaces: it needs rights that a namespaced operator lacks, and retries 403s for a minute.
+    settings.scanning.disabled = True
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    settings.watching.chunk_size = 500
+    for resource in (PODS, CLAIMS):
+        settings.watching.label_selectors["", "v1", resource] = LABEL_RUN
+    # queueing.worker_limit stays unset: an idle worker keeps its place for idle_timeout, so that a limit is one of throughput.
+    settings.queueing.idle_timeout = 1.0
+    settings.queueing.exit_timeout = 1.0
+    settings.process.ultimate_exiting_timeout = 15.0
+    settings.networking.enforce_retry_after = True
+    settings.networking.request_timeout = 60.0
+    settings.persistence.finalizer = f"{API_GROUP}/finalizer"
+    settings.persistence.progress_storage = AnnotationsProgressStorage(prefix=API_GROUP)
+    settings.persistence.diffbase_storage = NoDiffBase(prefix=API_GROUP)
+    settings.execution.max_workers = 1
+    return settings
+
+
+def build_registry(
+    sink: Sink, connection: Connection, *, on_start: Callable[[], Any], on_stop: Callable[[], Any]
+) -> OperatorRegistry:
+    """All handlers. ``on_start`` and ``on_stop`` are coroutine functions around all watching."""
+    registry = OperatorRegistry()
+    group, version = API_VERSION.split("/")
+
+    def watch(resource: str) -> Callable[..., Any]:
+        async def take(event: Any, **_: Any) -> None:
+            sink(resource, event["object"], event["type"] == "DELETED")
+
+        return take
+
+    kopf.on.event(group, version, RUNS, id=RUNS, registry=registry)(watch(RUNS))
+    kopf.on.event("", "v1", PODS, id=PODS, registry=registry)(watch(PODS))
+    kopf.on.event("", "v1", CLAIMS, id=CLAIMS, registry=registry)(watch(CLAIMS))
+
+    @kopf.on.login(registry=registry)
+    async def log_in(**_: Any) -> ConnectionInfo:
+        return ConnectionInfo(**await connection.describe())
+
+    @kopf.on.startup(registry=registry)
+    async def start(**_: Any) -> None:
+        await on_start()
+
+    @kopf.on.cleanup(registry=registry)
+    async def stop(**_: Any) -> None:
+        await on_stop()
+
+    return registry
+
+
+def describe_kopf() -> str:
+    """kopf's version."""
+    from importlib import metadata
+
+    return metadata.version("kopf")

@@ -1,0 +1,51 @@
+"""GET of /healthz, /readyz and /metrics on one port."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from aiohttp import web
+
+Check = Callable[[], str | None]
+"""What is wrong, in words, or None."""
+
+
+class HealthServer:
+    """Answers 200 with ``ok``, or 503 with what is wrong. ``live``: a restart would help; ``ready``: it does its work."""
+
+    def __init__(self, *, live: Sequence[Check], ready: Sequence[Check], metrics: Callable[[], Callable[[], bytes]]) -> None:
+        # ``metrics`` gathers what is needed, here on the event loop, and returns what renders it, in a thread.
+        self._live, self._ready, self._metrics = live, ready, metrics
+        self._runner: web.AppRunner | None = None
+
+    async def listen(self, host: str, port: int) -> int:
+        """Begin to serve; the port. Raises OSError."""
+        app = web.Application()
+        app.router.add_get("/healthz", self._answer_live)
+        app.router.add_get("/readyz", self._answer_ready)
+        app.router.add_get("/metrics", self._answer_metrics)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port).start()
+        address: tuple[str, int] = self._runner.addresses[0]
+        return address[1]
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _answer_live(self, _: web.Request) -> web.Response:
+        return _report(self._live)
+
+    async def _answer_ready(self, _: web.Request) -> web.Response:
+        return _report((*self._live, *self._ready))
+
+    async def _answer_metrics(self, _: web.Request) -> web.Response:
+        # Rendering thousands of series takes a while; the event loop goes on meanwhile.
+        body = await asyncio.to_thread(self._metrics())
+        return web.Response(body=body, content_type="text/plain", charset="utf-8", headers={"Cache-Control": "no-store"})
+
+
+def _report(checks: Sequence[Check]) -> web.Response:
+    faults = [fault for check in checks if (fault := check()) is not None]
+    return web.Response(text="\n".join(faults or ["ok"]) + "\n", status=503 if faults else 200)

@@ -1,0 +1,345 @@
+"""One run, level-triggered: observe → decide → plan → apply → one status write. Nothing here knows which event came."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, SpecError
+from evergrad_operator.events import derive_events
+from evergrad_operator.kube import CLAIM, KINDS, POD, Kind, Raw
+from evergrad_operator.metrics import Metrics
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim
+from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
+from evergrad_operator.plan import Plan, plan_children
+from evergrad_operator.policies import Decision, decide
+from evergrad_operator.progress import Coordinators
+from evergrad_operator.recorder import Recorder
+from evergrad_operator.status import Outcome, build_status, should_write
+
+log = logging.getLogger(__name__)
+RECONCILE_SECONDS: Final = 60.0
+CLAIM_SECONDS: Final = 30.0
+"""So long an existing claim, which no watch shows, is taken to be as it was seen."""
+_FIRST_RETRY, _LONGEST_RETRY = 1.0, 60.0
+
+
+class Cluster(Protocol):
+    """What reconciling needs of the API server; ``Kube`` is one, the tests' fake another. All raise ApiError."""
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
+        """The object, or None."""
+
+    async def list_all(
+        self, kind: Kind, namespace: str | None, *, selector: str = "", metadata_only: bool = False
+    ) -> tuple[list[Raw], int]:
+        """Objects, and the version of the list."""
+
+    async def create(self, body: Raw) -> Raw:
+        """A new object."""
+
+    async def apply(self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER) -> Raw:
+        """The whole intent, by server-side apply."""
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
+        """End one object; False if it was gone."""
+
+
+@dataclass
+class Refusal:
+    """What the API server refused, how often in a row, at which generation of the run, and when it is asked again."""
+
+    failure: ApplyFailure
+    count: int
+    generation: int
+    retry_at: float
+
+
+@dataclass
+class Memory:
+    """What is remembered of a run between two reconciles. All of it may be lost: it only saves writes and tries."""
+
+    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    progress_written_at: float | None = None
+    claim_seen_at: float = float("-inf")
+    applied: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Resource versions that our own applies led to: another one means that somebody has touched the object."""
+    told: set[str] = field(default_factory=set)
+
+
+class Reconciler:
+    """Makes of each run what it asks for. ``clock``: epoch seconds."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        mirror: Mirror,
+        coordinators: Coordinators,
+        recorder: Recorder,
+        config: Config,
+        metrics: Metrics,
+    ) -> None:
+        self._cluster, self._mirror, self._coordinators = cluster, mirror, coordinators
+        self._recorder, self._config, self._metrics = recorder, config, metrics
+        self._memories: dict[Key, Memory] = {}
+        self.clock: Callable[[], float] = time.time
+        self.on_forget: Callable[[Key], None] = lambda key: None
+
+    async def reconcile(self, key: Key) -> float | None:
+        """Work on one run; seconds until it has to be looked at again. Raises for what a later try may mend."""
+        started = time.perf_counter()
+        result = "success"
+        try:
+            async with asyncio.timeout(RECONCILE_SECONDS):
+                delay = await self._reconcile(key)
+            result = "success" if delay is None else "requeue"
+            return delay
+        except Exception as error:
+            result = "error"
+            self._metrics.reconcile_errors.labels(_error_reason(error)).inc()
+            if isinstance(error, OperatorError | TimeoutError):
+                log.warning("%s/%s: %s", *key, str(error) or "took too long")
+            else:
+                log.exception("%s/%s: a defect of the operator; please report it", *key)
+            raise
+        finally:
+            self._metrics.reconciles.labels(result).inc()
+            self._metrics.reconcile_seconds.observe(time.perf_counter() - started)
+
+    async def _reconcile(self, key: Key) -> float | None:
+        raw = self._mirror.run(key)
+        if raw is None:
+            self._forget(key)
+            return None
+        memory = self._memories.setdefault(key, Memory())
+        await self._look_at_claim(key, raw, memory, oldest=CLAIM_SECONDS)
+        try:
+            seen, decision, plan = self._think(key, raw, memory)
+        except SpecError as error:
+            await self._refuse_spec(raw, memory, error)
+            return None
+        if decision.needs_listing or plan.create or plan.delete:
+            # The mirror is a hint. Before anything is created or ended, the pods are what the API server says they are.
+            await self._confirm_pods(key)
+            await self._look_at_claim(key, raw, memory, oldest=0.0)
+            raw = self._mirror.run(key) or raw
+            seen, decision, plan = self._think(key, raw, memory)
+        outcome = await self._apply(key, seen, plan, memory)
+        if outcome.failures:
+            seen, decision, _ = self._think(key, raw, memory)
+        self._follow(key, seen)
+        delays = [decision.requeue_after, *self._retries(memory)]
+        delays.append(await self._write_status(key, raw, seen, decision, outcome))
+        return min((delay for delay in delays if delay is not None), default=None)
+
+    # ---- thinking: values in, values out ------------------------------------------------------------------------------
+
+    def _think(self, key: Key, raw: Raw, memory: Memory) -> tuple[Observation, Decision, Plan]:
+        """What is seen now, and what follows from it."""
+        seen = observe(
+            raw,
+            pods=self._mirror.pods(key),
+            others=self._mirror.others(key),
+            children=self._children(key, raw, memory),
+            progress=self._progress(key),
+            failures=tuple(refusal.failure for refusal in memory.refusals.values()),
+        )
+        decision = decide(seen, self._config, self.clock())
+        return seen, decision, plan_children(seen, decision, self._config)
+
+    def _children(self, key: Key, raw: Raw, memory: Memory) -> Mapping[tuple[str, str], Raw]:
+        """The run's claim and other children; one that somebody else has changed since it was applied loses the mark that spares it."""
+        found: dict[tuple[str, str], Raw] = {}
+        claim = self._mirror.claim(key[0], claim_of(raw))
+        if claim is not None:
+            found[CLAIM.kind, claim_of(raw)] = claim
+        for name, child in self._mirror.children(key).items():
+            metadata = child["metadata"]
+            version = memory.applied.get(name)
+            if version is not None and version != metadata.get("resourceVersion"):
+                annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != names.ANNOTATION_HASH}
+                child = {**child, "metadata": {**metadata, "annotations": annotations}}
+            found[name] = child
+        return found
+
+    def _progress(self, key: Key) -> Progress | None:
+        answer = self._coordinators.answer(key)
+        if answer is None:
+            return None
+        try:
+            return parse_progress(answer.raw, attempt=answer.attempt)
+        except OperatorError as error:
+            log.warning("%s/%s: %s", *key, error)
+            return None
+
+    def _follow(self, key: Key, seen: Observation) -> None:
+        running = [pod for pod in seen.coordinators if pod.ip and pod.is_running and pod.is_live]
+        if running:
+            newest = max(running, key=lambda pod: pod.attempt)
+            self._coordinators.follow(key, newest.ip, newest.attempt)
+        else:
+            self._coordinators.leave(key)
+
+    # ---- looking again ------------------------------------------------------------------------------------------------
+
+    async def _confirm_pods(self, key: Key) -> None:
+        pods, version = await self._cluster.list_all(POD, key[0], selector=f"{names.LABEL_RUN}={key[1]}")
+        for pod in pods:
+            self._mirror.see(PODS, pod)
+        listed = {pod["metadata"]["uid"] for pod in pods}
+        for pod in self._mirror.pods(key):
+            metadata = pod["metadata"]
+            if metadata["uid"] not in listed and int(metadata.get("resourceVersion") or 0) <= version:
+                self._mirror.forget_pod(key, metadata["name"], metadata["uid"])
+
+    async def _look_at_claim(self, key: Key, raw: Raw, memory: Memory, *, oldest: float) -> None:
+        """Fetch the existing claim that the run names: no watch shows it."""
+        name = existing_claim(raw)
+        if name is None or self.clock() - memory.claim_seen_at < oldest:
+            return
+        claim = await self._cluster.get(CLAIM, key[0], name)
+        memory.claim_seen_at = self.clock()
+        if claim is None:
+            self._mirror.forget_claim(key[0], name)
+        else:
+            self._mirror.see(CLAIMS, claim)
+
+    # ---- doing --------------------------------------------------------------------------------------------------------
+
+    async def _apply(self, key: Key, seen: Observation, plan: Plan, memory: Memory) -> Outcome:
+        """Claim, other children, bounds, ends, new pods, in this order. What is refused is remembered and told, not raised."""
+        done = _Doing(seen.run.generation)
+        if plan.claim is not None:
+            manager = plan.claim_manager or names.FIELD_MANAGER
+            await self._try(memory, done, plan.claim, lambda body: self._cluster.apply(body, manager=manager))
+        for body in plan.apply:
+            await self._try(memory, done, body, self._cluster.apply)
+        if plan.bounds is not None:
+            await self._coordinators.post_bounds(key, plan.bounds.min, plan.bounds.max)
+        for end in plan.delete:
+            kind = KINDS[end.kind]
+            if (
+                not await self._cluster.delete(kind, key[0], end.name, uid=end.uid, grace=end.grace_seconds)
+                and kind is POD
+                and end.uid
+            ):
+                self._mirror.forget_pod(key, end.name, end.uid)
+        for body in plan.create:
+            if done.is_pod_refused:
+                break
+            if await self._try(memory, done, body, self._cluster.create):
+                self._count_pod(seen, body)
+                done.created.append(str(body["metadata"]["name"]))
+        return Outcome(created=tuple(done.created), failures=tuple(done.failures))
+
+    async def _try(self, memory: Memory, done: "_Doing", body: Raw, act: Callable[[Raw], Any]) -> bool:
+        name = str(body["kind"]), str(body["metadata"]["name"])
+        refusal = memory.refusals.get(name)
+        if refusal is not None and refusal.generation == done.generation and self.clock() < refusal.retry_at:
+            done.add(refusal.failure)
+            return False
+        try:
+            stored: Raw = await act(body)
+        except ApiError as error:
+            if error.status == 409 and name[0] == POD.kind:
+                # Somebody has created it: what it is shows in the next look.
+                raise
+            if not 400 <= error.status < 500 or error.status in (401, 404, 409, 429) or "NamespaceTerminating" in error.causes:
+                raise
+            failure = ApplyFailure(name[0], name[1], error.status, error.reason, error.message, at=self.clock())
+            count = refusal.count + 1 if refusal is not None else 1
+            wait = min(_LONGEST_RETRY, _FIRST_RETRY * 2.0 ** min(count - 1, 10))
+            memory.refusals[name] = Refusal(failure, count, done.generation, self.clock() + wait)
+            done.add(failure)
+            return False
+        memory.refusals.pop(name, None)
+        resource = {POD.kind: PODS, CLAIM.kind: CLAIMS}.get(name[0], CHILDREN)
+        self._mirror.see(resource, stored)
+        if resource == CHILDREN:
+            memory.applied[name] = str(stored["metadata"].get("resourceVersion", ""))
+        return True
+
+    def _count_pod(self, seen: Observation, body: Raw) -> None:
+        labels = body["metadata"].get("labels") or {}
+        if labels.get(names.LABEL_ROLE) != names.ROLE_NODE:
+            return
+        index = int(labels[names.LABEL_INDEX])
+        ends = [pod.end.at for pod in seen.nodes if pod.index == index and pod.end is not None and pod.end.at is not None]
+        if ends:
+            self._metrics.recovery_seconds.observe(max(0.0, self.clock() - max(ends)))
+        elif not seen.nodes and index == 0 and labels.get(names.LABEL_ATTEMPT) == "0":
+            self._metrics.queue_seconds.observe(max(0.0, self.clock() - seen.run.created_at))
+
+    async def _write_status(self, key: Key, raw: Raw, seen: Observation, decision: Decision, outcome: Outcome) -> float | None:
+        """Write the status if it differs; seconds after which it may be written where it must not be yet."""
+        memory, now = self._memories[key], self.clock()
+        old: Raw = raw.get("status") or {}
+        new = build_status(seen, decision, outcome, now)
+        write = should_write(old, new, now=now, last_progress_write=memory.progress_written_at)
+        if not write.write:
+            return write.after
+        metadata = {"name": key[1], "namespace": key[0], "uid": raw["metadata"]["uid"]}
+        body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": new}
+        try:
+            stored = await self._cluster.apply(body, subresource="status")
+        except ApiError as error:
+            if error.status in (404, 409):
+                return None  # gone, or another of the same name: its own event comes
+            raise
+        memory.progress_written_at = now
+        self._metrics.status_writes.inc()
+        self._mirror.see(RUNS, stored)
+        if _step(old) is None and _step(new) is not None:
+            self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
+        for event in derive_events(old, new, seen):
+            await self._recorder.record(raw, event.type, event.reason, event.message)
+        return write.after
+
+    def _retries(self, memory: Memory) -> Sequence[float]:
+        return [max(0.0, refusal.retry_at - self.clock()) for refusal in memory.refusals.values()]
+
+    async def _refuse_spec(self, raw: Raw, memory: Memory, error: SpecError) -> None:
+        """Tell once of what cannot be read. A new generation comes with its own event."""
+        text = str(error)
+        if text not in memory.told:
+            memory.told.add(text)
+            self._metrics.reconcile_errors.labels("InvalidSpec").inc()
+            log.warning("%s/%s: %s", raw["metadata"].get("namespace"), raw["metadata"]["name"], text)
+            await self._recorder.record(raw, "Warning", names.Reason.INVALID_SPEC, text)
+
+    def _forget(self, key: Key) -> None:
+        self._memories.pop(key, None)
+        self._coordinators.leave(key)
+        self.on_forget(key)
+
+
+@dataclass
+class _Doing:
+    generation: int
+    created: list[str] = field(default_factory=list)
+    failures: list[ApplyFailure] = field(default_factory=list)
+    is_pod_refused: bool = False
+
+    def add(self, failure: ApplyFailure) -> None:
+        self.failures.append(failure)
+        self.is_pod_refused |= failure.kind == POD.kind
+
+
+def _step(status: Raw) -> Any:
+    return (status.get("progress") or {}).get("step")
+
+
+def _error_reason(error: Exception) -> str:
+    """Few values: it is a label."""
+    if isinstance(error, ApiError):
+        return error.reason if error.status else "Unreachable"
+    if isinstance(error, LeaseLostError):
+        return "LeaseLost"
+    if isinstance(error, TimeoutError):
+        return "Timeout"
+    return "OperatorError" if isinstance(error, OperatorError) else "Defect"

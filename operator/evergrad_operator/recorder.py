@@ -1,0 +1,129 @@
+"""Kubernetes events about runs: what repeats is counted on one object, and a crash loop stays below fifteen."""
+
+import hashlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from evergrad_operator.errors import ApiError
+from evergrad_operator.kube import EVENT, Kind, Raw
+from evergrad_operator.names import API_VERSION, KIND
+from evergrad_operator.times import format_time
+
+log = logging.getLogger(__name__)
+COMPONENT: Final = "evergrad-operator"
+MAX_MESSAGE: Final = 1024
+MAX_REMEMBERED: Final = 4096
+_DISTINCT = 2
+"""Different messages of one reason that get events of their own; further ones share one, whose message is the newest."""
+
+
+class Poster(Protocol):
+    """What is needed of the API server."""
+
+    async def create(self, body: Raw) -> Raw:
+        """A new object."""
+
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
+        """A JSON merge patch."""
+
+
+@dataclass
+class _Posted:
+    name: str
+    count: int
+    message: str
+
+
+class Recorder:
+    """Posts events. One that cannot be posted is only logged: nothing depends on events."""
+
+    def __init__(
+        self,
+        poster: Poster,
+        *,
+        clock: Callable[[], float] = time.time,
+        on_post: Callable[[str], None] = lambda action: None,
+    ) -> None:
+        self._poster, self._clock, self._on_post = poster, clock, on_post
+        self._posted: OrderedDict[tuple[str, str, str], _Posted] = OrderedDict()
+        self._messages: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
+        self._born = f"{clock():.3f}"
+
+    async def record(self, run: Raw, kind: str, reason: str, message: str) -> None:
+        """Tell of ``reason`` (``kind``: Normal or Warning) at the raw run."""
+        message = message[:MAX_MESSAGE]
+        uid = str(run["metadata"].get("uid", ""))
+        slot = uid, reason, self._slot(uid, reason, message)
+        posted = self._posted.get(slot)
+        try:
+            if posted is None:
+                await self._create(slot, run, kind, message)
+            else:
+                await self._repeat(posted, run, message)
+        except ApiError as error:
+            self._posted.pop(slot, None)
+            if error.status not in (403, 404):
+                log.warning("the event %s could not be posted: %s", reason, error)
+
+    def forget(self, uid: str) -> None:
+        """The run is gone."""
+        for slot in [slot for slot in self._posted if slot[0] == uid]:
+            del self._posted[slot]
+        for known in [known for known in self._messages if known[0] == uid]:
+            del self._messages[known]
+
+    def _slot(self, uid: str, reason: str, message: str) -> str:
+        digest = hashlib.sha256(message.encode()).hexdigest()[:16]
+        known = self._messages.setdefault((uid, reason), set())
+        if digest not in known and len(known) >= _DISTINCT:
+            return "others"
+        known.add(digest)
+        while len(self._messages) > MAX_REMEMBERED:
+            self._messages.popitem(last=False)
+        return digest
+
+    async def _create(self, slot: tuple[str, str, str], run: Raw, kind: str, message: str) -> None:
+        metadata, now = run["metadata"], format_time(self._clock())
+        # Part of the name is when this operator started: it cannot know what an earlier one has counted.
+        digest = hashlib.sha256("\n".join((*slot, self._born)).encode()).hexdigest()[:16]
+        name, namespace = f"{metadata['name']}.{digest}", metadata.get("namespace", "")
+        await self._poster.create(
+            {
+                "apiVersion": EVENT.version,
+                "kind": EVENT.kind,
+                "metadata": {"name": name, "namespace": namespace},
+                "involvedObject": {
+                    "apiVersion": API_VERSION,
+                    "kind": KIND,
+                    "name": metadata["name"],
+                    "namespace": namespace,
+                    "uid": slot[0],
+                    "resourceVersion": metadata.get("resourceVersion", ""),
+                },
+                "type": kind,
+                "reason": slot[1],
+                "message": message,
+                "firstTimestamp": now,
+                "lastTimestamp": now,
+                "count": 1,
+                "source": {"component": COMPONENT},
+                "reportingComponent": COMPONENT,
+                "reportingInstance": COMPONENT,
+            }
+        )
+        self._posted[slot] = _Posted(name, 1, message)
+        while len(self._posted) > MAX_REMEMBERED:
+            self._posted.popitem(last=False)
+        self._on_post("created")
+
+    async def _repeat(self, posted: _Posted, run: Raw, message: str) -> None:
+        posted.count += 1
+        patch = {"count": posted.count, "lastTimestamp": format_time(self._clock())}
+        if message != posted.message:
+            patch["message"] = posted.message = message
+        await self._poster.merge(EVENT, run["metadata"].get("namespace", ""), posted.name, patch)
+        self._on_post("counted")

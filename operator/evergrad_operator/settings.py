@@ -1,0 +1,136 @@
+"""Command line and environment → Settings. The only place that reads the environment.
+
+Every option ``--some-name`` may also be given as ``EVERGRAD_SOME_NAME``; the command line wins.
+"""
+
+import argparse
+import dataclasses
+import secrets
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from evergrad_operator.config import Config
+
+PREFIX: Final = "EVERGRAD_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How this process runs. ``namespaces``: those it serves, none for all. Times in seconds."""
+
+    namespaces: tuple[str, ...]
+    config: Config
+    identity: str
+    lease: bool
+    lease_namespace: str
+    lease_name: str
+    lease_seconds: float
+    host: str
+    port: int
+    workers: int
+    in_flight: int
+    resync_seconds: float
+    poll_seconds: float
+    coordinator_port: int
+    log_level: str
+    log_format: str
+
+    @property
+    def scopes(self) -> tuple[str | None, ...]:
+        """What to list: each namespace, or None for the whole cluster."""
+        return self.namespaces or (None,)
+
+    def covers(self, namespace: str) -> bool:
+        """Whether objects of this namespace are served."""
+        return not self.namespaces or namespace in self.namespaces
+
+
+def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Settings:
+    """The settings. Raises SystemExit with a message for what cannot be."""
+    parser = build_parser(environ)
+    parsed = parser.parse_args(arguments)
+    namespaces = tuple(dict.fromkeys(name for entry in parsed.namespace for name in entry.split(",") if name))
+    if bool(namespaces) == parsed.all_namespaces:
+        parser.error("give either --namespace, once or more, or --all-namespaces")
+    lease_namespace = parsed.lease_namespace or environ.get("POD_NAMESPACE", "")
+    if parsed.lease and not lease_namespace:
+        parser.error("--lease-namespace: say where the lease is, or set POD_NAMESPACE; --no-lease does without")
+    config = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
+    config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    if not config["operator_namespace"]:
+        config["operator_namespace"] = environ.get("POD_NAMESPACE", "")
+    own = {field.name for field in dataclasses.fields(Settings)} - {"namespaces", "config", "identity", "lease_namespace"}
+    return Settings(
+        namespaces=namespaces,
+        config=Config(**config),
+        identity=_identify(environ),
+        lease_namespace=lease_namespace,
+        **{name: getattr(parsed, name) for name in own},
+    )
+
+
+def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    """All options, with the environment's values as defaults."""
+    parser = argparse.ArgumentParser(prog="evergrad-operator", description="Runs TrainingRuns on Kubernetes.")
+    options = _Options(parser, environ)
+    scope = parser.add_argument_group("scope")
+    given = [name for name in environ.get(f"{PREFIX}NAMESPACE", "").split(",") if name]
+    scope.add_argument("--namespace", action="append", metavar="NAME", default=given, help="serve this namespace; repeatable")
+    options.add("all-namespaces", False, "serve the whole cluster")
+    options.add("lease", True, "write only while holding a Lease, so that two operators never write at once")
+    options.add("lease-namespace", "", "where the Lease is; the pod's own namespace if not given")
+    options.add("lease-name", "evergrad-operator", "its name")
+    options.add("lease-seconds", 15.0, "how long a renewal is good")
+    options.add("host", "0.0.0.0", "address of /healthz, /readyz and /metrics")
+    options.add("port", 8080, "its port")
+    options.add("workers", 16, "runs that are worked on at a time")
+    options.add("in-flight", 32, "requests to the API server at a time")
+    options.add("resync-seconds", 600.0, "between two lists of everything")
+    options.add("poll-seconds", 5.0, "between two questions to a run's coordinator")
+    options.add("coordinator-port", 29401, "port of the coordinators' status")
+    options.add("log-level", "info", "debug, info, warning or error")
+    options.add("log-format", "text", "text or json")
+    for field in dataclasses.fields(Config):
+        default: Any = "" if field.default is dataclasses.MISSING else field.default
+        options.add(
+            field.name.replace("_", "-"),
+            default,
+            f"of all runs (default: {default})",
+            is_required=default == "" and "image" in field.name,
+        )
+    return parser
+
+
+class _Options:
+    def __init__(self, parser: argparse.ArgumentParser, environ: Mapping[str, str]) -> None:
+        self._parser, self._environ = parser, environ
+
+    def add(self, name: str, default: Any, text: str, *, is_required: bool = False) -> None:
+        """One option of the default's type; a tuple is repeatable."""
+        variable = PREFIX + name.upper().replace("-", "_")
+        given = self._environ.get(variable)
+        if isinstance(default, bool):
+            switch = default if given is None else self._switch(variable, given)
+            self._parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=switch, help=text)
+        elif isinstance(default, tuple):
+            values = list(default) if given is None else [part for part in given.split(",") if part]
+            self._parser.add_argument(f"--{name}", action="append", default=values, help=text)
+        else:
+            kind = str if default is None else type(default)
+            value = default if given is None else given
+            needs = is_required and not value
+            self._parser.add_argument(f"--{name}", type=kind, default=value, required=needs, help=text)
+
+    def _switch(self, variable: str, given: str) -> bool:
+        if given.lower() not in _TRUE + _FALSE:
+            self._parser.error(f"{variable}: {given!r} is neither true nor false")
+        return given.lower() in _TRUE
+
+
+def _identify(environ: Mapping[str, str]) -> str:
+    """Unique among processes that may run at the same time; a pod's containers never do."""
+    pod = environ.get("POD_NAME")
+    return f"{pod}_{environ.get('POD_UID', '')}" if pod else f"{socket.gethostname()}_{secrets.token_hex(4)}"
