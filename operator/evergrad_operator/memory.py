@@ -104,7 +104,8 @@ class Memory:
 
     ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's end is counted.
     ``restart``: how often ``restartNonce`` has restarted the run; ``restart_nonce``: the one acted upon.
-    ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group.
+    ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group. ``phase``, ``reason`` and
+    ``message``: what people were told last.
     """
 
     is_known: bool = False
@@ -128,6 +129,9 @@ class Memory:
     training: Training = Training()
     gang_size: int = 0
     gang: int = 0
+    phase: str = ""
+    reason: str = ""
+    message: str = ""
     conditions: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
 
     def attempt_of(self, index: int) -> int:
@@ -161,6 +165,9 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         training=_parse_training(status),
         gang_size=get_int(get_map(status, "gang"), "size") or 0,
         gang=get_int(get_map(status, "gang"), "number") or 0,
+        phase=get_text(status, "phase"),
+        reason=get_text(status, "reason"),
+        message=get_text(status, "message"),
         conditions=conditions,
     )
 

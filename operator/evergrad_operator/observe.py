@@ -145,8 +145,8 @@ def observe(
 ) -> Observation:
     """One Observation. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC among them.
 
-    Pods of other owners, runs on other PVCs and records that cannot be read are passed over. Raises SpecError for a run without its
-    shape.
+    Pods of other owners, runs on other PVCs and records that cannot be read are passed over. Raises SpecError for a run without
+    its shape.
     """
     run = parse_run(raw_run)
     children = children or {}

@@ -310,13 +310,16 @@ def _quantity(value: Any, path: str) -> str | None:
 
 
 def _count(raw: Mapping[str, Any], key: str, where: str) -> int | None:
-    """A whole number; a person may have written it as text with a unit, as everywhere in a manifest."""
-    value = raw.get(key)
+    return parse_count(raw.get(key), f"{where}{key}")
+
+
+def parse_count(value: Any, path: str) -> int | None:
+    """A whole number; a person may have written it as text with a unit, as everywhere in a manifest. Raises SpecError."""
     if value is None:
         return None
     number = None if isinstance(value, bool) else _decimal(value)
     if number is None or number != number.to_integral_value():
-        raise SpecError(f"{where}{key}", "is not a whole number")
+        raise SpecError(path, "is not a whole number")
     return int(number)
 
 

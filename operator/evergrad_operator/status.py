@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from evergrad_operator.decision import Decision
 from evergrad_operator.observe import ApplyFailure, Observation
-from evergrad_operator.policies.decision import Decision
 
 
 @dataclass(frozen=True)

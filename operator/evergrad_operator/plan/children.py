@@ -1,14 +1,25 @@
 """A decision → the whole set of objects to apply, create and delete."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from evergrad_operator import names
 from evergrad_operator.config import Config
+from evergrad_operator.decision import Action, Bounds, Decision
 from evergrad_operator.observe import Observation
-from evergrad_operator.policies.decision import Bounds, Decision
+from evergrad_operator.plan.claim import build_claim
+from evergrad_operator.plan.common import JsonObject, with_hash
+from evergrad_operator.plan.config_map import build_config_map
+from evergrad_operator.plan.coordinator_pod import build_coordinator_pod
+from evergrad_operator.plan.disruption_budget import build_disruption_budget
+from evergrad_operator.plan.network_policy import build_network_policy
+from evergrad_operator.plan.node_pod import build_node_pod
+from evergrad_operator.plan.service import build_service
 
 Object = Mapping[str, Any]
+OWNED_KINDS: Final = ("ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
+"""Kinds of the children that are no pods, and not the PVC."""
 
 
 @dataclass(frozen=True)
@@ -44,4 +55,61 @@ class Plan:
 
 def plan_children(observation: Observation, decision: Decision, config: Config) -> Plan:
     """Everything that is to be applied, deleted and created for the decision; nothing that already is as it should be."""
-    raise NotImplementedError
+    run = observation.run
+    claim = None
+    if decision.record is not None:
+        claim = build_claim(run, decision.record, config, observation.claim)
+    pods = tuple(Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete)
+    is_running = decision.action == Action.RUN
+    return Plan(
+        claim=claim,
+        claim_manager=names.claim_field_manager(run.name),
+        apply=tuple(_plan_apply(observation, decision, config)) if is_running else (),
+        bounds=decision.bounds,
+        delete=(*pods, *_plan_leftovers(observation, decision, config)),
+        create=tuple(_plan_pods(observation, decision, config)),
+    )
+
+
+def _plan_apply(observation: Observation, decision: Decision, config: Config) -> Iterator[Object]:
+    for child in _build_wanted(observation, decision, config):
+        child = with_hash(child)
+        applied = child["metadata"]["annotations"][names.ANNOTATION_HASH]
+        if observation.hashes.get((child["kind"], child["metadata"]["name"])) != applied:
+            yield child
+
+
+def _build_wanted(observation: Observation, decision: Decision, config: Config) -> list[JsonObject]:
+    """All children of a running run that are no pods, and not the PVC."""
+    run, live = observation.run, observation.live_coordinator
+    attempt = decision.coordinator_attempt
+    if attempt is None and live is not None:
+        attempt = live.attempt
+    wanted = [build_config_map(run, observation.raw)]
+    wanted += [build_service(run, attempt=attempt)] if attempt is not None else []
+    budget = build_disruption_budget(run) if config.disruption_budgets else None
+    wanted += [budget] if budget else []
+    wanted += [build_network_policy(run, config)] if config.network_policies else []
+    return wanted
+
+
+def _plan_leftovers(observation: Observation, decision: Decision, config: Config) -> Iterator[Deletion]:
+    """Children that a run like this does not have any more: all of them at the end, or one that was switched off."""
+    if decision.action == Action.CLEAN:
+        yield from (Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS)
+    elif decision.action == Action.RUN:
+        wanted = {(child["kind"], child["metadata"]["name"]) for child in _build_wanted(observation, decision, config)}
+        for kind, name in observation.hashes:
+            if kind in ("PodDisruptionBudget", "NetworkPolicy") and (kind, name) not in wanted:
+                yield Deletion(kind, name)
+
+
+def _plan_pods(observation: Observation, decision: Decision, config: Config) -> Iterator[Object]:
+    """The coordinator first: nodes look for it."""
+    run, memory = observation.run, decision.memory
+    if decision.coordinator_attempt is not None:
+        running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
+        expect = min(max(running, run.spec.nodes.min), run.spec.nodes.max) if running else run.spec.nodes.max
+        yield build_coordinator_pod(run, memory, config, attempt=decision.coordinator_attempt, expect=expect)
+    for index, attempt in decision.nodes_to_create:
+        yield build_node_pod(run, memory, config, index=index, attempt=attempt)

@@ -1,6 +1,6 @@
 """What should be done with a run, and why. Pure: ``decide`` maps an observation and a time to a decision."""
 
+from evergrad_operator.decision import Action, Bounds, Decision, PodDeletion
 from evergrad_operator.policies.decide import decide
-from evergrad_operator.policies.decision import Action, Bounds, Decision, PodDeletion
 
 __all__ = ["Action", "Bounds", "Decision", "PodDeletion", "decide"]

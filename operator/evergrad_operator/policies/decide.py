@@ -1,8 +1,8 @@
 """The order of the policies: the first that has something to say decides."""
 
 from evergrad_operator.config import Config
+from evergrad_operator.decision import Decision
 from evergrad_operator.observe import Observation
-from evergrad_operator.policies.decision import Decision
 
 
 def decide(observation: Observation, config: Config, now: float) -> Decision:

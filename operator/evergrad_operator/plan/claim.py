@@ -1,0 +1,38 @@
+"""The PVC of a run: a new one, or the run's record on an existing one."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.observe import ClaimState, Record, build_record
+from evergrad_operator.plan.common import JsonObject, build_metadata, without_none
+from evergrad_operator.spec import TrainingRun
+
+
+def build_claim(run: TrainingRun, record: Record, config: Config, live: ClaimState | None) -> JsonObject | None:
+    """What to apply, by ``names.claim_field_manager``; None where the PVC says so already, or is the user's and missing.
+
+    A new PVC has no owner: data outlives the run. What is applied again is what stands there, because most of it never changes.
+    """
+    text = build_record(record)
+    annotations = {names.claim_annotation(run.name): text}
+    if live is not None and live.annotations.get(names.claim_annotation(run.name)) == text:
+        return None
+    claim: JsonObject = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
+    if run.spec.storage.claim_name is not None:
+        metadata = {"name": run.claim_name, "namespace": run.namespace, "annotations": annotations}
+        return None if live is None else {**claim, "metadata": metadata}
+    metadata = {**build_metadata(run, run.claim_name, is_owned=False), "annotations": annotations}
+    return {**claim, "metadata": metadata, "spec": dict(live.spec) if live else _build_spec(run, config)}
+
+
+def _build_spec(run: TrainingRun, config: Config) -> Mapping[str, Any]:
+    storage = run.spec.storage
+    return without_none(
+        {
+            "accessModes": [config.storage_access_mode],
+            "resources": {"requests": {"storage": storage.size or config.default_storage_size}},
+            "storageClassName": storage.storage_class_name or config.default_storage_class,
+        }
+    )

@@ -1,0 +1,34 @@
+"""The ConfigMap with the run as its nodes read it."""
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evergrad_operator import names
+from evergrad_operator.plan.common import JsonObject, build_metadata
+from evergrad_operator.plan.node_pod import metrics_port
+from evergrad_operator.raw import get_map
+from evergrad_operator.spec import TrainingRun
+
+_KEPT: Final = ("nodes", "workersPerNode", "failurePolicy", "training", "script")
+
+
+def build_config_map(run: TrainingRun, raw: Mapping[str, Any]) -> JsonObject:
+    """The manifest of the run, without what only concerns the operator. ``raw``: the run as the API server has it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": build_metadata(run, names.config_name(run.name)),
+        "data": {names.CONFIG_FILE: build_manifest(run, raw)},
+    }
+
+
+def build_manifest(run: TrainingRun, raw: Mapping[str, Any]) -> str:
+    """JSON, which is YAML too. Metrics get our port where the run names none, so that there is something to scrape."""
+    spec = {key: value for key, value in get_map(raw, "spec").items() if key in _KEPT and value is not None}
+    for kind in ("training", "script"):
+        if kind in spec:
+            metrics = {**get_map(spec[kind], "metrics"), "port": metrics_port(run)}
+            spec[kind] = {**spec[kind], "metrics": metrics}
+    manifest = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": run.name}, "spec": spec}
+    return json.dumps(manifest, indent=1, sort_keys=True, ensure_ascii=False) + "\n"

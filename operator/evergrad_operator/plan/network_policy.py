@@ -1,0 +1,32 @@
+"""The NetworkPolicy of a run: its pods talk to each other, and are scraped; nobody else reaches them."""
+
+from typing import Any
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.plan.common import JsonObject, build_metadata
+from evergrad_operator.plan.node_pod import metrics_port
+from evergrad_operator.spec import TrainingRun
+
+
+def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
+    """Ingress only; egress stays open. Between the run's pods all ports are: nobody knows those of collectives before."""
+    own: dict[str, Any] = {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}}
+    operator: dict[str, Any] = {
+        "podSelector": {"matchLabels": {names.LABEL_NAME: names.MANAGED_BY}},
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": config.operator_namespace}}
+        if config.operator_namespace
+        else {},
+    }
+    open_ports = [port for port in (metrics_port(run),) if port]
+    ingress: list[dict[str, Any]] = [
+        {"from": [own]},
+        {"from": [operator], "ports": [{"port": names.STATUS_PORT, "protocol": "TCP"}]},
+    ]
+    ingress += [{"ports": [{"port": port, "protocol": "TCP"}]} for port in open_ports]
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": build_metadata(run, run.name),
+        "spec": {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}, "policyTypes": ["Ingress"], "ingress": ingress},
+    }

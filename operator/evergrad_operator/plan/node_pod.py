@@ -1,0 +1,139 @@
+"""The pod of one node: it trains."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.memory import Memory
+from evergrad_operator.plan.common import (
+    JsonObject,
+    build_container_security,
+    build_labels,
+    build_metadata,
+    build_pod_security,
+    build_pull_secrets,
+    build_tolerations,
+    escape,
+    without_none,
+)
+from evergrad_operator.plan.template import build_scheduling, build_user_labels, merge_env
+from evergrad_operator.raw import get_map
+from evergrad_operator.spec import TrainingRun, parse_count
+
+GRACE_SECONDS: Final = 25
+"""From SIGTERM to leaving alone, for a typed run; a script says its own."""
+_MARGIN_SECONDS: Final = 5
+"""For the supervisor to end after its workers, before the kubelet kills it."""
+_CACHES: Final = {
+    "HOME": "/tmp",
+    "USER": "evergrad",
+    "XDG_CACHE_HOME": "/tmp/.cache",
+    "HF_HOME": "/tmp/.cache/huggingface",
+    "MPLCONFIGDIR": "/tmp/.cache/matplotlib",
+    "TORCHINDUCTOR_CACHE_DIR": "/tmp/.cache/torchinductor",
+    "TRITON_CACHE_DIR": "/tmp/.cache/triton",
+}
+"""A user without a name or home, on a root that cannot be written."""
+
+
+def build_node_pod(run: TrainingRun, memory: Memory, config: Config, *, index: int, attempt: int) -> JsonObject:
+    """Node ``index`` in its ``attempt``."""
+    spec, template = run.spec, run.spec.template
+    grace = spec.script.grace_period_seconds if spec.script else GRACE_SECONDS
+    pod: JsonObject = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": build_pod_security(config),
+        **build_scheduling(template),
+        "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
+        "imagePullSecrets": build_pull_secrets(run, config),
+        "containers": [_build_container(run, memory, config, index=index, grace=grace)],
+        "volumes": [*_build_volumes(run, config), *template.volumes],
+    }
+    metadata = build_metadata(run, names.node_pod_name(run.name, index, attempt))
+    ours = {names.LABEL_INDEX: str(index), names.LABEL_ATTEMPT: str(attempt)}
+    queue_labels, queue_annotations = _build_queue(run, memory, index)
+    metadata["labels"] = {**build_user_labels(run), **queue_labels, **build_labels(run, role=names.ROLE_NODE), **ours}
+    restart = {names.ANNOTATION_RESTART: str(memory.restart)}
+    metadata["annotations"] = {**template.annotations, **queue_annotations, **restart}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
+
+
+def _build_container(run: TrainingRun, memory: Memory, config: Config, *, index: int, grace: int) -> JsonObject:
+    spec = run.spec
+    port = metrics_port(run)
+    env = merge_env(_CACHES, spec.template.env)
+    return without_none(
+        {
+            "name": "trainer",
+            "image": memory.image,
+            "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
+            "command": ["evergrad"],
+            "args": _build_arguments(run, config, index=index, grace=grace),
+            "env": [{"name": "EVERGRAD_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}, *env],
+            "ports": [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else [],
+            "resources": without_none({"requests": dict(spec.resources.requests), "limits": dict(spec.resources.limits)}),
+            "securityContext": build_container_security(),
+            "terminationMessagePath": names.TERMINATION_LOG,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "volumeMounts": [*_build_mounts(), *spec.template.volume_mounts],
+        }
+    )
+
+
+def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int) -> list[str]:
+    host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
+    return [
+        "node",
+        f"{names.CONFIG_PATH}/{names.CONFIG_FILE}",
+        *("--join", f"{host}:{names.JOIN_PORT}"),
+        *("--node", str(index)),
+        *("--address", "$(EVERGRAD_POD_IP)"),
+        *("--run-directory", escape(f"{names.VOLUME_PATH}/{run.volume_path}")),
+        *("--grace", str(grace)),
+        *("--termination-log", names.TERMINATION_LOG),
+    ]
+
+
+def _build_volumes(run: TrainingRun, config: Config) -> list[JsonObject]:
+    shared_memory = without_none({"medium": "Memory", "sizeLimit": config.shared_memory_size})
+    return [
+        {"name": "evergrad-volume", "persistentVolumeClaim": {"claimName": run.claim_name}},
+        {"name": "evergrad-config", "configMap": {"name": names.config_name(run.name)}},
+        {"name": "evergrad-tmp", "emptyDir": {}},
+        {"name": "evergrad-shm", "emptyDir": shared_memory},
+    ]
+
+
+def _build_mounts() -> list[JsonObject]:
+    return [
+        {"name": "evergrad-volume", "mountPath": names.VOLUME_PATH},
+        {"name": "evergrad-config", "mountPath": names.CONFIG_PATH, "readOnly": True},
+        {"name": "evergrad-tmp", "mountPath": "/tmp"},
+        {"name": "evergrad-shm", "mountPath": "/dev/shm"},
+    ]
+
+
+def _build_queue(run: TrainingRun, memory: Memory, index: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Labels and annotations for Kueue, whose groups of pods have a fixed size.
+
+    The nodes a run cannot do without are one group, admitted together; each node above them is admitted alone, whenever there is
+    room, and given back alone.
+    """
+    if names.LABEL_QUEUE not in run.labels or not memory.gang_size > 1 or index >= memory.gang_size:
+        return {}, {}
+    group = f"{run.name}-{memory.gang}"
+    return {names.LABEL_QUEUE_GROUP: group}, {names.ANNOTATION_QUEUE_GROUP_SIZE: str(memory.gang_size)}
+
+
+def metrics_port(run: TrainingRun) -> int:
+    """Where a node serves its metrics; 0 where the run asked for any free port."""
+    if run.spec.script is not None:
+        given = run.spec.script.metrics.port
+    else:
+        metrics: Mapping[str, Any] = get_map(run.spec.training or {}, "metrics")
+        given = parse_count(metrics.get("port"), "spec.training.metrics.port")
+    return names.METRICS_PORT if given is None else given

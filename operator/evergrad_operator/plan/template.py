@@ -1,0 +1,33 @@
+"""What the allowed part of a pod template adds to a node's pod. That it is allowed, ``policies.allowed`` has checked."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evergrad_operator import names
+from evergrad_operator.spec import Template, TrainingRun
+
+
+def build_user_labels(run: TrainingRun) -> dict[str, str]:
+    """The template's labels, those of the run that are passed on, and a gang's where another scheduler was named."""
+    template = run.spec.template
+    gang = {names.LABEL_GANG: run.name} if template.scheduler_name else {}
+    passed = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
+    return {**gang, **passed, **template.labels}
+
+
+def build_scheduling(template: Template) -> dict[str, Any]:
+    """The template's part of a pod's spec, but for tolerations, volumes and secrets."""
+    return {
+        "nodeSelector": dict(template.node_selector),
+        "affinity": template.affinity,
+        "topologySpreadConstraints": list(template.topology_spread_constraints),
+        "priorityClassName": template.priority_class_name,
+        "runtimeClassName": template.runtime_class_name,
+        "schedulerName": template.scheduler_name,
+    }
+
+
+def merge_env(ours: dict[str, str], given: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
+    """Our defaults first, so that the user's variables may refer to them; one that the user sets is the user's."""
+    theirs = {variable.get("name") for variable in given}
+    return [*({"name": name, "value": value} for name, value in ours.items() if name not in theirs), *given]
