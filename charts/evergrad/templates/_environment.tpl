@@ -1,0 +1,49 @@
+{{/* The operator's settings: EVERGRAD_SOME_NAME is its option --some-name. */}}
+{{- define "evergrad.environment" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+{{- $runs := .Values.runs }}
+{{- $settings := dict
+  "LEASE_NAME" (include "evergrad.fullname" .)
+  "LEASE_SECONDS" .Values.operator.leaseSeconds
+  "LOG_LEVEL" .Values.operator.logLevel
+  "LOG_FORMAT" .Values.operator.logFormat
+  "WORKERS" .Values.operator.workers
+  "IN_FLIGHT" .Values.operator.inFlight
+  "RESYNC_SECONDS" .Values.operator.resyncSeconds
+  "POLL_SECONDS" .Values.operator.pollSeconds
+  "OPERATOR_IMAGE" (include "evergrad.image" (dict "image" .Values.image "version" .Chart.AppVersion))
+  "TRAINER_IMAGE" (include "evergrad.image" (dict "image" $runs.image "version" .Chart.AppVersion))
+  "IMAGE_PULL_POLICY" $runs.image.pullPolicy
+  "NETWORK_POLICIES" $runs.networkPolicies
+  "DISRUPTION_BUDGETS" $runs.disruptionBudgets
+  "DEFAULT_STORAGE_SIZE" $runs.storage.size
+  "STORAGE_ACCESS_MODE" $runs.storage.accessMode
+  "NODE_LOSS_TOLERATION_SECONDS" $runs.nodeLossTolerationSeconds
+  "COORDINATOR_CPU" $runs.coordinator.cpu
+  "COORDINATOR_MEMORY" $runs.coordinator.memory
+  "COORDINATOR_MEMORY_LIMIT" $runs.coordinator.memoryLimit
+}}
+{{- if eq .Values.rbac.scope "cluster" }}
+{{- $_ := set $settings "ALL_NAMESPACES" true }}
+{{- else }}
+{{- $_ := set $settings "NAMESPACE" (include "evergrad.namespaces" . | fromJsonArray | join ",") }}
+{{- end }}
+{{- if $runs.imagePullSecrets }}
+{{- $_ := set $settings "IMAGE_PULL_SECRETS" (join "," $runs.imagePullSecrets) }}
+{{- end }}
+{{- if $runs.storage.storageClassName }}
+{{- $_ := set $settings "DEFAULT_STORAGE_CLASS" $runs.storage.storageClassName }}
+{{- end }}
+{{- if $runs.clusterDomain }}
+{{- $_ := set $settings "CLUSTER_DOMAIN" $runs.clusterDomain }}
+{{- end }}
+{{- range $name, $value := $settings }}
+- name: EVERGRAD_{{ $name }}
+  value: {{ $value | toString | quote }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,104 @@
+{{/* Names, labels and the pieces several templates share. */}}
+
+{{- define "evergrad.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* Of namespaced objects. 50 characters at most, so that suffixes fit. */}}
+{{- define "evergrad.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- $name := include "evergrad.name" . -}}
+{{- if contains $name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Of objects of the whole cluster: two releases in two namespaces do not meet. */}}
+{{- define "evergrad.clusterName" -}}
+{{- printf "%s-%s" .Release.Namespace (include "evergrad.fullname" .) | trunc 110 | trimSuffix "-" -}}
+{{- end -}}
+
+{{- define "evergrad.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "evergrad.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end -}}
+
+{{- define "evergrad.labels" -}}
+{{ include "evergrad.selectorLabels" . }}
+{{ include "evergrad.otherLabels" . }}
+{{- end -}}
+
+{{- define "evergrad.otherLabels" -}}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/part-of: evergrad
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "evergrad.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- default (include "evergrad.fullname" .) .Values.serviceAccount.name -}}
+{{- else -}}
+{{- required "serviceAccount.name: missing. With serviceAccount.create=false, name an existing ServiceAccount." .Values.serviceAccount.name -}}
+{{- end -}}
+{{- end -}}
+
+{{/* dict "image" VALUES "version" APPVERSION */}}
+{{- define "evergrad.image" -}}
+{{- if .image.digest -}}
+{{- printf "%s@%s" .image.repository .image.digest -}}
+{{- else -}}
+{{- printf "%s:%s" .image.repository (default .version .image.tag) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The namespaces a namespaced operator serves, as a JSON list. */}}
+{{- define "evergrad.namespaces" -}}
+{{- default (list .Release.Namespace) .Values.rbac.watchNamespaces | uniq | toJson -}}
+{{- end -}}
+
+{{/* What the operator may do where it serves runs. tests/unit/repository holds it to its table. */}}
+{{- define "evergrad.rules" -}}
+- apiGroups: [evergrad.dev]
+  resources: [trainingruns]
+  verbs: [list, watch]
+- apiGroups: [evergrad.dev]
+  resources: [trainingruns/status]
+  verbs: [patch]
+# For owner references with blockOwnerDeletion, where the cluster enforces permissions on them.
+- apiGroups: [evergrad.dev]
+  resources: [trainingruns/finalizers]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [list, watch, create, delete]
+# Server-side apply is patch, and create for what does not exist yet.
+- apiGroups: [""]
+  resources: [configmaps, services]
+  verbs: [list, create, patch, delete]
+- apiGroups: [""]
+  resources: [persistentvolumeclaims]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- if .Values.runs.disruptionBudgets }}
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [list, create, patch, delete]
+{{- end }}
+{{- if .Values.runs.networkPolicies }}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [list, create, patch, delete]
+{{- end }}
+{{- end -}}
