@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-LOCKS := $(addprefix requirements/,trainer.txt torch.txt torch-cpu.txt dev.txt)
+LOCKS := $(addprefix requirements/,trainer.txt torch.txt torch-cpu.txt operator.txt dev.txt)
 PYDOC := examples/pydoc
 # Another torch to try the rendezvous backend with.
 TORCH ?= 2.15.0

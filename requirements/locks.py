@@ -3,7 +3,8 @@
 trainer.txt   everything the trainer needs except torch
 torch.txt     the index's build of torch and, on Linux, the CUDA packages that build needs
 torch-cpu.txt a CPU build of torch, which the index does not carry for Linux: a folder of wheels has to be given
-dev.txt       what tests, checks and benchmarks need beyond those
+operator.txt  everything the operator and the coordinator need; some of it the trainer needs, too, in the same version
+dev.txt       what tests, checks and benchmarks need beyond all those
 """
 
 import argparse
@@ -22,7 +23,8 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 PACKAGES = ("coordinator", "operator", "trainer_image")
-ROOTS = ("trainer.in", "dev.in")
+ROOTS = ("trainer.in", "operator.in", "dev.in")
+FILES = ("trainer.txt", "torch.txt", "operator.txt", "dev.txt")
 HEADER = "# Written by `make lock`. Do not edit; change {source} instead.\n# {duty}\n"
 # torch's CPU build has none of these requirements; what only they need leaves with them.
 CUDA_NAMES = ("nvidia-", "cuda-", "triton")
@@ -73,13 +75,15 @@ def reachable(pins: Iterable[Pin], root: str, *, with_cuda: bool) -> set[str]:
 
 
 def split_lock(pins: Sequence[Pin]) -> dict[str, str]:
-    """File name → text of the pins that belong there, for the three files that come from one resolution."""
+    """File name → text of the pins that belong there, for the four files that come from one resolution."""
     trainer = reachable(pins, "trainer.in", with_cuda=False) - {"torch"}
     torch = reachable(pins, "trainer.in", with_cuda=True) - trainer
+    operator = reachable(pins, "operator.in", with_cuda=False)
     parts = {
         "trainer.txt": [pin for pin in pins if pin.name in trainer],
         "torch.txt": [pin for pin in pins if pin.name in torch],
-        "dev.txt": [pin for pin in pins if pin.name not in trainer | torch],
+        "operator.txt": [pin for pin in pins if pin.name in operator],
+        "dev.txt": [pin for pin in pins if pin.name not in trainer | torch | operator],
     }
     return {name: "".join(pin.text for pin in part) for name, part in parts.items()}
 
@@ -130,7 +134,7 @@ def install(wheels: Path | None) -> None:
     """Install the locked packages into this Python's environment, then our three packages, editable."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
     torch = choose_torch(wheels, locked_version=locked_torch_version(), installed_version=installed_torch_version())
-    locks = ["-r", str(FOLDER / "trainer.txt"), "-r", str(FOLDER / "dev.txt")]
+    locks = [part for name in ("trainer.txt", "operator.txt", "dev.txt") for part in ("-r", str(FOLDER / name))]
     run([*pip, "--require-hashes", *torch, *locks])
     editable = [part for name in PACKAGES for part in ("--editable", str(FOLDER.parent / name))]
     run([*pip, "--no-deps", "--no-build-isolation", *editable])
@@ -140,9 +144,7 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
     """Resolve again for every supported Python and platform, keeping present pins unless ``upgrade``."""
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "all.txt"
-        output.write_text(
-            "".join((FOLDER / name).read_text() for name in ("trainer.txt", "torch.txt", "dev.txt") if (FOLDER / name).exists())
-        )
+        output.write_text("".join((FOLDER / name).read_text() for name in FILES if (FOLDER / name).exists()))
         uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
         uv += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--output-file", str(output)]
         print("+", shlex.join([*uv, *ROOTS]), flush=True)
@@ -151,7 +153,8 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
     duties = {
         "trainer.txt": ("trainer.in", "What the trainer needs except torch: torch.txt or torch-cpu.txt has that."),
         "torch.txt": ("trainer.in", "The index's build of torch and, on Linux, the CUDA packages that build needs."),
-        "dev.txt": ("dev.in", "What tests, checks and benchmarks need beyond the trainer."),
+        "operator.txt": ("operator.in", "What the operator needs, the coordinator included."),
+        "dev.txt": ("dev.in", "What tests, checks and benchmarks need beyond the trainer and the operator."),
     }
     for name, text in split_lock(pins).items():
         source, duty = duties[name]

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 
-LOCKS = ("trainer.txt", "torch.txt", "torch-cpu.txt", "dev.txt")
+LOCKS = ("trainer.txt", "torch.txt", "torch-cpu.txt", "operator.txt", "dev.txt")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +45,14 @@ def test_every_pin_is_exact_and_carries_hashes(lock: str, root: Path, locks: Mod
     assert not re.search(r"^\s*--(?!hash)|://", text, re.MULTILINE)
 
 
-def test_no_package_stands_in_two_locks_except_torchs_two_builds(root: Path, locks: ModuleType) -> None:
-    names = [{pin.name for pin in locks.parse_lock((root / "requirements" / lock).read_text())} for lock in LOCKS]
-    trainer, torch, torch_cpu, dev = names
+def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operator_and_trainer_share(
+    root: Path, locks: ModuleType
+) -> None:
+    pins = [{pin.name: pin for pin in locks.parse_lock((root / "requirements" / lock).read_text())} for lock in LOCKS]
+    trainer, torch, torch_cpu, operator, dev = (set(one) for one in pins)
     assert torch & torch_cpu == {"torch"} == torch_cpu
-    assert trainer & (torch | dev) == set()
-    assert torch & dev == set()
+    assert trainer & (torch | dev) == torch & dev == operator & (torch | dev) == set()
+    assert [name for name in trainer & operator if pins[0][name].text != pins[3][name].text] == []
 
 
 def test_both_builds_of_torch_are_the_same_release(root: Path, locks: ModuleType) -> None:
@@ -68,7 +70,9 @@ def test_what_only_cuda_needs_stands_apart_and_only_for_linux(root: Path, locks:
     assert not re.search(r"^(?:nvidia-|cuda-|triton)", other, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("source", "own_locks"), [("trainer.in", ("trainer.txt", "torch.txt")), ("dev.in", LOCKS)])
+@pytest.mark.parametrize(
+    ("source", "own_locks"), [("trainer.in", ("trainer.txt", "torch.txt")), ("operator.in", ("operator.txt",)), ("dev.in", LOCKS)]
+)
 def test_what_an_in_file_names_is_locked(source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType) -> None:
     pinned: dict[str, set[str]] = {}
     for lock in own_locks:
@@ -80,13 +84,17 @@ def test_what_an_in_file_names_is_locked(source: str, own_locks: tuple[str, ...]
         assert all(wanted.specifier.contains(version, prereleases=True) for version in versions)
 
 
-def test_the_trainers_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(root: Path, locks: ModuleType) -> None:
-    project = tomllib.loads((root / "trainer_image" / "pyproject.toml").read_text())["project"]
+@pytest.mark.parametrize(
+    ("folder", "source", "own_locks"),
+    [("trainer_image", "trainer.in", ("trainer.txt", "torch.txt")), ("operator", "operator.in", ("operator.txt",))],
+)
+def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
+    folder: str, source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType
+) -> None:
+    project = tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
     published = [Requirement(line) for line in project["dependencies"] if not line.startswith("evergrad-")]
-    assert {normalised(one.name) for one in published} == {
-        normalised(one.name) for one in named(root / "requirements" / "trainer.in")
-    }
-    pins = [pin for lock in ("trainer.txt", "torch.txt") for pin in locks.parse_lock((root / "requirements" / lock).read_text())]
+    assert {normalised(one.name) for one in published} == {normalised(one.name) for one in named(root / "requirements" / source)}
+    pins = [pin for lock in own_locks for pin in locks.parse_lock((root / "requirements" / lock).read_text())]
     for wanted in published:
         versions = {pin.version for pin in pins if normalised(pin.name) == normalised(wanted.name)}
         assert versions
@@ -126,12 +134,13 @@ torch==2.13.0 \\
 """.format(a="a" * 64, b="b" * 64)
 
 
-def test_one_resolution_is_cut_into_three_files_without_losing_a_pin(locks: ModuleType) -> None:
+def test_one_resolution_is_cut_into_four_files_without_losing_a_pin(locks: ModuleType) -> None:
     parts = locks.split_lock(locks.parse_lock(LOCK))
     names = {file: [f"{pin.name}=={pin.version}" for pin in locks.parse_lock(text)] for file, text in parts.items()}
     assert names == {
         "trainer.txt": ["numpy==2.4", "numpy==2.5", "sympy==1.14"],
         "torch.txt": ["cuda-toolkit==13.0", "nvidia-cublas==13.1", "torch==2.13.0"],
+        "operator.txt": [],
         "dev.txt": ["accelerate==1.0"],
     }
     assert sorted("".join(parts.values()).splitlines()) == sorted(LOCK.splitlines()[1:])
