@@ -93,6 +93,7 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
         *("--node", str(index)),
         *("--address", "$(EVERGRAD_POD_IP)"),
         *("--run-directory", escape(f"{names.VOLUME_PATH}/{run.volume_path}")),
+        *("--base-directory", escape(f"{names.VOLUME_PATH}/{run.volume_path}")),
         *("--grace", str(grace)),
         *("--termination-log", names.TERMINATION_LOG),
     ]
