@@ -73,7 +73,7 @@ def build(name: str) -> Path:
     version = _go_version()
     if version is None:
         raise BedError(f"{name}: not in {cache() / 'tools'}, and there is no `go` to build it. Install Go 1.24 or newer.")
-    folder = cache() / "tools" / f"{name}-{_key(name)}-{version}"
+    folder = cache() / "tools" / f"{name}-{key(name)}-{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -116,7 +116,7 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
         raise BedError(f"{name}: `go build {package}` failed with exit code {code}.\n{last_lines(log)}")
 
 
-def _key(name: str) -> str:
+def key(name: str) -> str:
     """A digest of everything that decides what the binary is, but for Go's version."""
     digest = hashlib.sha256(repr(TOOLS[name].packages).encode() + TOOLS[name].link_flags.encode())
     for file in sorted((SOURCES / name).iterdir()):
@@ -126,7 +126,7 @@ def _key(name: str) -> str:
 
 def _built(name: str) -> Path | None:
     version = _go_version()
-    pattern = f"{name}-{_key(name)}-{version or '*'}/bin"  # without Go any build of these sources will do
+    pattern = f"{name}-{key(name)}-{version or '*'}/bin"  # without Go any build of these sources will do
     return next(iter(sorted((cache() / "tools").glob(pattern))), None)
 
 

@@ -1,0 +1,143 @@
+"""The Helm chart rendered and checked without a cluster.
+
+python -m bed.chart     `make chart-lint`: helm lint --strict, and kubeconform -strict on each rendering of MATRIX
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bed import schemas, toolbox
+from bed.places import REPOSITORY
+from bed.shell import BedError, run
+
+CHART = REPOSITORY / "charts/evergrad"
+NAMESPACE = "evergrad-system"
+MATRIX: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": {
+        "fullnameOverride": "operators",
+        "commonLabels": {"team": "training"},
+        "image": {"repository": "registry.example.com/evergrad/operator", "tag": "1.2.3"},
+        "imagePullSecrets": [{"name": "registry"}],
+        "trainer": {"image": {"repository": "registry.example.com/evergrad/trainer", "digest": "sha256:" + "ab" * 32}},
+        "runs": {
+            "imagePullSecrets": ["registry", "other"],
+            "storage": {"storageClassName": "nfs", "size": "1Ti"},
+            "clusterDomain": "svc.cluster.local",
+        },
+        "serviceAccount": {"annotations": {"example.com/role": "x"}},
+        "operator": {"logFormat": "json", "extraArgs": ["--log-level", "debug"], "extraEnv": [{"name": "TZ", "value": "UTC"}]},
+        "replicas": 3,
+        "podLabels": {"a": "b"},
+        "podAnnotations": {"c": "d"},
+        "nodeSelector": {"kubernetes.io/os": "linux"},
+        "tolerations": [{"key": "x", "operator": "Exists"}],
+        "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+        "priorityClassName": "system-cluster-critical",
+        "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+        "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+        "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
+        "priorityClasses": [{"name": "evergrad-low", "value": -10, "preemptionPolicy": "Never", "description": "Waits."}],
+        "admissionPolicy": {
+            "enabled": True,
+            "allowedImages": ["registry.example.com/", "localhost/"],
+            "allowedPriorityClasses": ["evergrad-low"],
+            "maxNodes": 64,
+        },
+        "extraObjects": [
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": '{{ include "evergrad.fullname" . }}-extra'},
+                "data": {},
+            }
+        ],
+    },
+    "namespaced": {"rbac": {"scope": "namespaced", "aggregatedRoles": False}},
+    "namespaces": {"rbac": {"scope": "namespaced", "watchNamespaces": ["team-a", "team-b"]}},
+    "existing account": {"serviceAccount": {"create": False, "name": "ours"}, "rbac": {"create": False}},
+    "no CRD": {"crds": {"install": False}, "tests": {"enabled": False}},
+    "CRD goes with the release": {"crds": {"keep": False}},
+    "runs without policies": {"runs": {"networkPolicies": False, "disruptionBudgets": False}},
+}
+
+
+def helm(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run helm. Raises BedError with its words where it fails and `check` is set."""
+    done = subprocess.run(
+        [toolbox.binary("helm"), *arguments], capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+    )
+    if check and done.returncode != 0:
+        raise BedError(f"helm {arguments[0]}: {done.stdout}{done.stderr}")
+    return done
+
+
+def template(values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE) -> str:
+    """What would be installed, as YAML. Raises BedError where the chart refuses the values."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file)
+        file.flush()
+        return helm("template", release, CHART, "--namespace", namespace, "--values", file.name).stdout
+
+
+def render(values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE) -> list[dict[str, Any]]:
+    """What would be installed, object by object."""
+    return [one for one in yaml.safe_load_all(template(values, release=release, namespace=namespace)) if one]
+
+
+def lint(values: dict[str, Any]) -> None:
+    """helm lint --strict. Raises BedError with its findings."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file)
+        file.flush()
+        helm("lint", "--strict", "--quiet", CHART, "--values", file.name)
+
+
+def conform(files: Sequence[Path]) -> str:
+    """kubeconform -strict with Kubernetes' schemas and ours; its summary. Raises BedError with its findings."""
+    with tempfile.TemporaryDirectory() as scratch:
+        ours = schemas.of_ours(Path(scratch))
+        locations = [f"{folder}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json" for folder in (ours, schemas.of_kubernetes())]
+        options = [word for location in locations for word in ("-schema-location", location)]
+        return run([toolbox.binary("kubeconform"), "-strict", "-summary", *options, *files]).strip()
+
+
+def check() -> None:
+    """All of it, said line by line. Raises BedError at the first finding."""
+    with tempfile.TemporaryDirectory() as scratch:
+        files = []
+        for name, values in MATRIX.items():
+            lint(values)
+            file = Path(scratch, f"{name.replace(' ', '-')}.yaml")
+            file.write_text(template(values))
+            files.append(file)
+            print(f"helm lint --strict: {name}")
+        print(f"kubeconform, the chart: {conform(files)}")
+    examples = sorted((REPOSITORY / "examples").glob("*/*.yaml"))
+    print(f"kubeconform, the examples: {conform(examples)}")
+
+
+def main() -> int:
+    """0: sound, or not checkable here and nobody insists; 1 with the findings."""
+    if shutil.which("go") is None and toolbox.missing(("helm", "kubeconform")) and os.environ.get("CI") != "true":
+        print("chart-lint: left out. helm and kubeconform are built with Go, which is not here.")
+        return 0
+    try:
+        check()
+    except BedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

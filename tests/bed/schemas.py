@@ -1,0 +1,92 @@
+"""JSON schemas for kubeconform, made here: Kubernetes' own from the module the bed is built from, ours from the CRD."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bed.places import REPOSITORY, cache
+from bed.shell import BedError, run
+from bed.toolbox import SOURCES
+
+_RECIPE = "1"  # raise it when the conversion changes
+_REFERENCE = "#/definitions/"
+
+
+def of_kubernetes() -> Path:
+    """The folder of KIND-GROUP-VERSION.json for every kind of the pinned Kubernetes; converted once. Raises BedError."""
+    if shutil.which("go") is None:
+        raise BedError("Kubernetes' schemas come from its Go module, and there is no `go` to fetch it. Install Go 1.24 or newer.")
+    module = json.loads(run(["go", "mod", "download", "-json", "k8s.io/kubernetes"], directory=SOURCES / "kubernetes"))
+    folder = cache() / "schemas" / f"{module['Version']}-{_RECIPE}"
+    if not folder.is_dir():
+        definitions = json.loads(Path(module["Dir"], "api/openapi-spec/swagger.json").read_text())["definitions"]
+        scratch = folder.with_name(folder.name + ".new")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True)
+        for name, definition in definitions.items():
+            for entry in definition.get("x-kubernetes-group-version-kind", ()):
+                (scratch / file_name(**entry)).write_text(json.dumps(_closed(name, definitions)))
+        scratch.rename(folder)
+    return folder
+
+
+def of_ours(folder: Path) -> Path:
+    """Write the CRD's schema into `folder`, as strict as the API server is under `--validate=strict`; returns the folder."""
+    crd = yaml.safe_load((REPOSITORY / "crds/trainingrun.yaml").read_text())["spec"]
+    for version in crd["versions"]:
+        schema = strict(version["schema"]["openAPIV3Schema"], is_top=True)
+        name = file_name(group=crd["group"], version=version["name"], kind=crd["names"]["kind"])
+        (folder / name).write_text(json.dumps(schema))
+    return folder
+
+
+def file_name(*, group: str, version: str, kind: str) -> str:
+    """As kubeconform's `{{ .ResourceKind }}{{ .KindSuffix }}.json` has it: the first part of the group only."""
+    return "-".join(part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part) + ".json"
+
+
+def strict(schema: Any, *, is_top: bool = False) -> Any:
+    """The schema with unknown fields refused wherever fields are listed, and with what JSON Schema calls differently."""
+    if not isinstance(schema, dict):
+        return schema
+    made = {key: value for key, value in schema.items() if key != "format" and not key.startswith("x-kubernetes-")}
+    for key in ("properties", "definitions"):
+        if key in made:
+            made[key] = {name: strict(part) for name, part in made[key].items()}
+    for key in ("items", "additionalProperties", "not"):
+        if key in made:
+            made[key] = strict(made[key])
+    for key in ("allOf", "anyOf", "oneOf"):
+        if key in made:
+            made[key] = [strict(part) for part in made[key]]
+    if is_top:
+        made["properties"] = {**made["properties"], "metadata": {"type": "object"}}
+    if made.get("properties") and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        made.setdefault("additionalProperties", False)
+    if schema.get("x-kubernetes-int-or-string"):
+        made = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
+    return made
+
+
+def _closed(name: str, definitions: dict[str, Any]) -> dict[str, Any]:
+    """One definition with all it refers to, as a schema of its own."""
+    needed: set[str] = set()
+    waiting = [name]
+    while waiting:
+        text = json.dumps(definitions[waiting.pop()])
+        found = {part.split('"')[0] for part in text.split(_REFERENCE)[1:]} - needed
+        needed |= found
+        waiting += found
+    made: dict[str, Any] = strict(definitions[name])
+    made["definitions"] = {other: _relaxed(other, strict(definitions[other])) for other in sorted(needed)}
+    return made
+
+
+def _relaxed(name: str, schema: Any) -> Any:
+    """Quantities and the like are written as numbers too, though the specification calls them strings."""
+    if name.endswith((".Quantity", ".IntOrString")):
+        return {"type": ["string", "number"]}
+    return schema

@@ -1,0 +1,93 @@
+"""Rules of the bed that need no bed."""
+
+import json
+from pathlib import Path
+
+import pytest
+from bed import images, requirements, storage, toolbox
+from bed.api import Api
+from bed.places import node_named
+
+
+@pytest.mark.parametrize(
+    ("quantity", "expected"), [("64Mi", 64 * 2**20), ("1Gi", 2**30), ("1.5G", 1_500_000_000), ("1024", 1024)]
+)
+def test_a_quantity_of_storage_is_read_as_kubernetes_reads_it(quantity: str, expected: int) -> None:
+    assert storage.size_in_bytes(quantity) == expected
+
+
+def test_a_tool_is_known_by_its_own_name_and_by_its_programs() -> None:
+    assert toolbox.tool_of("kubectl") == toolbox.tool_of("kubernetes") == "kubernetes"
+    with pytest.raises(ValueError, match="ruby: no tool of the bed"):
+        toolbox.tool_of("ruby")
+
+
+@pytest.mark.parametrize("name", toolbox.TOOLS)
+def test_every_tool_has_pinned_sources(name: str) -> None:
+    folder = toolbox.SOURCES / name
+    module = (folder / "go.mod").read_text()
+    packages = [package for package in toolbox.TOOLS[name].packages.values() if package != "."]
+    assert all(package in module for package in packages)
+    assert (folder / "go.sum").exists() or "require" not in module
+
+
+def test_a_changed_source_changes_the_key_of_its_tool_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pause", "etcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "go.mod").write_text(f"module {name}\n")
+    monkeypatch.setattr(toolbox, "SOURCES", tmp_path)
+    before = {name: toolbox.key(name) for name in ("pause", "etcd")}
+    (tmp_path / "pause" / "go.mod").write_text("module pause\n\ngo 1.99\n")
+    assert toolbox.key("etcd") == before["etcd"]
+    assert toolbox.key("pause") != before["pause"]
+
+
+def test_where_the_bed_cannot_run_one_line_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements.sys, "platform", "darwin")
+    assert requirements.unavailable() == "The bed needs Linux; this is darwin. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+    monkeypatch.setattr(requirements.sys, "platform", "linux")
+    monkeypatch.setattr(requirements.os, "geteuid", lambda: 1000)
+    assert "needs root" in (requirements.unavailable() or "")
+
+
+def test_a_machine_with_cgroup_v2_alone_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cgroup.controllers").touch()
+    monkeypatch.setattr(requirements, "CGROUPS", tmp_path)
+    monkeypatch.setattr(requirements.sys, "platform", "linux")
+    monkeypatch.setattr(requirements.os, "geteuid", lambda: 0)
+    said = requirements.unavailable() or ""
+    assert "this machine has only cgroup v2" in said
+    assert "\n" not in said
+
+
+def test_an_image_is_packed_without_the_layers_a_node_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERGRAD_CACHE", str(tmp_path))
+    blobs = tmp_path / "images" / "blobs" / "sha256"
+    blobs.mkdir(parents=True)
+    manifest = {"config": {"digest": "sha256:c"}, "layers": [{"digest": "sha256:old"}, {"digest": "sha256:new"}]}
+    for name, text in {"m": json.dumps(manifest), "c": "{}", "old": "old", "new": "new"}.items():
+        (blobs / name).write_text(text)
+    layout = images.layout_of("localhost/one:v1")
+    layout.mkdir(parents=True)
+    (layout / "name").write_text("localhost/one:v1")
+    (layout / "index.json").write_text(json.dumps({"manifests": [{"digest": "sha256:m"}]}))
+    images.pack(layout, {"sha256:old"}, tmp_path / "one.tar")
+    packed = images.run(["tar", "-tf", tmp_path / "one.tar"]).split()
+    assert {"blobs/sha256/m", "blobs/sha256/c", "blobs/sha256/new"} <= set(packed)
+    assert "blobs/sha256/old" not in packed
+
+
+def test_a_kubeconfig_that_names_files_is_read_relative_to_itself(tmp_path: Path) -> None:
+    content = {
+        "current-context": "one",
+        "contexts": [{"name": "one", "context": {"cluster": "one", "user": "one"}}],
+        "clusters": [{"name": "one", "cluster": {"server": "https://127.0.0.1:1"}}],
+        "users": [{"name": "one", "user": {"token": "t"}}],
+    }
+    (tmp_path / "kubeconfig").write_text(json.dumps(content))
+    assert not Api(tmp_path / "kubeconfig").is_there("/version")  # nobody listens there; that it was read is what counts
+
+
+def test_a_node_that_does_not_exist_is_named_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match=r"n3: no node of the bed\. It has n1, n2\."):
+        node_named("n3")
