@@ -23,9 +23,9 @@ _MIN, _MAX = "spec.nodes.min", "spec.nodes.max"
 _STORAGE = "spec.storage"
 _STANDARD_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 _SMALLEST_MEMORY = 2**20
-_FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
+FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 _NAME_OF_IMAGE: Final = r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*"
-_IMAGE: Final = re.compile(
+IMAGE: Final = re.compile(
     rf"([A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?(:[0-9]+)?/)?{_NAME_OF_IMAGE}(/{_NAME_OF_IMAGE})*"
     r"(:[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(@[a-z0-9]+([+._-][a-z0-9]+)*:[0-9a-f]{32,})?"
 )
@@ -153,7 +153,7 @@ def check_storage(view: View) -> Iterator[Problem]:
             why = f"the name of a {noun} has lower-case letters, digits, '-' and '.'"
             yield Problem(f"{_STORAGE}.{key}", f"{show(name)} is not a valid name", why, "Correct it")
     path = view.get(f"{_STORAGE}.path")
-    if isinstance(path, str) and _FOLDER.fullmatch(path) is None:
+    if isinstance(path, str) and FOLDER.fullmatch(path) is None:
         why = "it is relative to the volume, without . or .., of letters, digits, '-', '_', '.' and '/'"
         yield Problem(f"{_STORAGE}.path", f"{show(path)} is not a folder in the volume", why, "Write a path such as runs/first")
 
@@ -161,7 +161,7 @@ def check_storage(view: View) -> Iterator[Problem]:
 def check_image(view: View) -> Iterator[Problem]:
     """A reference that a container runtime can pull."""
     image = view.get("spec.image")
-    if isinstance(image, str) and _IMAGE.fullmatch(image) is None:
+    if isinstance(image, str) and IMAGE.fullmatch(image) is None:
         why = "it is [registry/]name[:tag][@digest], the name in lower case"
         remedy = "Write a reference such as registry.example.org/team/trainer:1.2"
         yield Problem("spec.image", f"{show(image)} is not an image", why, remedy)

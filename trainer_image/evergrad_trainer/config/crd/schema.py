@@ -1,12 +1,24 @@
 """Turns the manifest's models into a structural schema: every field described, with its type, bounds and default."""
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from evergrad_trainer.config.base import Section
-from evergrad_trainer.config.crd.nodes import LONGEST_TEXT, PRESERVE, Schema, int_or_text
+from evergrad_trainer.config.base import Section, check_local_path
+from evergrad_trainer.config.crd.cel import bounds_of_text
+from evergrad_trainer.config.crd.nodes import (
+    LONGEST_TEXT,
+    PRESERVE,
+    VALIDATIONS,
+    Schema,
+    int_or_text,
+    integer,
+    mapping,
+    rule,
+    text,
+)
 from evergrad_trainer.config.crd.template import build_fragments
 from evergrad_trainer.config.describe import describe_default, describe_type
 from evergrad_trainer.config.fields import Field, choices_of, fields_of, shape_of
@@ -35,6 +47,34 @@ SHOWN_DEFAULTS: Final = ("spec.suspend", "spec.nodes.min", "spec.failurePolicy.m
 """Fields whose default the API server fills in. None of the recipe: it must read as it was written."""
 LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
 """Fields that the models have only to refuse them in better words."""
+_ONE_FIELD: Final[Schema] = {"minProperties": 1, "maxProperties": 1}
+_CODE: Final = "Refused: code that comes with a model is never run."
+_FURTHER: Final[Mapping[str, Schema]] = {
+    "spec.training.horizon": _ONE_FIELD,
+    "spec.training.data.heldOut": _ONE_FIELD,
+    "spec.training.schedule": {
+        "allOf": [
+            {"anyOf": [{"properties": {"type": {"enum": ["wsd"]}}}, {"not": {"required": ["decay"]}}]},
+            {
+                "anyOf": [
+                    {"not": {"required": ["minimumRatio"]}},
+                    {"not": {"required": ["type"], "properties": {"type": {"enum": ["constant"]}}}},
+                ]
+            },
+        ]
+    },
+    "spec.training.model.config": {
+        "required": ["model_type"],
+        "properties": {
+            "model_type": text("Name of the transformers architecture, such as llama. (required)", pattern=r"\S"),
+            "vocab_size": integer("Number of token ids; default: the architecture's.", large=True),
+            "auto_map": mapping(_CODE, {}, **{PRESERVE: True, "maxProperties": 64}),
+            "trust_remote_code": {"type": "boolean", "description": _CODE},
+            "custom_pipelines": mapping(_CODE, {}, **{PRESERVE: True, "maxProperties": 64}),
+        },
+    },
+}
+"""Path of a field → what its schema says besides what the model says."""
 _TEXT_LENGTHS: Final = {"spec.script.env": 32768}
 
 
@@ -62,6 +102,8 @@ def field_schema(field: Field) -> Schema:
         found["items"] = {"description": "One of them.", **section_schema(field.shape.section, f"{field.path}[].")}
     else:
         found |= section_schema(field.shape.section, f"{field.path}.")
+    if field.path in _FURTHER:
+        found |= _FURTHER[field.path]
     if field.path in SHOWN_DEFAULTS:
         found["default"] = field.info.default
     return found
@@ -156,7 +198,7 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
     if annotation is bool:
         return {"type": "boolean"}
     if annotation is str:
-        return _text_schema(metadata)
+        return {**_text_schema(metadata), **_path_rules(metadata)}
     raise TypeError(f"no structural schema for {annotation}")
 
 
@@ -176,7 +218,7 @@ def _without_description(schema: Schema) -> Schema:
 def _number_schema(human: Human, metadata: list[Any]) -> Schema:
     bounds = _number_bounds(metadata)
     if human.kind in ("count", "bytes"):
-        return _without_description(int_or_text("", pattern=human.pattern.replace("[+-]?", "[+]?", 1), **bounds))
+        return _count_schema(human, bounds)
     # Bounds hold for numbers only, patterns for texts only: a text shows by its own form that it is not negative, and not zero.
     pattern = human.pattern if "minimum" not in bounds else human.pattern.replace("[+-]?", "[+]?", 1)
     found: Schema = {**_SCALAR, "pattern": _FRACTION if human.kind == "fraction" else pattern, **bounds}
@@ -187,6 +229,38 @@ def _number_schema(human: Human, metadata: list[Any]) -> Schema:
     if human.kind == "steps or fraction":
         found["anyOf"] = [{"maximum": 1}, {"multipleOf": 1}]
     return found
+
+
+def _count_schema(human: Human, bounds: Schema) -> Schema:
+    """A whole number or a text; what bounds say of ints, a rule says of texts."""
+    least, most = bounds.get("minimum", 0), bounds.get("maximum", LARGEST_COUNT)
+    is_bytes = human.kind == "bytes"
+    example = "4Mi" if is_bytes else "20M"
+    message = f"is not a whole number of {least} or more. Write one, such as {example}."
+    if most != LARGEST_COUNT:
+        message = f"is not a whole number from {least} to {most}. Write one; units as in {example} are allowed."
+    found = int_or_text("", pattern=human.pattern.replace("[+-]?", "[+]?", 1), **bounds)
+    found[VALIDATIONS] = [rule(bounds_of_text(least, most, is_bytes=is_bytes), message)]
+    return _without_description(found)
+
+
+def _path_rules(metadata: list[Any]) -> Schema:
+    """What check_local_path refuses."""
+    if not any(getattr(marker, "func", None) is check_local_path for marker in metadata):
+        return {}
+    return {
+        VALIDATIONS: [
+            rule(
+                "!self.matches('^[A-Za-z][A-Za-z0-9+.-]*://')",
+                "is a URL; only local files and directories are read. Download it and name its path.",
+            ),
+            rule("!self.startsWith('~')", "begins with ~; it is not expanded. Write the whole path."),
+            rule(
+                r"self.matches('\\S') && !self.matches('[\\x00-\\x1f\\x7f]')",
+                "cannot be a path; it is blank or has control characters. Name a file or directory.",
+            ),
+        ]
+    }
 
 
 def _number_bounds(metadata: list[Any]) -> Schema:

@@ -1,0 +1,44 @@
+"""Expressions in CEL, the language of the API server's rules, that several rules need."""
+
+from typing import Final
+
+_UNITS: Final = "{'': 1.0, 'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9, 'T': 1e12}"
+_BYTES: Final = (
+    "{'': 1.0, 'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'T': 1e12, "
+    "'Ki': 1024.0, 'Mi': 1048576.0, 'Gi': 1073741824.0, 'Ti': 1099511627776.0, 'Pi': 1125899906842624.0}"
+)
+_DIGITS: Final = "[0-9.]+([eE][+-]?[0-9]+)?"
+DNS_SUBDOMAIN: Final = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
+
+
+def text_as_number(value: str, *, is_bytes: bool = False) -> str:
+    """The double that the text ``value`` writes as a person does (``20M``); 0 for what is no number, which a pattern refuses."""
+    units, table = ("[kKMGTP]i?", _BYTES) if is_bytes else ("[kKMGBT]", _UNITS)
+    return f"double('0' + {value}.replace('_', '').find('{_DIGITS}')) * {table}[{value}.find('{units}')]"
+
+
+def number(value: str) -> str:
+    """The double in a field that takes whole numbers and texts."""
+    return f"(type({value}) == int ? double({value}) : {text_as_number(value)})"
+
+
+def bounds_of_text(least: float, most: float, *, is_bytes: bool) -> str:
+    """Whether ``self``, unless it is an int, is whole and within the bounds. Doubles err by less than the slack."""
+    whole = "n - double(int(n + 0.5)) < 1e-6 + n * 1e-12 && double(int(n + 0.5)) - n < 1e-6 + n * 1e-12"
+    within = f"n >= {float(least)!r} && n <= {float(most)!r}"
+    return f"type(self) == int || [{text_as_number('self', is_bytes=is_bytes)}].all(n, {within} && {whole})"
+
+
+def unchanged(key: str) -> str:
+    """Whether ``self.key`` is as it was, also when it was left out before or is now."""
+    return f"has(self.{key}) == has(oldSelf.{key}) && (!has(self.{key}) || self.{key} == oldSelf.{key})"
+
+
+def exactly_one(keys: tuple[str, ...]) -> str:
+    """Whether exactly one of the fields of ``self`` is set."""
+    return f"[{', '.join(f'has(self.{key})' for key in keys)}].exists_one(given, given)"
+
+
+def quoted(words: tuple[str, ...]) -> str:
+    """A list of texts."""
+    return f"[{', '.join(repr(word) for word in words)}]"
