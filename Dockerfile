@@ -25,9 +25,14 @@ ENV PATH=/opt/evergrad/bin:$PATH \
 WORKDIR /tmp
 STOPSIGNAL SIGTERM
 
+# The locks without their comments, which say only who needs what: a change there installs nothing anew.
+FROM base AS locks
+COPY requirements/*.txt /locks/
+RUN sed -i '/^ *#/d' /locks/*.txt && touch --date=@0 /locks/*.txt && chmod 644 /locks/*.txt
+
 # pip and setuptools, which no image keeps. A private index, a proxy's certificate: --secret id=pip.conf and --secret id=ca.
 FROM base AS tools
-COPY requirements/trainer.txt /locks/
+COPY --from=locks /locks/trainer.txt /locks/
 RUN --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,required=false \
     python3 -m venv /opt/evergrad \
     && awk '/^setuptools==/ {on = 1} on {print} on && !/\\$/ {exit}' /locks/trainer.txt >/locks/setuptools.txt \
@@ -52,7 +57,7 @@ RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-index 
 
 # pip is a guest of these layers: gone at their end. A file in a syntax newer than this Python stays uncompiled.
 FROM base AS operator-dependencies
-COPY requirements/operator.txt /opt/evergrad/locks/
+COPY --from=locks /locks/operator.txt /opt/evergrad/locks/
 RUN --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,required=false \
     python3 -m venv --without-pip /opt/evergrad && python3 -m venv /tmp/pip \
     && PIP_CONFIG_FILE=/run/secrets/pip.conf /tmp/pip/bin/python -m pip --python /opt/evergrad/bin/python install \
@@ -65,7 +70,7 @@ RUN --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,req
 FROM base AS trainer-dependencies
 ARG TORCH=cuda
 ARG PACKAGES=""
-COPY requirements/trainer.txt requirements/torch.txt requirements/torch-cpu.txt /opt/evergrad/locks/
+COPY --from=locks /locks/trainer.txt /locks/torch.txt /locks/torch-cpu.txt /opt/evergrad/locks/
 RUN --mount=type=bind,from=wheels,target=/opt/wheels \
     --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,required=false \
     case "$TORCH" in \

@@ -17,8 +17,8 @@
   "RESYNC_SECONDS" .Values.operator.resyncSeconds
   "POLL_SECONDS" .Values.operator.pollSeconds
   "OPERATOR_IMAGE" (include "evergrad.image" (dict "image" .Values.image "version" .Chart.AppVersion))
-  "TRAINER_IMAGE" (include "evergrad.image" (dict "image" $runs.image "version" .Chart.AppVersion))
-  "IMAGE_PULL_POLICY" $runs.image.pullPolicy
+  "TRAINER_IMAGE" (include "evergrad.image" (dict "image" .Values.trainer.image "version" .Chart.AppVersion))
+  "IMAGE_PULL_POLICY" .Values.trainer.image.pullPolicy
   "NETWORK_POLICIES" $runs.networkPolicies
   "DISRUPTION_BUDGETS" $runs.disruptionBudgets
   "DEFAULT_STORAGE_SIZE" $runs.storage.size

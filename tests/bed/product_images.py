@@ -1,0 +1,176 @@
+"""Evergrad's two images from the repository's Dockerfile: built where something changed, tagged, loaded into the bed.
+
+    python -m bed.product_images [operator] [trainer]     `make images`
+
+An image is named after what it is made of: localhost/evergrad-TARGET:CONTENT, and the same under `dev` and under the
+version. The dependencies are a layer of their own below the code, so after a change of code only that layer is new.
+"""
+
+import argparse
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bed import images, loading
+from bed.places import REPOSITORY
+from bed.shell import BedError, run
+
+BASES = {"operator": ("requirements/operator.txt",), "trainer": ("requirements/trainer.txt", "requirements/torch*.txt")}
+PACKAGES = {"operator": ("coordinator", "operator"), "trainer": ("coordinator", "trainer_image")}
+TARGETS = tuple(PACKAGES)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides, beside the tree, what the images are."""
+
+    base: str
+    torch: str  # cpu or cuda
+    wheels: Path | None
+
+
+def name_of(target: str, tag: str = "dev") -> str:
+    """The image's name, for instance localhost/evergrad-trainer:dev."""
+    return f"localhost/evergrad-{target}:{tag}"
+
+
+def version() -> str:
+    """The version of the packages in the tree."""
+    found = re.search(r'^version = "(.+)"$', (REPOSITORY / "trainer_image/pyproject.toml").read_text(), re.MULTILINE)
+    if found is None:
+        raise BedError("trainer_image/pyproject.toml: names no version.")
+    return found[1]
+
+
+def settings() -> Settings:
+    """From the environment: BASE_IMAGE, TORCH_WHEELS. Without a folder of wheels torch is the index's build, for CUDA."""
+    given = os.environ.get("TORCH_WHEELS")
+    wheels = Path(given).resolve() if given else None
+    has_cpu_build = wheels is not None and any(wheels.glob("torch-*+cpu-*.whl"))
+    if not has_cpu_build:
+        print("TORCH_WHEELS names no folder with a CPU build of torch: the trainer gets the index's build, CUDA and gigabytes.")
+    base = os.environ.get("BASE_IMAGE") or images.ensure_base()
+    return Settings(base=base, torch="cpu" if has_cpu_build else "cuda", wheels=wheels if has_cpu_build else None)
+
+
+def sources(target: str) -> list[Path]:
+    """The files the image is made of, by path: those git tracks or would add."""
+    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]
+    listed = run([*command, "Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target]], directory=REPOSITORY)
+    return sorted(file for name in set(listed.split("\0")) if name and (file := REPOSITORY / name).is_file())
+
+
+def content_of(target: str, chosen: Settings) -> str:
+    """12 hex digits that change with anything the image is made of."""
+    digest = hashlib.sha256(f"{images.identity(chosen.base)} {chosen.torch if target == 'trainer' else ''}".encode())
+    for file in sources(target):
+        digest.update(f"\0{file.relative_to(REPOSITORY)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def build(target: str, chosen: Settings) -> str:
+    """Build where the storage has no image of this content; returns the name with the content in it. Raises BedError."""
+    name = name_of(target, content_of(target, chosen))
+    if images.identity(name) is None:
+        begun = time.monotonic()
+        print(f"{time.strftime('%T')}  {name}: building …", flush=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            _build(target, name, chosen, Path(scratch))
+        print(f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s", flush=True)
+    else:
+        print(f"{time.strftime('%T')}  {name}: there already", flush=True)
+    _forget_others(target, name)
+    run(["podman", "tag", name, name_of(target), name_of(target, version())], environment=images.environment())
+    return name
+
+
+def _forget_others(target: str, name: str) -> None:
+    """Remove the images of earlier contents; what the newest shares with them stays."""
+    listed = run(["podman", "images", "--format", "{{.Repository}}:{{.Tag}}"], environment=images.environment()).split()
+    pattern = re.compile(re.escape(name_of(target, "")) + "[0-9a-f]{12}")
+    old = [other for other in listed if pattern.fullmatch(other) and other != name]
+    if old:
+        run(["podman", "rmi", "--force", *old], environment=images.environment(), check=False)
+
+
+def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
+    log = images.folder() / f"build-{target}.log"
+    command = ["buildah", "bud", "--layers", "--network", "host", "--target", target, "--tag", name]
+    command += ["--build-arg", f"BASE_IMAGE={chosen.base}", "--build-arg", f"VERSION={version()}"]
+    command += ["--pull-never"] if chosen.base.startswith("localhost/") else []
+    if target == "trainer":
+        (scratch / "wheels").mkdir()
+        command += ["--build-arg", f"TORCH={chosen.torch}", "--build-context", f"wheels={chosen.wheels or scratch / 'wheels'}"]
+    command += _pip_secrets(scratch)
+    with open(log, "w") as out:
+        code = subprocess.call(
+            [*command, str(REPOSITORY)],
+            env={**os.environ, **images.environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    if code != 0:
+        end = "\n".join(line[:300] for line in log.read_text(errors="replace").splitlines()[-15:])
+        raise BedError(f"{name}: the build failed with exit code {code}; all of it is in {log}.\n{end}")
+
+
+def _pip_secrets(scratch: Path) -> list[str]:
+    """This machine's way to its package index, as secrets of the build: no layer and no history holds them."""
+    found = dict(
+        re.findall(r"^(?:global|install|:env:)\.([\w-]+)='(.*)'$", run([sys.executable, "-m", "pip", "config", "list"]), re.M)
+    )
+    lines = [
+        "[global]",
+        *(f"{key} = {found[key]}" for key in ("index-url", "extra-index-url", "trusted-host", "timeout") if key in found),
+    ]
+    secrets = []
+    if certificates := found.get("cert") or os.environ.get("SSL_CERT_FILE"):
+        lines.append("cert = /run/secrets/ca")
+        secrets = ["--secret", f"id=ca,src={certificates}"]
+    (scratch / "pip.conf").write_text("\n".join(lines) + "\n")
+    return ["--secret", f"id=pip.conf,src={scratch / 'pip.conf'}", *secrets]
+
+
+def ensure(targets: Sequence[str] = TARGETS, *, is_loaded: bool = True) -> tuple[str, ...]:
+    """The images' names (`dev`), built where something changed and, if wanted, in the bed's nodes. Raises BedError."""
+    images.folder().mkdir(parents=True, exist_ok=True)
+    with open(images.folder() / "product.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would build the same twice
+        chosen = settings()
+        for target in targets:
+            build(target, chosen)
+        if is_loaded:
+            loading.load([name_of(target, tag) for target in targets for tag in ("dev", version())])
+    return tuple(name_of(target) for target in targets)
+
+
+def main() -> int:
+    """Build both (or the named) images and load them; 1 with one line where it cannot be done."""
+    parser = argparse.ArgumentParser(
+        "python -m bed.product_images", description="Build Evergrad's images and load them into the bed."
+    )
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{' or '.join(TARGETS)} (default: both)")
+    parser.add_argument("--no-load", action="store_true", help="only build")
+    arguments = parser.parse_args()
+    targets = arguments.targets or TARGETS
+    if unknown := [target for target in targets if target not in TARGETS]:
+        parser.error(f"{unknown[0]}: no image of ours. There are {' and '.join(TARGETS)}.")
+    try:
+        ensure(targets, is_loaded=not arguments.no_load)
+    except BedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

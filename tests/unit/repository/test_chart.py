@@ -1,0 +1,321 @@
+"""The Helm chart as it renders: rights, security, scopes, names, values. On a cluster: tests/e2e/test_chart.py."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from bed import chart, toolbox
+from bed.shell import BedError
+
+from evergrad_operator.settings import parse_settings
+
+Object = dict[str, Any]
+CLUSTER_SCOPED = {
+    "ClusterRole",
+    "ClusterRoleBinding",
+    "CustomResourceDefinition",
+    "PriorityClass",
+    "ValidatingAdmissionPolicy",
+    "ValidatingAdmissionPolicyBinding",
+}
+# What the operator may do, exactly: (group, resource) → verbs. The lease's stand apart, in the release's namespace.
+RIGHTS = {
+    ("evergrad.dev", "trainingruns"): {"list", "watch"},
+    ("evergrad.dev", "trainingruns/status"): {"patch"},
+    ("evergrad.dev", "trainingruns/finalizers"): {"update"},
+    ("", "pods"): {"list", "watch", "create", "delete"},
+    ("", "configmaps"): {"list", "create", "patch", "delete"},
+    ("", "services"): {"list", "create", "patch", "delete"},
+    ("", "persistentvolumeclaims"): {"get", "list", "watch", "create", "patch"},
+    ("", "events"): {"create", "patch"},
+    ("policy", "poddisruptionbudgets"): {"list", "create", "patch", "delete"},
+    ("networking.k8s.io", "networkpolicies"): {"list", "create", "patch", "delete"},
+}
+REVIEWS = {("authorization.k8s.io", "selfsubjectaccessreviews"): {"create"}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def helm() -> None:
+    if toolbox.missing(("helm",)):
+        pytest.skip("helm is not built. make chart-lint builds it, with Go.")
+
+
+@pytest.fixture(scope="module", params=list(chart.MATRIX))
+def rendering(request: pytest.FixtureRequest, helm: None) -> list[Object]:
+    return chart.render(chart.MATRIX[request.param])
+
+
+def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
+    return [one for one in objects if one["kind"] in kinds]
+
+
+def rights_of(role: Object) -> dict[tuple[str, str], set[str]]:
+    found: dict[tuple[str, str], set[str]] = {}
+    for rule in role["rules"]:
+        for group in rule["apiGroups"]:
+            for resource in rule["resources"]:
+                found.setdefault((group, resource), set()).update(rule["verbs"])
+    return found
+
+
+def pod_specs(objects: list[Object]) -> Iterator[tuple[str, Object]]:
+    for one in objects:
+        if one["kind"] == "Pod":
+            yield one["metadata"]["name"], one["spec"]
+        if one["kind"] == "Deployment":
+            yield one["metadata"]["name"], one["spec"]["template"]["spec"]
+
+
+def environment(objects: list[Object]) -> dict[str, str]:
+    (deployment,) = of_kind(objects, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return {one["name"]: one.get("value", "from the pod") for one in container["env"]}
+
+
+def test_the_charts_crd_is_the_one_in_crds(root: Path) -> None:
+    assert (root / "charts/evergrad/files/trainingrun.yaml").read_bytes() == (root / "crds/trainingrun.yaml").read_bytes()
+
+
+def test_the_versions_of_chart_and_packages_agree(root: Path) -> None:
+    described = yaml.safe_load((root / "charts/evergrad/Chart.yaml").read_text())
+    for package in ("coordinator", "operator", "trainer_image"):
+        assert f'\nversion = "{described["appVersion"]}"\n' in (root / package / "pyproject.toml").read_text()
+
+
+def test_the_rendered_crd_differs_from_the_file_in_labels_and_annotations_only(root: Path) -> None:
+    (rendered,) = of_kind(chart.render({}), "CustomResourceDefinition")
+    source = yaml.safe_load((root / "crds/trainingrun.yaml").read_text())
+    assert rendered["spec"] == source["spec"]
+    assert rendered["metadata"]["name"] == source["metadata"]["name"]
+    assert rendered["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_a_crd_that_is_not_kept_has_no_policy_and_one_that_is_not_wanted_is_not_rendered() -> None:
+    (crd,) = of_kind(chart.render({"crds": {"keep": False}}), "CustomResourceDefinition")
+    assert "helm.sh/resource-policy" not in crd["metadata"]["annotations"]
+    assert of_kind(chart.render({"crds": {"install": False}}), "CustomResourceDefinition") == []
+
+
+def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None:
+    objects = chart.render({"rbac": {"aggregatedRoles": False}})
+    (role,) = of_kind(objects, "ClusterRole")
+    assert rights_of(role) == RIGHTS | REVIEWS
+    (binding,) = of_kind(objects, "ClusterRoleBinding")
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
+    (account,) = of_kind(objects, "ServiceAccount")
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": chart.NAMESPACE}]
+
+
+def test_the_operator_of_namespaces_has_the_same_rights_there_and_none_of_the_cluster() -> None:
+    objects = chart.render(
+        chart.MATRIX["namespaces"] | {"rbac": {**chart.MATRIX["namespaces"]["rbac"], "aggregatedRoles": False}}
+    )
+    assert of_kind(objects, "ClusterRole", "ClusterRoleBinding") == []
+    roles = {
+        one["metadata"]["namespace"]: rights_of(one)
+        for one in of_kind(objects, "Role")
+        if one["metadata"]["name"].endswith("-runs")
+    }
+    assert roles == {"team-a": RIGHTS, "team-b": RIGHTS}
+
+
+def test_a_namespaced_operator_serves_its_own_namespace_where_none_is_named() -> None:
+    objects = chart.render(chart.MATRIX["namespaced"], namespace="here")
+    assert environment(objects)["EVERGRAD_NAMESPACE"] == "here"
+    assert {one["metadata"]["namespace"] for one in of_kind(objects, "Role")} == {"here"}
+
+
+def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
+    objects = chart.render({})
+    (role,) = [one for one in of_kind(objects, "Role") if one["metadata"]["name"].endswith("-lease")]
+    create, change = role["rules"]
+    assert (create["verbs"], create.get("resourceNames")) == (["create"], None)
+    assert (change["verbs"], change["resourceNames"]) == (["get", "update"], [environment(objects)["EVERGRAD_LEASE_NAME"]])
+
+
+def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(rendering: list[Object]) -> None:
+    for role in of_kind(rendering, "Role", "ClusterRole"):
+        for (group, resource), verbs in rights_of(role).items():
+            assert "*" not in {group, resource, *verbs}
+            assert group != "rbac.authorization.k8s.io"
+            assert resource not in {"secrets", "nodes", "serviceaccounts", "namespaces", "pods/exec", "pods/log", "pods/attach"}
+
+
+def test_rights_on_policies_and_budgets_go_with_the_features() -> None:
+    (role,) = [
+        one
+        for one in of_kind(chart.render(chart.MATRIX["runs without policies"]), "ClusterRole")
+        if not re.search("-(view|edit|admin)$", one["metadata"]["name"])
+    ]
+    assert {group for group, _ in rights_of(role)} == {"", "evergrad.dev", "authorization.k8s.io"}
+
+
+def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> None:
+    roles = {one["metadata"]["name"].rpartition("-")[2]: one for one in of_kind(chart.render({}), "ClusterRole")}
+    aggregated: dict[str, set[str]] = {"view": set(), "edit": set(), "admin": set()}
+    for role, verbs in aggregated.items():
+        for one in roles.values():
+            if one["metadata"]["labels"].get(f"rbac.authorization.k8s.io/aggregate-to-{role}") == "true":
+                assert {resource for _, resource in rights_of(one)} <= {"trainingruns", "trainingruns/status"}
+                verbs |= rights_of(one)[("evergrad.dev", "trainingruns")]
+    read, change = {"get", "list", "watch"}, {"create", "update", "patch", "delete"}
+    assert aggregated == {"view": read, "edit": read | change, "admin": read | change | {"deletecollection"}}
+
+
+def test_every_pod_of_the_chart_passes_pod_security_restricted(rendering: list[Object]) -> None:
+    for _, spec in pod_specs(rendering):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["runAsUser"] > 0
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
+        assert {next(key for key in volume if key != "name") for volume in spec.get("volumes", ())} <= {"emptyDir"}
+        for container in spec["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"] == {"drop": ["ALL"]}
+            assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+            assert "memory" in container["resources"]["limits"]
+            assert not container["image"].endswith(":latest") and ":" in container["image"].rpartition("/")[2]
+
+
+def test_one_operator_is_replaced_before_the_next_starts_and_more_are_spread_by_a_budget() -> None:
+    objects = chart.render({})
+    assert of_kind(objects, "Deployment")[0]["spec"]["strategy"] == {"type": "Recreate"}
+    assert of_kind(objects, "PodDisruptionBudget") == []
+    objects = chart.render({"replicas": 2})
+    assert of_kind(objects, "Deployment")[0]["spec"]["strategy"] == {"type": "RollingUpdate"}
+    assert len(of_kind(objects, "PodDisruptionBudget")) == 1
+
+
+def test_the_operator_understands_the_settings_it_is_given(rendering: list[Object]) -> None:
+    given = environment(rendering)
+    (deployment,) = of_kind(rendering, "Deployment")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    settings = parse_settings(container.get("args", []), given)
+    understood = (
+        vars(settings) | vars(settings.config) | {"all_namespaces": not settings.namespaces, "namespace": settings.namespaces}
+    )
+    for name, value in given.items():
+        if name.startswith("EVERGRAD_"):
+            key = name.removeprefix("EVERGRAD_").lower()
+            assert key in understood, f"{name}: no setting of the operator"
+            if key not in {"log_level", "namespace"}:
+                found = understood[key]
+                assert value == (",".join(found) if isinstance(found, tuple) else json.dumps(found).strip('"').removesuffix(".0"))
+    assert settings.port == container["ports"][0]["containerPort"] == 8080
+
+
+def test_a_digest_wins_over_a_tag() -> None:
+    assert environment(chart.render(chart.MATRIX["everything"]))["EVERGRAD_TRAINER_IMAGE"] == (
+        "registry.example.com/evergrad/trainer@sha256:" + "ab" * 32
+    )
+
+
+def test_selectors_never_change_with_a_version_and_match_the_pods(rendering: list[Object]) -> None:
+    (deployment,) = of_kind(rendering, "Deployment")
+    selector = deployment["spec"]["selector"]["matchLabels"]
+    assert set(selector) == {"app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/component"}
+    assert selector.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
+    for service in of_kind(rendering, "Service"):
+        assert service["spec"]["selector"] == selector
+    for test in of_kind(rendering, "Pod"):
+        assert not selector.items() <= test["metadata"]["labels"].items()
+
+
+def test_every_object_carries_the_usual_labels_and_stands_in_a_namespace(rendering: list[Object]) -> None:
+    for one in rendering:
+        if "extra" in one["metadata"]["name"]:
+            continue
+        assert {"app.kubernetes.io/managed-by", "app.kubernetes.io/instance", "helm.sh/chart"} <= set(one["metadata"]["labels"])
+        assert ("namespace" in one["metadata"]) == (one["kind"] not in CLUSTER_SCOPED)
+
+
+def test_two_releases_in_two_namespaces_meet_in_the_crd_only() -> None:
+    def names(namespace: str) -> set[tuple[str, str]]:
+        objects = chart.render({"crds": {"install": namespace == "a"}}, namespace=namespace)
+        return {(one["kind"], one["metadata"]["name"]) for one in of_kind(objects, *CLUSTER_SCOPED)}
+
+    assert names("a") & names("b") == set()
+
+
+def test_the_longest_names_stay_within_their_bounds() -> None:
+    for one in chart.render({"fullnameOverride": "a" * 200}, release="r" * 53, namespace="n" * 63):
+        assert len(one["metadata"]["name"]) <= (253 if one["kind"] in CLUSTER_SCOPED else 63)
+        assert all(len(value) <= 63 for value in one["metadata"]["labels"].values())
+
+
+def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces() -> None:
+    objects = chart.render(
+        {"rbac": {"scope": "namespaced", "watchNamespaces": ["team-a"]}, "admissionPolicy": {"enabled": True, "maxNodes": 3}}
+    )
+    (binding,) = of_kind(objects, "ValidatingAdmissionPolicyBinding")
+    (expression,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
+    assert expression["values"] == ["team-a"]
+    (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
+    assert [rule["expression"] for rule in policy["spec"]["validations"]] == [
+        "!has(object.spec.nodes) || !has(object.spec.nodes.max) || object.spec.nodes.max <= 3"
+    ]
+
+
+def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> None:
+    assert chart.template(chart.MATRIX["everything"]) == chart.template(chart.MATRIX["everything"])
+    templates = "".join(file.read_text() for file in (root / "charts/evergrad/templates").rglob("*") if file.is_file())
+    assert re.findall(r"\b(?:lookup|rand\w+|now|genCA|uuidv4|latest)\b", templates) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "path"),
+    [
+        ({"replica": 2}, "replica"),
+        ({"image": {"tagg": "x"}}, "tagg"),
+        ({"rbac": {"scope": "everywhere"}}, "rbac.scope"),
+        ({"operator": {"workers": "many"}}, "operator.workers"),
+        ({"resources": {"requests": {"cpu": "a lot"}}}, "resources.requests.cpu"),
+        ({"runs": {"storage": {"accessMode": "RWX"}}}, "runs.storage.accessMode"),
+        ({"admissionPolicy": {"enabled": True}}, "admissionPolicy: enabled"),
+        ({"admissionPolicy": {"allowedImages": ["a' || true || 'b"]}}, "allowedImages"),
+        ({"serviceAccount": {"create": False}}, "serviceAccount.name: missing"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_path(values: Object, path: str) -> None:
+    with pytest.raises(BedError) as caught:
+        chart.render(values)
+    assert re.search(path.replace(".", r"[./]"), str(caught.value)), str(caught.value)
+
+
+def test_the_schema_lists_every_value_and_no_other(root: Path) -> None:
+    schema = json.loads((root / "charts/evergrad/values.schema.json").read_text())
+    values = yaml.safe_load((root / "charts/evergrad/values.yaml").read_text())
+
+    def compare(found: Object, part: Object, path: str) -> None:
+        if part.get("additionalProperties") is False:
+            # Nothing of these two is a default; the rest is listed in full.
+            assert set(found) == set(part["properties"]) or path in {".strategy", ".resources"}, path
+            for key, value in found.items():
+                if isinstance(value, dict):
+                    compare(value, part["properties"][key], f"{path}.{key}")
+        else:
+            assert part.get("type") in ("object", ["object", "null"]), path
+
+    compare(values, schema, "")
+
+
+def test_every_value_is_described_in_the_installation_guide(root: Path) -> None:
+    guide = (root / "docs/installing.md").read_text()
+    values = yaml.safe_load((root / "charts/evergrad/values.yaml").read_text())
+    assert [name for name in values if f"`{name}" not in guide] == []
+
+
+def test_the_test_pods_program_is_given_the_very_rules_of_the_operator() -> None:
+    objects = chart.render({})
+    (pod,) = of_kind(objects, "Pod")
+    *_, address, scopes, rules = pod["spec"]["containers"][0]["command"]
+    assert address == "http://evergrad.evergrad-system.svc:8080"
+    assert json.loads(scopes) == [""]
+    assert rights_of({"rules": json.loads(rules)}) == RIGHTS
+    compile(pod["spec"]["containers"][0]["command"][2], "check", "exec")
