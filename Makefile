@@ -18,7 +18,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery cluster cluster-down lock clean distclean
+.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -84,12 +84,14 @@ format: $(INSTALLED) ## rewrite the sources as lint wants them
 
 generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_trainer.config.generate
+	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 
 generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)
 	$(BIN)/python -m evergrad_trainer.config.generate --check
+	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 
-verify: generated lint test ## all that CI checks: generated files, lint, tests
+verify: generated lint chart-lint test ## all that CI checks: generated files, lint, chart, tests
 	$(call stage,verified)
 
 bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/
@@ -97,6 +99,13 @@ bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Tra
 
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
+
+images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (needs buildah, skopeo, root)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images
+
+chart-lint: $(INSTALLED) ## helm lint --strict, and kubeconform on what the chart renders
+	$(call stage,chart)
+	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.chart
 
 cluster: $(INSTALLED) ## a real two-node Kubernetes on this machine (as root); its kubeconfig is .cluster/kubeconfig
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed up

@@ -1,0 +1,177 @@
+"""The Helm chart on a cluster: installed, tested, upgraded, uninstalled. What it renders: tests/unit/repository/test_chart.py."""
+
+import json
+import shutil
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "charts/evergrad"
+# Another group's name, so that the CRD under test is not the one that everybody else uses.
+GROUP = "charttest.dev"
+
+
+def helm(cluster: Any, namespace: str, *arguments: str, check: bool = True) -> str:
+    """Run helm in a namespace; what it prints."""
+    command = [str(cluster.helm), "--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 or not check, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+def kubectl(cluster: Any, *arguments: str, text: str | None = None, check: bool = True) -> str:
+    """Run kubectl; what it prints."""
+    command = [str(cluster.kubectl), "--kubeconfig", str(cluster.kubeconfig), *arguments]
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stdout}{done.stderr}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def namespace(cluster: Any) -> Iterator[str]:
+    """A namespace that enforces Pod Security restricted, deleted afterwards."""
+    name = f"chart-{uuid.uuid4().hex[:6]}"
+    kubectl(cluster, "create", "namespace", name)
+    kubectl(cluster, "label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    yield name
+    kubectl(cluster, "delete", "namespace", name, "--wait=false")
+
+
+@pytest.fixture
+def other_chart(cluster: Any, tmp_path: Path) -> Iterator[Path]:
+    """The chart with its CRD in a group of its own; that CRD is deleted afterwards."""
+    chart = tmp_path / "evergrad"
+    shutil.copytree(CHART, chart)
+    for file in (chart / "files/trainingrun.yaml", chart / "templates/crds/trainingrun.yaml"):
+        file.write_text(file.read_text().replace("evergrad.dev", GROUP))
+    yield chart
+    kubectl(cluster, "delete", "crd", f"trainingruns.{GROUP}", "--ignore-not-found")
+
+
+def images_of(operator: Any) -> list[str]:
+    """helm's arguments for the images that are under test."""
+    words = []
+    for key, image in {"image": operator.operator_image, "trainer.image": operator.trainer_image}.items():
+        repository, _, tag = image.rpartition(":")
+        words += ["--set", f"{key}.repository={repository}", "--set-string", f"{key}.tag={tag}"]
+    return words
+
+
+def _wait_for_refusal(apply: Callable[[], str]) -> None:
+    """A new policy takes a moment to be in force."""
+    deadline = time.monotonic() + 60
+    while "denied" not in (said := apply()):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.5)
+
+
+def test_helm_test_finds_the_crd_the_rights_and_a_healthy_operator(cluster: Any, operator: Any) -> None:
+    said = helm(cluster, operator.namespace, "test", "evergrad", "--logs", "--timeout", "120s")
+    assert "Phase:          Succeeded" in said
+
+
+def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(cluster: Any, operator: Any, namespace: str) -> None:
+    settings = ["--set", "crds.install=false,rbac.scope=namespaced,rbac.aggregatedRoles=false", *images_of(operator)]
+    helm(cluster, namespace, "install", "narrow", str(CHART), "--wait", "--timeout", "120s", *settings)
+    try:
+        assert "Succeeded" in helm(cluster, namespace, "test", "narrow", "--timeout", "120s")
+        account = f"--as=system:serviceaccount:{namespace}:narrow-evergrad"
+        answers = {
+            where: kubectl(cluster, "auth", "can-i", "create", "pods", account, *where, check=False).split()[-1]
+            for where in (("--namespace", namespace), ("--namespace", "default"), ("--all-namespaces",))
+        }
+        assert list(answers.values()) == ["yes", "no", "no"]
+        assert (
+            kubectl(cluster, "auth", "can-i", "get", "secrets", account, "--namespace", namespace, check=False).split()[-1]
+            == "no"
+        )
+    finally:
+        helm(cluster, namespace, "uninstall", "narrow", "--wait")
+    left = kubectl(cluster, "get", "all,roles,rolebindings,serviceaccounts", "--namespace", namespace, "--output", "name")
+    assert [name for name in left.split() if "narrow" in name] == []
+
+
+def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
+    cluster: Any, namespace: str, other_chart: Path
+) -> None:
+    settings = ["--set", "replicas=0,rbac.scope=namespaced,rbac.aggregatedRoles=false"]
+    helm(cluster, namespace, "install", "first", str(other_chart), "--wait", *settings)
+    kubectl(cluster, "wait", "--for=condition=Established", f"crd/trainingruns.{GROUP}", "--timeout=30s")
+    manifest = (ROOT / "examples/quickstart/trainingrun.yaml").read_text().replace("evergrad.dev", GROUP)
+    kubectl(cluster, "apply", "--namespace", namespace, "--filename", "-", text=manifest)
+
+    file = other_chart / "files/trainingrun.yaml"
+    file.write_text(file.read_text().replace("shortNames:\n      - trun\n", "shortNames:\n      - trun\n      - newer\n"))
+    helm(cluster, namespace, "upgrade", "first", str(other_chart), *settings)
+    crd = json.loads(kubectl(cluster, "get", "crd", f"trainingruns.{GROUP}", "--output", "json"))
+    assert crd["spec"]["names"]["shortNames"] == ["trun", "newer"]
+
+    assert "kept" in helm(cluster, namespace, "uninstall", "first", "--wait")
+    runs = kubectl(cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name")
+    assert runs.split() == [f"trainingrun.{GROUP}/quickstart"]
+
+    # Whoever installs it again gets on with what was left.
+    helm(cluster, namespace, "install", "first", str(other_chart), "--wait", *settings)
+    assert len(kubectl(cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name").split()) == 1
+    helm(cluster, namespace, "uninstall", "first", "--wait")
+
+
+def test_the_admission_policy_refuses_what_it_names_and_nothing_else(cluster: Any, operator: Any, namespace: str) -> None:
+    values = {
+        "replicas": 0,
+        "crds": {"install": False},
+        "rbac": {"scope": "namespaced", "aggregatedRoles": False},
+        "admissionPolicy": {
+            "enabled": True,
+            "allowedImages": ["registry.example.com/"],
+            "allowedPriorityClasses": ["low"],
+            "maxNodes": 2,
+        },
+    }
+    helm(
+        cluster,
+        namespace,
+        "install",
+        "rules",
+        str(CHART),
+        "--set-json",
+        ",".join(f"{key}={json.dumps(value)}" for key, value in values.items()),
+    )
+    try:
+        good = json.loads(
+            kubectl(
+                cluster,
+                "create",
+                "--dry-run=client",
+                "--output",
+                "json",
+                "--filename",
+                str(ROOT / "examples/quickstart/trainingrun.yaml"),
+            )
+        )
+        bad: dict[str, Any] = {
+            "spec.image": {"image": "elsewhere.example.com/x:1"},
+            "spec.template.priorityClassName": {"template": {"priorityClassName": "high"}},
+            "spec.nodes.max": {"nodes": {"min": 1, "max": 3}},
+        }
+
+        def apply(spec: dict[str, Any]) -> str:
+            manifest = json.dumps({**good, "metadata": {"name": "ruled"}, "spec": {**good["spec"], **spec}})
+            return kubectl(
+                cluster, "create", "--dry-run=server", "--namespace", namespace, "--filename", "-", text=manifest, check=False
+            )
+
+        _wait_for_refusal(lambda: apply(bad["spec.nodes.max"]))
+        for path, spec in bad.items():
+            assert f"{path}: " in apply(spec)
+        fine = {"image": "registry.example.com/x:1", "template": {"priorityClassName": "low"}, "nodes": {"min": 1, "max": 2}}
+        assert "created" in apply(fine)
+    finally:
+        helm(cluster, namespace, "uninstall", "rules")
