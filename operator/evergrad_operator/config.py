@@ -40,5 +40,3 @@ class Config:
     """For the pods of a complete run to write their report and end."""
     fail_grace_seconds: float = 10.0
     """For the pods of a failed run to end by themselves."""
-    progress_timeout_seconds: float = 900.0
-    """Without a step for so long a training group counts as stalled."""

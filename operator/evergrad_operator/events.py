@@ -1,10 +1,33 @@
 """Events of a run, on transitions only. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from evergrad_operator.names import Cause, Phase, Reason
 from evergrad_operator.observe import Observation
+from evergrad_operator.raw import get_int, get_map, get_maps, get_text
+
+_MOST_ENDS: Final = 3
+"""Ends of pods that are told one by one; more at once are told together."""
+_WARNINGS: Final = frozenset(
+    {
+        Reason.BACKING_OFF,
+        Reason.COORDINATOR_LOST,
+        Reason.IMAGE_PULL_FAILED,
+        Reason.UNSCHEDULABLE,
+        Reason.QUOTA_EXCEEDED,
+        Reason.ADMISSION_REFUSED,
+        Reason.INVALID_OBJECT,
+        Reason.CREATE_FAILED,
+        Reason.VOLUME_MISSING,
+        Reason.VOLUME_PENDING,
+        Reason.VOLUME_LOST,
+        Reason.START_ERROR,
+        Reason.INVALID_SPEC,
+    }
+)
+_QUIET_CAUSES: Final = frozenset({Cause.DONE, Cause.RELEASED})
 
 
 @dataclass(frozen=True)
@@ -18,4 +41,46 @@ class Event:
 
 def derive_events(old_status: Mapping[str, Any], new_status: Mapping[str, Any], observation: Observation) -> tuple[Event, ...]:
     """What a change of status tells people; nothing for what has been told before."""
-    raise NotImplementedError
+    del observation
+    return (
+        *_tell_ends(old_status, new_status),
+        *_tell_bounds(old_status, new_status),
+        *_tell_checkpoint(old_status, new_status),
+        *_tell_transition(old_status, new_status),
+    )
+
+
+def _tell_transition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    phase, reason = get_text(new, "phase"), get_text(new, "reason")
+    if (get_text(old, "phase"), get_text(old, "reason")) == (phase, reason):
+        return
+    is_bad = phase == Phase.FAILED or reason in _WARNINGS
+    yield Event("Warning" if is_bad else "Normal", reason or phase, get_text(new, "message") or phase)
+
+
+def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    known = {(get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")}
+    fresh = [one for one in get_maps(new, "attempts") if (get_text(one, "pod"), get_text(one, "cause")) not in known]
+    told = [one for one in fresh if get_text(one, "cause") not in _QUIET_CAUSES]
+    if len(told) > _MOST_ENDS:
+        causes = sorted({get_text(one, "cause") for one in told})
+        yield Event("Warning", "PodsEnded", f"{len(told)} pods and more ended: {', '.join(causes)}")
+        return
+    for one in told:
+        code = get_int(one, "exitCode")
+        how = "" if code is None else f" with exit code {code}"
+        yield Event("Warning", get_text(one, "cause"), f"pod {get_text(one, 'pod')} ended{how}")
+
+
+def _tell_bounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    before, after = get_map(old, "nodes"), get_map(new, "nodes")
+    pairs = [(get_int(one, "min"), get_int(one, "max")) for one in (before, after)]
+    if before and pairs[0] != pairs[1]:
+        yield Event("Normal", "NodesChanged", f"nodes: min {pairs[1][0]}, max {pairs[1][1]}")
+
+
+def _tell_checkpoint(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
+    """The first one only: the others are in the run's own events."""
+    step = get_int(get_map(new, "checkpoint"), "step")
+    if step is not None and get_int(get_map(old, "checkpoint"), "step") is None:
+        yield Event("Normal", Reason.CHECKPOINT_SAVED, f"the first checkpoint is of step {step}")

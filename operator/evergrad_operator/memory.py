@@ -62,15 +62,6 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Refusals:
-    """Objects the API server refused in a row; until ``retry_at`` (seconds since 1970) none is tried again."""
-
-    count: int = 0
-    at: float = 0.0
-    retry_at: float = 0.0
-
-
-@dataclass(frozen=True)
 class Coordinator:
     """The newest coordinator pod that was made (-1: none so far), and what it has already told.
 
@@ -104,8 +95,8 @@ class Memory:
 
     ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's end is counted.
     ``restart``: how often ``restartNonce`` has restarted the run; ``restart_nonce``: the one acted upon.
-    ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group. ``phase``, ``reason`` and
-    ``message``: what people were told last.
+    ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group. ``phase``,
+    ``reason`` and ``message``: what people were told last.
     """
 
     is_known: bool = False
@@ -123,7 +114,6 @@ class Memory:
     restarts: Mapping[str, int] = NOTHING
     lost_seconds: Mapping[str, float] = NOTHING
     budget: Budget = Budget()
-    refusals: Refusals = Refusals()
     last_failure: LastFailure | None = None
     ends: tuple[EndRecord, ...] = ()
     training: Training = Training()
@@ -159,7 +149,6 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         restarts=_ints(get_map(status, "restarts", "byCause")),
         lost_seconds=_floats(get_map(status, "lostSeconds")),
         budget=_parse_budget(get_map(status, "failures")),
-        refusals=_parse_refusals(get_map(status, "refusals")),
         last_failure=_parse_failure(get_map(status, "lastFailure")),
         ends=tuple(_parse_end(one) for one in get_maps(status, "attempts"))[-MAX_ENDS:],
         training=_parse_training(status),
@@ -204,10 +193,6 @@ def _parse_budget(raw: Mapping[str, Any]) -> Budget:
     )
 
 
-def _parse_refusals(raw: Mapping[str, Any]) -> Refusals:
-    return Refusals(get_int(raw, "count") or 0, parse_time(raw.get("at")) or 0.0, parse_time(raw.get("retryAt")) or 0.0)
-
-
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
     if not raw:
         return None
@@ -232,7 +217,7 @@ def _parse_training(status: Mapping[str, Any]) -> Training:
         step=get_int(raw, "step"),
         total_steps=get_int(raw, "totalSteps"),
         loss=get_float(raw, "loss"),
-        tokens_per_second=get_float(raw, "tokensPerSecondExact"),
+        tokens_per_second=parse_rate(get_text(raw, "tokensPerSecond")),
         eta_seconds=get_float(raw, "etaSeconds"),
         checkpoint_step=get_int(get_map(status, "checkpoint"), "step"),
         ready=get_int(get_map(status, "nodes"), "ready") or 0,
@@ -245,7 +230,7 @@ def _parse_training(status: Mapping[str, Any]) -> Training:
 
 def build_memory(memory: Memory) -> dict[str, Any]:
     """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a default."""
-    budget, refusals, coordinator = memory.budget, memory.refusals, memory.coordinator
+    budget, coordinator = memory.budget, memory.coordinator
     found: dict[str, Any] = {
         "image": memory.image,
         "recipeHash": memory.recipe_hash,
@@ -265,9 +250,6 @@ def build_memory(memory: Memory) -> dict[str, Any]:
             "shortLives": budget.short_lives or None,
             "retryAt": _time(budget.retry_at),
         },
-        "refusals": {"count": refusals.count, "at": _time(refusals.at), "retryAt": _time(refusals.retry_at)}
-        if refusals.count
-        else None,
         "gang": {"size": memory.gang_size, "number": memory.gang} if memory.gang_size or memory.gang else None,
         "attempts": [_build_end(one) for one in memory.ends],
         "lastFailure": _build_failure(memory.last_failure),
@@ -355,6 +337,21 @@ def unpack_ranges(text: str) -> tuple[int, ...]:
             return ()
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
+
+
+def format_rate(rate: float) -> str:
+    """Three digits or so and a unit: ``41.2k``. ``parse_rate`` and this again give the same text."""
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if rate >= size * 0.99995:
+            return f"{rate / size:.1f}{unit}"
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+
+
+def parse_rate(text: str) -> float | None:
+    """The inverse of ``format_rate``, as far as its digits go; None for what it never wrote."""
+    size = {"k": 1e3, "M": 1e6, "G": 1e9}.get(text[-1:], 1.0)
+    number = get_float({"": text if size == 1.0 else text[:-1]}, "")
+    return None if number is None else number * size
 
 
 def _time(seconds: float | None) -> str | None:

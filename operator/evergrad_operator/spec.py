@@ -6,6 +6,7 @@ from decimal import Decimal, InvalidOperation
 from types import MappingProxyType
 from typing import Any, Final
 
+from evergrad_coordinator.protocol import Recovery
 from evergrad_operator.errors import SpecError
 from evergrad_operator.times import parse_time
 
@@ -139,6 +140,15 @@ class TrainingRun:
         """The run directory inside the PVC, without needless parts."""
         path = self.spec.storage.path or self.name
         return "/".join(part for part in path.split("/") if part not in ("", "."))
+
+    @property
+    def recovery(self) -> Recovery:
+        """Whether workers outlive a change of the group: only state that every rank holds whole can be handed on."""
+        if self.spec.training is None:
+            return "fresh"
+        runtime = self.spec.training.get("runtime")
+        parallelism = runtime.get("parallelism") if isinstance(runtime, Mapping) else None
+        return "in-process" if parallelism in (None, "dataParallel") else "fresh"
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:

@@ -1,11 +1,23 @@
 """The status of a run: observation, decision and what came of it → the object on the wire, and when to write it. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
-from evergrad_operator.decision import Decision
+from evergrad_operator import names
+from evergrad_operator.conditions import build_conditions
+from evergrad_operator.decision import Action, Decision
+from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, format_rate, without_empty
 from evergrad_operator.observe import ApplyFailure, Observation
+from evergrad_operator.raw import get_map, get_text
+from evergrad_operator.times import format_duration, format_time, parse_time
+
+PROGRESS_SECONDS: Final = 10.0
+"""Between two writes that only tell of progress."""
+PROGRESS_TIMEOUT_SECONDS: Final = 900.0
+"""Without a step for so long a training group counts as stalled."""
+MAX_MESSAGE: Final = 1024
+_PROGRESS: Final = ("progress", "checkpoint", "lostSeconds")
 
 
 @dataclass(frozen=True)
@@ -26,11 +38,80 @@ class WriteDecision:
 
 def build_status(observation: Observation, decision: Decision, outcome: Outcome, now: float) -> dict[str, Any]:
     """The whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
-    raise NotImplementedError
+    run = observation.run
+    memory = _note_created(decision, outcome, run.name)
+    live = [pod for pod in observation.nodes if pod.is_live]
+    running = sum(pod.is_running for pod in live)
+    is_at_rest = decision.action in (Action.STOP, Action.CLEAN) or memory.finish is not None
+    ready = 0 if is_at_rest and not running else min(memory.training.ready, running)
+    memory = replace(memory, training=replace(memory.training, ready=ready))
+    shown = replace(decision, memory=memory)
+    built = build_memory(memory)
+    nodes = {"summary": f"{ready}/{run.spec.nodes.max}", "min": run.spec.nodes.min, "max": run.spec.nodes.max}
+    status = {
+        "observedGeneration": run.generation,
+        "phase": decision.phase.value,
+        "reason": str(decision.reason),
+        "message": decision.message[:MAX_MESSAGE],
+        **built,
+        "nodes": {**nodes, "ready": ready, "running": running, **built.get("nodes", {})},
+        "progress": _build_progress(memory.training, is_running=not is_at_rest),
+        "checkpoint": {"step": memory.training.checkpoint_step},
+    }
+    cleaned: dict[str, Any] = without_empty(status)
+    cleaned["conditions"] = build_conditions(observation, shown, now=now, progress_timeout=PROGRESS_TIMEOUT_SECONDS)
+    return cleaned
+
+
+def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
+    """Pods that were made a moment ago are known, so that their loss before the next look is noticed."""
+    memory, created = decision.memory, frozenset(outcome.created)
+    attempts, recorded = list(memory.attempts), set(memory.recorded)
+    for index, number in decision.nodes_to_create:
+        if names.node_pod_name(run, index, number) in created:
+            attempts += [-1] * (index + 1 - len(attempts))
+            attempts[index] = number
+            recorded.discard(index)
+    coordinator, attempt = memory.coordinator, decision.coordinator_attempt
+    if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
+        coordinator = Coordinator(attempt, coordinator.image)
+    return replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded), coordinator=coordinator)
+
+
+def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
+    step, total, eta = training.step, training.total_steps, training.eta_seconds
+    has_both = step is not None and total
+    return {
+        "step": step,
+        "totalSteps": total,
+        "summary": f"{step}/{total}" if has_both else str(step) if step is not None else None,
+        "percent": min(100, 100 * step // total) if step is not None and total else None,
+        "loss": f"{training.loss:.3f}" if training.loss is not None else None,
+        "tokensPerSecond": format_rate(training.tokens_per_second) if training.tokens_per_second is not None else None,
+        "eta": format_duration(eta) if eta is not None and is_running else None,
+        "etaSeconds": int(eta) if eta is not None and is_running else None,
+        "updatedAt": format_time(training.updated_at) if training.updated_at else None,
+    }
 
 
 def should_write(
     old: Mapping[str, Any], new: Mapping[str, Any], *, now: float, last_progress_write: float | None
 ) -> WriteDecision:
     """Whether ``new`` goes out now. Only progress differs: at most every 10 s. ``last_progress_write``: seconds since 1970."""
-    raise NotImplementedError
+    if dict(old) == dict(new):
+        return WriteDecision(False)
+    if _without_progress(old) != _without_progress(new):
+        return WriteDecision(True)
+    last = last_progress_write
+    if last is None:
+        # The operator has just started: what stands there was written at this time, or later.
+        last = parse_time(get_text(get_map(old, "progress"), "updatedAt"))
+    left = 0.0 if last is None else last + PROGRESS_SECONDS - now
+    return WriteDecision(True) if left <= 0 else WriteDecision(False, min(left, PROGRESS_SECONDS))
+
+
+def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
+    rest = {key: value for key, value in status.items() if key not in _PROGRESS}
+    if isinstance(status.get("coordinator"), Mapping):
+        rest["coordinator"] = {key: value for key, value in status["coordinator"].items() if key != "lostSeconds"}
+    return rest

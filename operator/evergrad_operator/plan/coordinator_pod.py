@@ -13,7 +13,6 @@ from evergrad_operator.plan.common import (
     build_tolerations,
     without_none,
 )
-from evergrad_operator.raw import get_map
 from evergrad_operator.spec import TrainingRun
 
 _LINGER_SECONDS = 10**8
@@ -80,15 +79,7 @@ def _build_arguments(run: TrainingRun, *, attempt: int, expect: int) -> list[str
         *("--status-port", str(names.STATUS_PORT)),
         *("--state", f"{names.STATE_PATH}/generation"),
         *("--epoch", str(attempt)),
-        *("--recovery", recovery_of(run)),
+        *("--recovery", run.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
         *("--linger", str(_LINGER_SECONDS)),
     ]
-
-
-def recovery_of(run: TrainingRun) -> str:
-    """Whether workers outlive a change of the group: only state that every rank holds whole can be handed on."""
-    if run.spec.training is None:
-        return "fresh"
-    parallelism = get_map(run.spec.training, "runtime").get("parallelism")
-    return "in-process" if parallelism in (None, "dataParallel") else "fresh"

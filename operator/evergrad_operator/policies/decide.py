@@ -1,10 +1,141 @@
 """The order of the policies: the first that has something to say decides."""
 
+from dataclasses import replace
+
+from evergrad_operator import names
 from evergrad_operator.config import Config
-from evergrad_operator.decision import Decision
+from evergrad_operator.decision import Action, Decision
+from evergrad_operator.memory import Memory
+from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Observation
+from evergrad_operator.policies.allowed import find_problems
+from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
+from evergrad_operator.policies.conflict import refuse_if_taken
+from evergrad_operator.policies.failure import describe_failure, fail_if_due, is_backing_off
+from evergrad_operator.policies.lifecycle import (
+    conclude,
+    drain_older,
+    earliest,
+    fail_at_deadline,
+    remove,
+    seconds_to_deadline,
+    stop_if_asked,
+)
+from evergrad_operator.policies.remember import remember
+from evergrad_operator.policies.scale import Scale, decide_scale
+from evergrad_operator.policies.situation import Situation
+from evergrad_operator.policies.waiting import Obstacle, find_claim_obstacle, find_obstacle
+from evergrad_operator.times import format_time
+
+_CLAIM_RETRY_SECONDS = 10.0
+_GROUP_PHASES = {"Running": Phase.RUNNING, "Draining": Phase.RUNNING, "Starting": Phase.STARTING, "Waiting": Phase.WAITING}
 
 
 def decide(observation: Observation, config: Config, now: float) -> Decision:
     """What should be done with the run at ``now``, seconds since 1970. The same arguments give the same decision."""
-    raise NotImplementedError
+    situation = Situation(observation, remember(observation, config, now), config, now)
+    if observation.run.is_deleting:
+        return situation.hold(Phase.RUNNING, Reason.RESTARTING, "the run is being deleted; its pods save and leave")
+    if situation.memory.finish is not None:
+        return conclude(situation)
+    for end in (complete_if_recorded, refuse_if_taken):
+        if (over := end(situation)) is not None:
+            return conclude(over)
+    if (done := complete_if_done(situation)) is not None:
+        return conclude(done) if done.memory.finish is not None else _finish_up(done)
+    for end in (fail_if_due, fail_at_deadline):
+        if (over := end(situation)) is not None:
+            return conclude(over)
+    decision = stop_if_asked(situation) or _hold_if_wrong(situation) or drain_older(situation) or _run(situation)
+    return replace(decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(situation)))
+
+
+def _hold_if_wrong(situation: Situation) -> Decision | None:
+    problems = find_problems(situation.run, situation.observation.raw)
+    if not problems:
+        return None
+    return replace(situation.hold(Phase.WAITING, Reason.INVALID_SPEC, "; ".join(problems)[:1024]), is_blocked=True)
+
+
+def _finish_up(situation: Situation) -> Decision:
+    """All steps are done: who is at work writes the report and ends; nobody else is needed."""
+    since = situation.memory.finishing_since or situation.now
+    return Decision(
+        Action.FINISH,
+        Phase.RUNNING,
+        Reason.FINISHING,
+        "all steps are done; the last pods write the report and end",
+        situation.memory,
+        pods_to_delete=remove(pod for pod in situation.live if not pod.is_running),
+        requeue_after=earliest(since + situation.config.finish_grace_seconds - situation.now),
+    )
+
+
+def _run(situation: Situation) -> Decision:
+    """Have a claim, a coordinator and nodes."""
+    obstacle = find_claim_obstacle(situation)
+    if obstacle is not None:
+        held = situation.hold(Phase.WAITING, obstacle.reason, obstacle.message)
+        return replace(held, is_blocked=True, requeue_after=_CLAIM_RETRY_SECONDS)
+    scale = decide_scale(situation)
+    memory = _start(situation, scale)
+    record = situation.build_record(scale.epoch)
+    wanted = [names.node_pod_name(situation.run.name, *node) for node in scale.nodes_to_create]
+    if scale.coordinator_attempt is not None:
+        wanted.append(names.coordinator_pod_name(situation.run.name, scale.coordinator_attempt))
+    phase, reason, message, is_blocked = _describe(situation, scale, find_obstacle(situation, wanted))
+    return Decision(
+        Action.RUN,
+        phase,
+        reason,
+        message,
+        memory,
+        nodes_to_create=scale.nodes_to_create,
+        pods_to_delete=scale.pods_to_delete,
+        coordinator_attempt=scale.coordinator_attempt,
+        bounds=scale.bounds,
+        record=None if situation.is_recorded(record) else record,
+        is_blocked=is_blocked,
+        requeue_after=scale.requeue_after,
+    )
+
+
+def _start(situation: Situation, scale: Scale) -> Memory:
+    """Note the start, and how many nodes a queue admits together, for as long as any of them are there."""
+    memory = situation.memory
+    if memory.start_time is None:
+        memory = replace(memory, start_time=situation.now)
+    if memory.gang_size == 0 and names.LABEL_QUEUE in situation.run.labels:
+        memory = replace(memory, gang_size=situation.run.spec.nodes.min, gang=scale.epoch)
+    return memory
+
+
+def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> tuple[Phase, str, str, bool]:
+    """Phase, reason, message, and whether somebody has to do something before the run trains."""
+    progress, memory = situation.progress, situation.memory
+    known_phase = memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
+    if progress is not None:
+        phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
+        if phase == Phase.WAITING and memory.training.step is None and obstacle is None:
+            phase = Phase.STARTING
+    elif known_phase and situation.observation.live_coordinator is not None:
+        # Nobody has asked the coordinator yet, as after a start of the operator: what was known still holds.
+        phase = Phase(known_phase)
+    else:
+        phase = Phase.RUNNING if known_phase == Phase.RUNNING and situation.live else Phase.STARTING
+    if phase == Phase.RUNNING:
+        if scale.coordinator_attempt is not None:
+            return phase, Reason.COORDINATOR_LOST, "the coordinator is being replaced; training goes on", False
+        text = f"{memory.training.ready} of {situation.run.spec.nodes.max} nodes train"
+        behind = f"; {obstacle.message}" if obstacle else ""
+        return phase, Reason.TRAINING, text + behind, False
+    if obstacle is not None:
+        is_starting = obstacle.reason == Reason.STARTING
+        return Phase.STARTING if is_starting else Phase.WAITING, obstacle.reason, obstacle.message, not is_starting
+    if is_backing_off(situation):
+        text = f"the next pods come at {format_time(memory.budget.retry_at)}"
+        text += f". Last: {describe_failure(memory.last_failure)}" if memory.last_failure else ""
+        return Phase.WAITING, Reason.BACKING_OFF, text, False
+    if progress is not None and phase == Phase.WAITING:
+        return phase, Reason.WAITING_FOR_NODES, progress.message, False
+    return phase, Reason.STARTING, "pods are on their way, or the group is forming", False

@@ -1,0 +1,122 @@
+"""The conditions of a run: all of them at all times, each with a reason. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from evergrad_operator.decision import Decision
+from evergrad_operator.names import Cause, Condition, Phase, Reason
+from evergrad_operator.observe import Observation
+from evergrad_operator.raw import get_text
+from evergrad_operator.times import format_time, parse_time
+
+_SHORT: Final = 256
+"""Longest message of a condition that only repeats another's, in characters."""
+_ON_ITS_WAY: Final = frozenset({Phase.PENDING, Phase.STARTING, Phase.RESTARTING, Phase.SUSPENDING, Phase.WAITING})
+_WITHOUT_PODS: Final = frozenset({Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED})
+
+
+@dataclass(frozen=True)
+class _Said:
+    """One condition but for its times. ``status``: None is Unknown."""
+
+    status: bool | None
+    reason: str
+    message: str = ""
+
+
+def build_conditions(
+    observation: Observation, decision: Decision, *, now: float, progress_timeout: float
+) -> list[dict[str, Any]]:
+    """The list on the wire. A condition's transition time is kept as long as its status is. ``now``: seconds since 1970."""
+    old = {get_text(one, "type"): one for one in observation.status.conditions}
+    said = {
+        Condition.READY: _say_ready(decision),
+        Condition.COMPLETE: _say_end(decision, Phase.COMPLETE, Reason.NOT_COMPLETE),
+        Condition.FAILED: _say_end(decision, Phase.FAILED, Reason.NOT_FAILED),
+        Condition.SUSPENDED: _say_suspended(decision),
+        Condition.PODS_READY: _say_pods(observation, decision),
+        Condition.PROGRESSING: _say_progressing(decision, now=now, timeout=progress_timeout),
+        Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
+        Condition.STALLED: _say_stalled(decision),
+        Condition.RECONCILING: _say_reconciling(decision),
+    }
+    generation = observation.run.generation
+    return [_build(kind, one, old.get(kind, {}), generation=generation, now=now) for kind, one in said.items()]
+
+
+def _build(kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: int, now: float) -> dict[str, Any]:
+    status = "Unknown" if said.status is None else str(said.status)
+    since = get_text(old, "lastTransitionTime") if old.get("status") == status else ""
+    return {
+        "type": kind.value,
+        "status": status,
+        "reason": str(said.reason),
+        "message": said.message,
+        "observedGeneration": generation,
+        "lastTransitionTime": since if parse_time(since) is not None else format_time(now),
+    }
+
+
+def _say_ready(decision: Decision) -> _Said:
+    is_ready = decision.phase in (Phase.RUNNING, Phase.COMPLETE)
+    return _Said(is_ready, decision.reason, decision.message[:_SHORT])
+
+
+def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
+    return _Said(True, decision.reason, _end_message(decision)) if decision.phase == phase else _Said(False, otherwise)
+
+
+def _end_message(decision: Decision) -> str:
+    """As it was said at the end: what is added later, such as a hint, is for ``status.message``."""
+    return decision.memory.finish.message if decision.memory.finish else decision.message
+
+
+def _say_suspended(decision: Decision) -> _Said:
+    if decision.phase == Phase.SUSPENDED:
+        return _Said(True, decision.reason, decision.message)
+    return _Said(False, Reason.SUSPENDING if decision.phase == Phase.SUSPENDING else Reason.NOT_SUSPENDED)
+
+
+def _say_pods(observation: Observation, decision: Decision) -> _Said:
+    if decision.phase in _WITHOUT_PODS:
+        return _Said(False, Reason.NO_PODS)
+    ready, nodes = decision.memory.training.ready, observation.run.spec.nodes
+    if decision.phase != Phase.RUNNING:
+        return _Said(False, decision.reason, decision.message[:_SHORT])
+    if ready >= nodes.max:
+        return _Said(True, Reason.ALL_READY, f"{ready} of {nodes.max} nodes train")
+    return _Said(False, Reason.SOME_READY, decision.message[:_SHORT])
+
+
+def _say_progressing(decision: Decision, *, now: float, timeout: float) -> _Said:
+    training = decision.memory.training
+    if decision.phase != Phase.RUNNING:
+        return _Said(False, decision.reason)
+    if training.step is None or training.updated_at is None:
+        return _Said(None, Reason.NO_STEP_YET)
+    if now - training.updated_at > timeout:
+        since = format_time(training.updated_at)
+        return _Said(False, Reason.NO_STEPS, f"no step since {since}. See the logs of node 0, and kubectl top pods")
+    return _Said(True, Reason.STEPS_ADVANCE)
+
+
+def _say_checkpoint(decision: Decision) -> _Said:
+    memory = decision.memory
+    failure = memory.last_failure
+    if memory.budget.failures and failure is not None and failure.cause == Cause.VOLUME_FULL:
+        return _Said(False, Reason.VOLUME_FULL, "the volume is full: enlarge the PersistentVolumeClaim")
+    return (
+        _Said(None, Reason.NO_CHECKPOINT_YET) if memory.training.checkpoint_step is None else _Said(True, Reason.CHECKPOINT_SAVED)
+    )
+
+
+def _say_stalled(decision: Decision) -> _Said:
+    if decision.is_blocked or decision.phase == Phase.FAILED:
+        return _Said(True, decision.reason, decision.message[:_SHORT])
+    return _Said(False, Reason.NOTHING_IN_THE_WAY)
+
+
+def _say_reconciling(decision: Decision) -> _Said:
+    is_changing = decision.phase in _ON_ITS_WAY and not decision.is_blocked
+    return _Said(True, Reason.CHANGING) if is_changing else _Said(False, Reason.UP_TO_DATE)

@@ -1,0 +1,42 @@
+"""Whether the run is complete: a node's exit code 0, the coordinator's word, or the PVC's record of an earlier life."""
+
+from dataclasses import replace
+
+from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_operator.policies.situation import Situation
+from evergrad_operator.times import parse_time
+
+
+def complete_if_recorded(situation: Situation) -> Situation | None:
+    """A run restored without its status, or created anew, that was complete before: it never trains again."""
+    record, run = situation.own_record, situation.run
+    if record is None or record.complete is None or record.path != run.volume_path:
+        return None
+    if record.recipe != situation.build_record(0).recipe and record.uid != run.uid:
+        return None  # another recipe under the same name: a conflict
+    step = record.complete.get("step")
+    after = f" after step {step}" if isinstance(step, int) else ""
+    at = parse_time(record.complete.get("at")) or situation.now
+    if record.uid == run.uid and situation.memory.start_time is not None:
+        # Ours, written a moment ago: only the status is still to follow.
+        over = situation.finished(Phase.COMPLETE, Reason.COMPLETE, "all steps are done")
+    else:
+        text = f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing is trained again"
+        over = situation.finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
+    return over.at(at)
+
+
+def complete_if_done(situation: Situation) -> Situation | None:
+    """The situation with all steps done: over once no pod is at work any more, or the time for that has passed."""
+    progress, memory = situation.progress, situation.memory
+    done = [pod for pod in situation.nodes if pod.end is not None and pod.end.cause == Cause.DONE]
+    if not done and memory.finishing_since is None and (progress is None or progress.phase != "Complete"):
+        return None
+    since = situation.now if memory.finishing_since is None else memory.finishing_since
+    situation = replace(situation, memory=replace(memory, finishing_since=since))
+    at_work = [pod for pod in situation.nodes if pod.is_running and not situation.is_ghost(pod)]
+    if at_work and situation.now < since + situation.config.finish_grace_seconds:
+        return situation
+    step = memory.training.total_steps or memory.training.step
+    text = f"all {step} steps are done" if step is not None else "all steps are done"
+    return situation.finished(Phase.COMPLETE, Reason.COMPLETE, text)

@@ -1,0 +1,105 @@
+"""Whether a failure ends the run, and what is said of it: the root cause and what to do."""
+
+from typing import Final
+
+from evergrad_operator.memory import LastFailure
+from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_operator.policies.situation import Situation
+
+_REASONS: Final = {
+    Cause.USER_ERROR: Reason.USER_ERROR,
+    Cause.OUT_OF_MEMORY: Reason.OUT_OF_MEMORY,
+    Cause.VOLUME_FULL: Reason.VOLUME_FULL,
+    Cause.START_ERROR: Reason.START_ERROR,
+}
+_THEN: Final = "set spec.restartNonce to a new text"
+_REMEDIES: Final = {
+    Reason.USER_ERROR: f"Correct a recipe in a new TrainingRun; after a change of files or volumes alone, {_THEN}.",
+    Reason.OUT_OF_MEMORY: f"Raise spec.resources.limits.memory and {_THEN}, or lower the micro-batch in a new TrainingRun.",
+    Reason.VOLUME_FULL: f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}.",
+    Reason.START_ERROR: f"Check spec.image, spec.template and the node's runtime; then {_THEN}.",
+    Reason.WORKER_CRASH: f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}.",
+}
+MAX_CAUSE: Final = 640
+"""Longest quotation of a root cause in a message, in characters."""
+
+
+def quote(text: str, longest: int = MAX_CAUSE) -> str:
+    """The end of a text, where the cause stands, on few lines."""
+    lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
+    joined = " | ".join(lines)
+    return joined if len(joined) <= longest else f"…{joined[-longest:]}"
+
+
+def fail_if_due(situation: Situation) -> Situation | None:
+    """The situation with the run failed, if the observation says so."""
+    verdict = _find_user_error(situation) or _find_verdict(situation) or _find_exhaustion(situation)
+    return verdict and situation.finished(Phase.FAILED, *verdict)
+
+
+def _find_user_error(situation: Situation) -> tuple[str, str] | None:
+    """Exit code 64: the earliest node's words count, the others only follow."""
+    ended = [pod for pod in situation.current if pod.end is not None and pod.end.cause == Cause.USER_ERROR]
+    if not ended:
+        return None
+    pod = min(ended, key=lambda one: ((one.end.at if one.end else None) or float("inf"), one.index))
+    said = quote(pod.end.message) if pod.end else ""
+    text = f"node {pod.index} (pod {pod.name}) ended with exit code 64: {said or 'it left no message'}"
+    return Reason.USER_ERROR, f"{_stop(text)} {_REMEDIES[Reason.USER_ERROR]}"
+
+
+def _find_verdict(situation: Situation) -> tuple[str, str] | None:
+    """What the coordinator says: it counts the workers that fail inside the pods."""
+    progress = situation.progress
+    if progress is None or progress.phase != "Failed":
+        return None
+    failure = progress.last_failure
+    said = progress.message or (failure.message if failure else "")
+    cause = failure.cause if failure else ""
+    if progress.reason == "UserError" or cause == "user_error":
+        reason = Reason.USER_ERROR
+    elif cause == "out_of_memory":
+        reason = Reason.OUT_OF_MEMORY
+    else:
+        reason = Reason.VOLUME_FULL if "no space left on device" in said.lower() else Reason.WORKER_CRASH
+    where = ""
+    if failure is not None and f"node {failure.node}" not in said:
+        where = f"node {failure.node}, rank {failure.rank}, exit code {failure.exit_code}: "
+    return reason, f"{_stop(where + (quote(said) or progress.reason))} {_REMEDIES[reason]}"
+
+
+def _find_exhaustion(situation: Situation) -> tuple[str, str] | None:
+    """Too many pods failed without progress between them."""
+    budget, last = situation.memory.budget, situation.memory.last_failure
+    most = situation.run.spec.failure_policy.max_failures_without_progress
+    if budget.failures <= most:
+        return None
+    reason = _REASONS.get(_cause(last), Reason.WORKER_CRASH)
+    text = (
+        f"pods failed {budget.failures} times without progress; {most} such failures are allowed. Last: {describe_failure(last)}"
+    )
+    return reason, f"{_stop(text)} {_REMEDIES[reason]}"
+
+
+def _cause(failure: LastFailure | None) -> Cause:
+    return Cause(failure.cause) if failure and failure.cause in list(Cause) else Cause.WORKER_CRASH
+
+
+def describe_failure(failure: LastFailure | None) -> str:
+    """One line: where, how, what it said."""
+    if failure is None:
+        return "unknown"
+    rank = f", rank {failure.rank}" if failure.rank is not None else ""
+    code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
+    killed = " (killed by SIGKILL)" if failure.exit_code in (137, -9) and failure.cause == Cause.WORKER_CRASH else ""
+    said = quote(failure.message)
+    return f"{failure.cause} on node {failure.node}{rank}{code}{killed}{': ' + said if said else ''}"
+
+
+def _stop(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
+def is_backing_off(situation: Situation) -> bool:
+    """Whether replacements have to wait."""
+    return situation.now < situation.memory.budget.retry_at

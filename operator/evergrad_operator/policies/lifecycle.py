@@ -1,0 +1,167 @@
+"""Ends and pauses: what is left of a run that is over, suspended, stopped on request or being restarted."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
+
+from evergrad_operator.decision import Action, Decision, PodDeletion
+from evergrad_operator.memory import Budget
+from evergrad_operator.names import Phase, Reason
+from evergrad_operator.observe import Record
+from evergrad_operator.pods import PodState
+from evergrad_operator.policies.situation import Situation
+from evergrad_operator.times import format_duration, format_time
+
+_AT_ONCE: Final = frozenset({Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT, Reason.ALREADY_COMPLETE})
+_NOT_ASKED: Final = frozenset({"AllNodesLeft", "Signal"})
+
+
+def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
+    """Deletions of those pods that are not being deleted already, the highest index first."""
+    chosen = sorted((pod for pod in pods if not pod.is_deleting), key=lambda pod: (pod.index, pod.attempt), reverse=True)
+    return tuple(PodDeletion(pod.name, pod.uid) for pod in chosen)
+
+
+def earliest(*seconds: float | None) -> float | None:
+    """The next time something is due, a second from now at least."""
+    return min((max(1.0, one) for one in seconds if one is not None), default=None)
+
+
+# ---- over ------------------------------------------------------------------------------------------------------------
+
+
+def fail_at_deadline(situation: Situation) -> Situation | None:
+    """The situation with the run failed, if its time is over."""
+    left = seconds_to_deadline(situation)
+    if left is None or left > 0:
+        return None
+    limit = situation.run.spec.active_deadline_seconds or 0
+    text = f"the run was not complete {format_duration(limit)} after its start (spec.activeDeadlineSeconds). "
+    remedy = "State is saved as the pods leave; raise the limit and set spec.restartNonce to a new text to go on."
+    return situation.finished(Phase.FAILED, Reason.DEADLINE_EXCEEDED, text + remedy)
+
+
+def seconds_to_deadline(situation: Situation) -> float | None:
+    """Until the run's time is over; None without a limit. Time in suspension does not count: the clock begins anew after it."""
+    limit, start = situation.run.spec.active_deadline_seconds, situation.memory.start_time
+    return None if limit is None or start is None else start + limit - situation.now
+
+
+def conclude(situation: Situation) -> Decision:
+    """What to do with a run that is over: what still works may end by itself, then the coordinator goes; much later all children.
+
+    Ended pods stay for their logs until ``ttlSecondsAfterFinished``.
+    """
+    finish, config, now = situation.memory.finish, situation.config, situation.now
+    if finish is None:
+        raise ValueError("only a run that is over is concluded")
+    ttl = situation.run.spec.ttl_seconds_after_finished
+    everything = (*situation.nodes, *situation.observation.coordinators)
+    if ttl is not None and now >= finish.at + ttl:
+        return Decision(
+            Action.CLEAN, finish.phase, finish.reason, _said(situation), situation.memory, pods_to_delete=remove(everything)
+        )
+    grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
+    is_due = finish.reason in _AT_ONCE or now >= grace
+    chosen = [pod for pod in situation.live if is_due or not pod.is_running]
+    at_work = [pod for pod in (*situation.live, *situation.leaving) if pod.is_running]
+    if not at_work:
+        chosen += [pod for pod in situation.observation.coordinators if pod.is_live]
+    return Decision(
+        Action.FINISH,
+        finish.phase,
+        finish.reason,
+        _said(situation),
+        situation.memory,
+        pods_to_delete=remove(chosen),
+        record=_completed_record(situation),
+        requeue_after=earliest(
+            None if is_due or not at_work else grace - now,
+            situation.seconds_to_ghosts,
+            None if ttl is None else finish.at + ttl - now,
+        ),
+    )
+
+
+def _said(situation: Situation) -> str:
+    finish, nonce = situation.memory.finish, situation.run.spec.restart_nonce
+    message = finish.message if finish else ""
+    if finish and finish.phase == Phase.COMPLETE and nonce != situation.memory.restart_nonce:
+        message += "; spec.restartNonce has no effect on a complete run: create a new TrainingRun"
+    return message
+
+
+def _completed_record(situation: Situation) -> Record | None:
+    """Of a complete run, for the PVC: what survives the loss of its status."""
+    finish, own = situation.memory.finish, situation.own_record
+    if finish is None or finish.phase != Phase.COMPLETE or finish.reason == Reason.ALREADY_COMPLETE:
+        return None
+    if situation.observation.claim is None or (own is not None and own.complete is not None and own.uid == situation.run.uid):
+        return None
+    epoch = max(situation.memory.coordinator.attempt, own.epoch if own else -1)
+    complete: dict[str, object] = {"at": format_time(finish.at)}
+    if situation.memory.training.step is not None:
+        complete["step"] = situation.memory.training.total_steps or situation.memory.training.step
+    return replace(situation.build_record(epoch), complete=complete)
+
+
+# ---- paused ----------------------------------------------------------------------------------------------------------
+
+
+def stop_if_asked(situation: Situation) -> Decision | None:
+    """Suspended by its spec, or stopped on request: nodes save and leave, then the coordinator goes."""
+    progress, memory = situation.progress, situation.memory
+    if situation.run.spec.suspend:
+        # Resuming by hand also takes back a stop that the recipe asked for.
+        return _drain(replace(situation, memory=replace(memory, is_stopped=False)), Reason.SUSPENDED)
+    if progress is not None and progress.phase == "Stopped" and progress.reason not in _NOT_ASKED:
+        memory = replace(memory, is_stopped=True)
+    return _drain(replace(situation, memory=memory), Reason.STOPPED) if memory.is_stopped else None
+
+
+def _drain(situation: Situation, reason: Reason) -> Decision:
+    """Nodes leave together, so that the last holder of the state is told to save it; the coordinator serves until then."""
+    memory, coordinators = situation.memory, situation.observation.coordinators
+    working = (*situation.live, *situation.leaving)
+    live_coordinators = [pod for pod in coordinators if pod.is_live]
+    step = memory.training.checkpoint_step
+    if working or live_coordinators:
+        chosen = situation.live if working else (*live_coordinators, *situation.nodes)
+        text = f"{len(working)} nodes save and leave" if working else "the coordinator leaves"
+        return Decision(
+            Action.STOP,
+            Phase.SUSPENDING,
+            Reason.SUSPENDING,
+            text,
+            memory,
+            pods_to_delete=remove(chosen),
+            requeue_after=earliest(situation.seconds_to_ghosts),
+        )
+    # Time and budget begin anew; a queue admits the nodes as a new group.
+    memory = replace(memory, start_time=None, budget=Budget(at=memory.budget.at), gang_size=0)
+    saved = f"; the newest checkpoint is of step {step}" if step is not None else ""
+    how = "set spec.suspend to false" if reason == Reason.SUSPENDED else "set spec.restartNonce to a new text"
+    text = f"no pod is left{saved}. To go on, {how}."
+    pods = remove((*situation.nodes, *coordinators))
+    return Decision(Action.STOP, Phase.SUSPENDED, reason, text, memory, pods_to_delete=pods)
+
+
+def drain_older(situation: Situation) -> Decision | None:
+    """After a change of ``restartNonce``: the pods of before leave as in a suspension; new ones come when they are gone."""
+    restart = situation.memory.restart
+    live = [pod for pod in situation.live if pod.restart < restart]
+    leaving = [pod for pod in situation.leaving if pod.restart < restart]
+    coordinators = [pod for pod in situation.observation.coordinators if pod.is_live and pod.restart < restart]
+    if not (live or leaving or coordinators):
+        return None
+    ended = [pod for pod in situation.nodes if not pod.is_live and pod.restart < restart]
+    chosen = live if live or leaving else (*coordinators, *ended)
+    return Decision(
+        Action.STOP,
+        Phase.RESTARTING,
+        Reason.RESTARTING,
+        f"spec.restartNonce has changed: {len(live) + len(leaving)} nodes save and leave",
+        situation.memory,
+        pods_to_delete=remove(chosen),
+        requeue_after=earliest(situation.seconds_to_ghosts),
+    )

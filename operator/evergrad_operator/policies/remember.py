@@ -1,0 +1,280 @@
+"""What an observation adds to the memory of a run: attempts, ends of pods, restarts, the coordinator's counters, progress.
+
+Each end is counted once, whatever happens between two writes: a pod's end is counted when it is first seen to be over, and the
+memory holds each node's newest attempt and whether its end is counted.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.memory import (
+    MAX_CAUSES,
+    MAX_ENDS,
+    Budget,
+    Coordinator,
+    EndRecord,
+    LastFailure,
+    Memory,
+    Training,
+)
+from evergrad_operator.names import Cause
+from evergrad_operator.observe import Observation, Progress, hash_recipe
+from evergrad_operator.pods import PodState, describe_cause
+
+IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed")
+"""Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
+_FREE_SHORT_LIVES = 3
+
+
+def remember(observation: Observation, config: Config, now: float) -> Memory:
+    """The run's memory with everything that is new in the observation. ``now``: seconds since 1970."""
+    memory = _begin(observation, config)
+    memory = _note_progress(memory, observation, now)
+    memory = _note_nodes(memory, observation, config, now)
+    return _note_coordinators(memory, observation, config, now)
+
+
+def is_current(observation: Observation, memory: Memory) -> bool:
+    """Whether the progress is that of the run's newest coordinator, of this restart."""
+    progress, live = observation.progress, observation.live_coordinator
+    return progress is not None and live is not None and live.attempt == progress.attempt and live.restart == memory.restart
+
+
+def _begin(observation: Observation, config: Config) -> Memory:
+    """Images and recipe are settled at first sight, and again at a restart: an operator's upgrade never mixes images."""
+    run, memory = observation.run, observation.status
+    nonce = run.spec.restart_nonce
+    if not memory.is_known:
+        visible = max((pod.restart for pod in (*observation.nodes, *observation.coordinators)), default=0)
+        memory = replace(memory, restart_nonce=nonce, restart=max(memory.restart, visible))
+    elif nonce != memory.restart_nonce and not _is_complete(memory):
+        memory = replace(
+            memory,
+            restart=memory.restart + 1,
+            restart_nonce=nonce,
+            finish=None,
+            finishing_since=None,
+            is_stopped=False,
+            start_time=None,
+            image="",
+            coordinator=replace(memory.coordinator, image="", is_recorded=True),
+            budget=Budget(),
+            gang_size=0,
+            recorded=frozenset(range(len(memory.attempts))),
+        )
+    return replace(
+        memory,
+        image=memory.image or run.spec.image or config.trainer_image,
+        recipe_hash=memory.recipe_hash or hash_recipe(run),
+        coordinator=replace(memory.coordinator, image=memory.coordinator.image or config.operator_image),
+    )
+
+
+def _is_complete(memory: Memory) -> bool:
+    return memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
+
+
+# ---- ends of pods ----------------------------------------------------------------------------------------------------
+
+
+def _note_nodes(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
+    pods: dict[int, list[PodState]] = {}
+    for pod in observation.nodes:
+        pods.setdefault(pod.index, []).append(pod)
+    attempts, recorded, ended = list(memory.attempts), set(memory.recorded), list[PodState]()
+    vanished = []
+    attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
+    for index in range(len(attempts)):
+        mine = pods.get(index, [])
+        if attempts[index] >= 0 and index not in recorded and all(pod.attempt != attempts[index] for pod in mine):
+            vanished.append((index, attempts[index]))
+            recorded.add(index)
+        for pod in mine:
+            if pod.attempt < attempts[index] or (pod.attempt == attempts[index] and index in recorded):
+                continue
+            attempts[index] = pod.attempt
+            recorded.discard(index)
+            if pod.is_over:
+                ended.append(pod)
+                recorded.add(index)
+    released = _released(observation, memory, len(attempts))
+    counted = [pod for pod in ended if pod.index not in released and pod.restart == memory.restart]
+    lost = [(index, attempt) for index, attempt in vanished if index not in released]
+    memory = replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded | released))
+    memory = _add_ends(memory, observation, counted, lost, now)
+    return _add_failures(memory, observation, counted, config, now)
+
+
+def _released(observation: Observation, memory: Memory, known: int) -> frozenset[int]:
+    """Nodes whose pods the operator itself sends away: their ends are nobody's fault and no restart."""
+    if observation.run.spec.suspend or memory.is_stopped or memory.finish is not None:
+        return frozenset(range(known))
+    return frozenset(range(observation.run.spec.nodes.max, known))
+
+
+def _add_ends(
+    memory: Memory, observation: Observation, ended: Iterable[PodState], vanished: Iterable[tuple[int, int]], now: float
+) -> Memory:
+    records = [
+        EndRecord(pod.name, describe_cause(pod), pod.end.exit_code if pod.end else None, (pod.end and pod.end.at) or now)
+        for pod in ended
+    ]
+    run = observation.run.name
+    records += [EndRecord(names.node_pod_name(run, index, attempt), Cause.DELETED, None, now) for index, attempt in vanished]
+    restarts = dict(memory.restarts)
+    for record in records:
+        if record.cause not in (Cause.DONE, Cause.USER_ERROR):
+            restarts[record.cause] = restarts.get(record.cause, 0) + 1
+    return replace(memory, restarts=restarts, ends=(*memory.ends, *records)[-MAX_ENDS:])
+
+
+def _add_failures(memory: Memory, observation: Observation, ended: list[PodState], config: Config, now: float) -> Memory:
+    """Count what uses the budget. Pods that were there when the last failure was counted fell with it, and count no more."""
+    budget, failure = memory.budget, memory.last_failure
+    newest = max((pod.created_at for pod in observation.nodes), default=0.0)
+    for pod in ended:
+        cause = describe_cause(pod)
+        if cause in names.COUNTED or cause == Cause.USER_ERROR:
+            failure = _describe_failure(pod, memory, now)
+        if cause in names.COUNTED and pod.created_at > budget.at:
+            failures = budget.failures + 1
+            delay = _delay(failures, config)
+            budget = replace(_mark(budget, memory), failures=failures, at=newest, retry_at=max(budget.retry_at, now + delay))
+        elif cause != Cause.DONE and now - pod.created_at < config.short_life_seconds:
+            budget = _add_short_life(budget, memory, config, now)
+    return replace(memory, budget=budget, last_failure=failure)
+
+
+def _delay(count: int, config: Config) -> float:
+    return min(config.longest_backoff_seconds, config.first_backoff_seconds * 2.0 ** min(count - 1, 30))
+
+
+def _add_short_life(budget: Budget, memory: Memory, config: Config, now: float) -> Budget:
+    """Free, yet not for ever at full speed."""
+    short_lives = budget.short_lives + 1
+    over = short_lives - _FREE_SHORT_LIVES
+    retry_at = max(budget.retry_at, now + _delay(over, config)) if over > 0 else budget.retry_at
+    return replace(_mark(budget, memory), short_lives=short_lives, retry_at=retry_at)
+
+
+def _mark(budget: Budget, memory: Memory) -> Budget:
+    training = memory.training
+    step = -1 if training.step is None else training.step
+    checkpoint = -1 if training.checkpoint_step is None else training.checkpoint_step
+    return replace(budget, step=max(budget.step, step), checkpoint_step=max(budget.checkpoint_step, checkpoint))
+
+
+def _describe_failure(pod: PodState, memory: Memory, now: float) -> LastFailure:
+    end = pod.end
+    return LastFailure(
+        cause=describe_cause(pod),
+        node=str(pod.index),
+        message=(end.message if end else "")[-1024:],
+        at=(end and end.at) or now,
+        step=memory.training.step,
+        exit_code=end.exit_code if end else None,
+    )
+
+
+# ---- the coordinator -------------------------------------------------------------------------------------------------
+
+
+def _note_coordinators(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
+    """Count the loss of a coordinator: its pod has ended, is on its way out or has vanished."""
+    known = memory.coordinator
+    newest = max(observation.coordinators, key=lambda pod: pod.attempt, default=None)
+    is_released = observation.run.spec.suspend or memory.is_stopped or memory.finish is not None
+    if newest is None or newest.attempt < known.attempt:
+        is_lost = known.attempt >= 0
+    else:
+        if newest.attempt > known.attempt:
+            known = Coordinator(newest.attempt, known.image)
+        is_lost = newest.is_over
+    budget, restarts, ends = memory.budget, memory.restarts, memory.ends
+    if is_lost and not known.is_recorded:
+        known = replace(known, is_recorded=True)
+        if not is_released and not (newest is not None and newest.restart < memory.restart):
+            restarts = {**restarts, Cause.COORDINATOR_LOST: restarts.get(Cause.COORDINATOR_LOST, 0) + 1}
+            name = names.coordinator_pod_name(observation.run.name, known.attempt)
+            code = newest.end.exit_code if newest and newest.end else None
+            ends = (*ends, EndRecord(name, Cause.COORDINATOR_LOST, code, now))[-MAX_ENDS:]
+            if newest is not None and now - newest.created_at < config.short_life_seconds:
+                budget = _add_short_life(budget, memory, config, now)
+    return replace(memory, coordinator=known, budget=budget, restarts=restarts, ends=ends)
+
+
+def _note_progress(memory: Memory, observation: Observation, now: float) -> Memory:
+    progress = observation.progress
+    if progress is None or not is_current(observation, memory):
+        return memory
+    memory = replace(memory, training=_merge_training(memory.training, progress, now))
+    memory = _add_counters(memory, progress)
+    failure = progress.last_failure
+    if failure is not None and failure.cause != "peer_lost":
+        at = now - failure.seconds_ago
+        known = memory.last_failure
+        # The same failure is told again and again; its time, reckoned from an age, wavers.
+        if known is None or at > known.at + 2:
+            described = LastFailure(
+                cause=_CAUSES.get(failure.cause, Cause.WORKER_CRASH),
+                node=failure.node,
+                message=failure.message[-1024:],
+                at=at,
+                rank=failure.rank,
+                step=failure.step,
+                exit_code=failure.exit_code,
+            )
+            memory = replace(memory, last_failure=described)
+    return _forgive(memory, observation)
+
+
+_CAUSES: Mapping[str, Cause] = {"out_of_memory": Cause.OUT_OF_MEMORY, "user_error": Cause.USER_ERROR}
+
+
+def _merge_training(known: Training, progress: Progress, now: float) -> Training:
+    """What the coordinator does not know yet, as after its own restart, stays as it was."""
+    is_new = progress.step is not None and progress.step != known.step
+    ago = progress.updated_seconds_ago or 0.0
+    return Training(
+        step=known.step if progress.step is None else progress.step,
+        total_steps=progress.total_steps or known.total_steps,
+        loss=known.loss if progress.loss is None else progress.loss,
+        tokens_per_second=known.tokens_per_second if progress.tokens_per_second is None else progress.tokens_per_second,
+        eta_seconds=known.eta_seconds if progress.eta_seconds is None else progress.eta_seconds,
+        checkpoint_step=known.checkpoint_step if progress.checkpoint_step is None else progress.checkpoint_step,
+        ready=progress.ready,
+        updated_at=now - ago if is_new else known.updated_at,
+    )
+
+
+def _add_counters(memory: Memory, progress: Progress) -> Memory:
+    """Each coordinator counts from 0: only what it has added since the last reading is added here."""
+    known = memory.coordinator if memory.coordinator.attempt == progress.attempt else Coordinator(progress.attempt)
+    known = replace(known, image=memory.coordinator.image)
+    restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
+    for name in IN_POD_CAUSES:
+        more = progress.restarts.get(name, 0) - known.restarts.get(name, 0)
+        key = _CAUSES.get(name, Cause.WORKER_CRASH).value
+        if more > 0:
+            restarts[key] = restarts.get(key, 0) + more
+    for name, seconds in progress.lost_seconds.items():
+        more_seconds = seconds - known.lost_seconds.get(name, 0.0)
+        if more_seconds > 0 and (name in lost or len(lost) < MAX_CAUSES):
+            lost[name] = round(lost.get(name, 0.0) + more_seconds, 1)
+    seen = {name: progress.restarts[name] for name in IN_POD_CAUSES if progress.restarts.get(name)}
+    told = {name: round(seconds, 1) for name, seconds in progress.lost_seconds.items()}
+    coordinator = replace(known, restarts=seen, lost_seconds=told)
+    return replace(memory, restarts=restarts, lost_seconds=lost, coordinator=coordinator)
+
+
+def _forgive(memory: Memory, observation: Observation) -> Memory:
+    """Progress since the last failure: the count begins anew. With fresh workers only a checkpoint is progress."""
+    budget, training = memory.budget, memory.training
+    has_step = training.step is not None and training.step > budget.step
+    has_checkpoint = training.checkpoint_step is not None and training.checkpoint_step > budget.checkpoint_step
+    is_fresh = observation.run.recovery == "fresh"
+    if (budget.failures or budget.short_lives) and (has_checkpoint or (has_step and not is_fresh)):
+        return replace(memory, budget=Budget(at=budget.at))
+    return memory

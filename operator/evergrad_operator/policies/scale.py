@@ -1,0 +1,99 @@
+"""Which pods a training run should have: one live pod a node, one coordinator, nobody above the bounds."""
+
+from dataclasses import dataclass
+
+from evergrad_operator.decision import Bounds, PodDeletion
+from evergrad_operator.pods import PodState
+from evergrad_operator.policies.failure import is_backing_off
+from evergrad_operator.policies.lifecycle import earliest, remove
+from evergrad_operator.policies.situation import Situation
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What to make and to delete. ``missing``: nodes without a live pod, those that have to wait included."""
+
+    nodes_to_create: tuple[tuple[int, int], ...]
+    pods_to_delete: tuple[PodDeletion, ...]
+    coordinator_attempt: int | None
+    epoch: int
+    bounds: Bounds | None
+    missing: int
+    requeue_after: float | None
+
+
+def decide_scale(situation: Situation) -> Scale:
+    """The pods of a run that trains or wants to."""
+    most = situation.run.spec.nodes.max
+    newest = _newest_live(situation)
+    surplus = [pod for pod in situation.live if pod.index >= most or newest.get(pod.index) is not pod]
+    missing = [index for index in range(most) if index not in newest]
+    is_waiting = is_backing_off(situation)
+    held = {pod.index for pod in situation.leaving if _is_last_holder(pod, situation)}
+    due = [] if is_waiting else [index for index in missing if index not in held]
+    coordinator, epoch = _find_coordinator(situation)
+    older = [pod for pod in situation.observation.coordinators if not pod.is_deleting and pod.attempt < epoch]
+    return Scale(
+        nodes_to_create=tuple((index, _next_attempt(situation, index)) for index in due),
+        pods_to_delete=remove((*surplus, *_find_old(situation))) + remove(older),
+        coordinator_attempt=coordinator if not is_waiting else None,
+        epoch=epoch,
+        bounds=_find_bounds(situation),
+        missing=len(missing),
+        requeue_after=earliest(
+            situation.memory.budget.retry_at - situation.now if is_waiting else None,
+            situation.seconds_to_ghosts if held else None,
+        ),
+    )
+
+
+def _newest_live(situation: Situation) -> dict[int, PodState]:
+    newest: dict[int, PodState] = {}
+    for pod in situation.live:
+        known = newest.get(pod.index)
+        if known is None or pod.attempt > known.attempt:
+            newest[pod.index] = pod
+    return newest
+
+
+def _next_attempt(situation: Situation, index: int) -> int:
+    visible = max((pod.attempt for pod in situation.nodes if pod.index == index), default=-1)
+    return 1 + max(visible, situation.memory.attempt_of(index))
+
+
+def _is_last_holder(pod: PodState, situation: Situation) -> bool:
+    """Whether only this leaving pod may hold the state: a successor, the same node to the coordinator, would cut its save short.
+
+    A pod on a lost node is not waited for: whatever it holds cannot be reached.
+    """
+    if pod.disruption == "NodeLost" or not pod.is_running:
+        return False
+    return not any(other.is_running for other in situation.live)
+
+
+def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
+    """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost status."""
+    live = situation.observation.live_coordinator
+    if live is not None:
+        return None, live.attempt
+    own = situation.own_record
+    visible = [pod.attempt for pod in situation.observation.coordinators]
+    newest = max(situation.memory.coordinator.attempt, own.epoch if own else -1, *visible, -1)
+    return newest + 1, newest + 1
+
+
+def _find_old(situation: Situation) -> list[PodState]:
+    """Ended pods that a newer ended one of the same node has made useless; the newest stays for its logs."""
+    newest: dict[int, PodState] = {}
+    for pod in situation.nodes:
+        if pod.end is not None and (pod.index not in newest or pod.attempt > newest[pod.index].attempt):
+            newest[pod.index] = pod
+    return [pod for pod in situation.nodes if pod.end is not None and newest[pod.index] is not pod]
+
+
+def _find_bounds(situation: Situation) -> Bounds | None:
+    progress, nodes = situation.progress, situation.run.spec.nodes
+    if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
+        return None
+    is_equal = (progress.min_nodes, progress.max_nodes) == (nodes.min, nodes.max)
+    return None if is_equal else Bounds(nodes.min, nodes.max)

@@ -1,0 +1,140 @@
+"""What is in the way of a run that wants to train, in words: somebody has to do something, and the run goes on by itself then."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from evergrad_operator import names
+from evergrad_operator.names import Reason
+from evergrad_operator.observe import ApplyFailure
+from evergrad_operator.pods import PodState
+from evergrad_operator.policies.failure import quote
+from evergrad_operator.policies.situation import Situation
+
+_PULL: Final = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+    }
+)
+_START: Final = frozenset(
+    {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError", "CrashLoopBackOff"}
+)
+_MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" (?:not found|is being deleted)')
+_PENDING_CLAIM: Final = re.compile(r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes")
+_SLOW_SECONDS: Final = 120.0
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """One thing that is in the way, and what to do about it."""
+
+    reason: Reason
+    message: str
+
+
+def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | None:
+    """The most telling obstacle. ``wanted``: names of the pods that should be made now."""
+    names_wanted = frozenset(wanted)
+    for failure in situation.observation.failures:
+        if _is_relevant(failure, situation, names_wanted):
+            return explain_refusal(failure)
+    coordinators = [pod for pod in situation.observation.coordinators if pod.is_live and not pod.is_running]
+    found = [_explain(pod, situation) for pod in (*coordinators, *situation.live) if not pod.is_running]
+    obstacles = [one for one in found if one is not None]
+    return min(obstacles, key=lambda one: _ORDER.index(one.reason), default=None)
+
+
+_ORDER: Final = (
+    Reason.IMAGE_PULL_FAILED,
+    Reason.START_ERROR,
+    Reason.VOLUME_LOST,
+    Reason.VOLUME_MISSING,
+    Reason.VOLUME_PENDING,
+    Reason.UNSCHEDULABLE,
+    Reason.QUEUED,
+    Reason.STARTING,
+)
+
+
+def _is_relevant(failure: ApplyFailure, situation: Situation, wanted: frozenset[str]) -> bool:
+    """Whether what was refused is still needed; a refusal of something else may be remembered for long."""
+    if failure.kind == "Pod":
+        return failure.name in wanted
+    if failure.kind == "PersistentVolumeClaim":
+        own = situation.own_record
+        return own is None or own.uid != situation.run.uid
+    return (failure.kind, failure.name) not in situation.observation.hashes
+
+
+def explain_refusal(failure: ApplyFailure) -> Obstacle:
+    """A refusal of the API server in words."""
+    what, said = f"{failure.kind} {failure.name}", failure.message
+    text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
+    if "exceeded quota" in said or "insufficient quota" in said:
+        return Obstacle(Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again")
+    if "must specify" in said and "quota" in said:
+        remedy = "Set these under spec.resources; it is tried again"
+        return Obstacle(Reason.QUOTA_EXCEEDED, f"{text}. {remedy}")
+    if "violates PodSecurity" in said:
+        remedy = "Remove from spec.template what the namespace's Pod Security level forbids"
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}; it is tried again")
+    if failure.status == 422:
+        remedy = "Correct spec.template or spec.resources; it is tried again"
+        return Obstacle(Reason.INVALID_OBJECT, f"{text}. {remedy}")
+    if failure.status in (400, 403):
+        remedy = "Change the run, or the policy or rights that forbid it; it is tried again"
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
+    return Obstacle(Reason.CREATE_FAILED, f"{text}. It is tried again")
+
+
+def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
+    who = "the coordinator" if pod.role == names.ROLE_COORDINATOR else f"node {pod.index}"
+    where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
+    reason = pod.waiting_reason
+    if reason in _PULL:
+        remedy = "Check the image's name, the registry and spec.template.imagePullSecrets; it is tried again"
+        return Obstacle(Reason.IMAGE_PULL_FAILED, f"{where}: {reason}: {said or 'no details'}. {remedy}")
+    if reason in _START:
+        remedy = "Check what spec.template refers to, such as Secrets and ConfigMaps, and the image's command; it is tried again"
+        return Obstacle(Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}")
+    if reason == "SchedulingGated":
+        return Obstacle(Reason.QUEUED, f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}")
+    if reason == "Unschedulable":
+        return _explain_scheduling(where, said)
+    if reason == "ContainerCreating" and situation.now - pod.created_at > _SLOW_SECONDS:
+        remedy = f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be missing or slow"
+        return Obstacle(Reason.STARTING, f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}")
+    return None
+
+
+def _explain_scheduling(where: str, said: str) -> Obstacle:
+    if _MISSING_CLAIM.search(said):
+        return Obstacle(Reason.VOLUME_MISSING, f"{where}: {said}. Create the PersistentVolumeClaim; the pod waits for it")
+    if _PENDING_CLAIM.search(said):
+        remedy = "Check its StorageClass, which must allow writing from several nodes; the pod waits for it"
+        return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
+    remedy = "Lower spec.resources, widen spec.template's node selection, or add nodes; the pod waits for them"
+    return Obstacle(Reason.UNSCHEDULABLE, f"{where}: no node fits: {said or 'no details'}. {remedy}")
+
+
+def find_claim_obstacle(situation: Situation) -> Obstacle | None:
+    """What is wrong with the PVC itself, before any pod needs it."""
+    claim, name, is_given = situation.observation.claim, situation.run.claim_name, bool(situation.run.spec.storage.claim_name)
+    if claim is None:
+        if not is_given:
+            return None
+        text = f"PersistentVolumeClaim {name} does not exist in namespace {situation.run.namespace}"
+        return Obstacle(Reason.VOLUME_MISSING, f"{text}. Create it, or leave out spec.storage.claimName in a new TrainingRun")
+    if claim.phase == "Lost":
+        text = f"PersistentVolumeClaim {name} has lost its volume"
+        return Obstacle(Reason.VOLUME_LOST, f"{text}. Restore the volume, or start a new TrainingRun on another")
+    if claim.is_deleting and not situation.live:
+        return Obstacle(Reason.VOLUME_MISSING, f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another")
+    return None
