@@ -363,7 +363,8 @@ class Cluster:
         assert go.first_rank == sum(one.workers for _, one in group)
         assert not node.is_leaving or not any(isinstance(one, Leaving) for one in node.received), "go to a node that leaves"
         group.append((node, go))
-        least, most = self.settings.min_nodes, self.settings.max_nodes
+        # As they are now: a running coordinator can be given others.
+        least, most = self.group.settings.min_nodes, self.group.settings.max_nodes
         assert (least <= go.num_nodes or self.settings.recovery == "fresh") and go.num_nodes <= most
         assert node.ready_for == go.generation, "go before ready"
         joined = self.group.nodes.get(node.name)
