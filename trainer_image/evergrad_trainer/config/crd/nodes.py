@@ -68,11 +68,14 @@ def items(description: str, item: Schema, *, most: int, keys: Sequence[str] = ()
     return {"type": "array", "description": description, "maxItems": most, **kind, "items": item, **more}
 
 
-def rule(expression: str, message: str, *, at: str = "", reason: str = "FieldValueInvalid", spoken: str = "") -> Schema:
-    """A CEL rule. ``at``: the path below the rule's own that is blamed. ``spoken``: a message that quotes values."""
-    found = {"rule": expression, "message": message, "reason": reason}
-    if spoken:
-        found["messageExpression"] = spoken
+def rule(expression: str, message: str, *, at: str = "", reason: str = "") -> Schema:
+    """A CEL rule. ``reason``: FieldValueInvalid unless another is given.
+
+    ``at``: the path below the rule's own that is blamed.
+    """
+    found = {"rule": expression, "message": message}
+    if reason:
+        found["reason"] = reason
     if at:
         found["fieldPath"] = at
     return found

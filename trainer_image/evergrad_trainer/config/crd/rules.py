@@ -86,10 +86,8 @@ def _node_rules() -> tuple[Schema, ...]:
     return (
         rule(
             f"!has(self.min) || !has(self.max) || {number('self.min')} <= {number('self.max')}",
-            "max is below min. Raise max, or lower min.",
+            "is below nodes.min. Raise max, or lower min.",
             at=".max",
-            spoken="'max ' + string(self.max) + ' is below min ' + string(self.min) + '. Raise max to at least ' "
-            "+ string(self.min) + ', or lower min.'",
         ),
     )
 
@@ -109,8 +107,7 @@ def _quantity(value: str) -> str:
 def _resource_rules() -> Mapping[str, tuple[Schema, ...]]:
     where = "spec.resources"
     memory = rule(
-        "!('memory' in self) || !isQuantity(string(self['memory'])) || "
-        "quantity(string(self['memory'])).compareTo(quantity('1Mi')) >= 0",
+        "!('memory' in self) || quantity(string(self['memory'])).compareTo(quantity('1Mi')) >= 0",
         "memory: is too little; it is a number of bytes. Write a unit, such as 4Gi.",
     )
     device = (
@@ -118,26 +115,25 @@ def _resource_rules() -> Mapping[str, tuple[Schema, ...]]:
         "'.kubernetes.io')"
     )
     whole = rule(
-        f"self.all(name, !({device}) || !isQuantity(string(self[name])) || {_quantity('self[name]')}.isInteger())",
+        f"self.all(name, !({device}) || {_quantity('self[name]')}.isInteger())",
         "is not a whole number of devices; devices are not shared. Write a whole number.",
     )
-    both = "isQuantity(string(self.requests[name])) && isQuantity(string(self.limits[name])) ? "
-    both += _quantity("self.requests[name]")
     limits = rule(
-        "!has(self.requests) || !has(self.limits) || self.requests.all(name, !(name in self.limits) || "
-        f"({both}.compareTo({_quantity('self.limits[name]')}) <= 0 : true))",
+        "!has(self.requests) || !has(self.limits) || ['cpu', 'memory', 'ephemeral-storage'].all(name, "
+        "!(name in self.requests) || !(name in self.limits) || "
+        f"{_quantity('self.requests[name]')}.compareTo({_quantity('self.limits[name]')}) <= 0)",
         "a request is more than its limit. Raise the limit, or lower the request.",
         at=".requests",
     )
     devices = rule(
         f"!has(self.requests) || self.requests.all(name, !({device}) || (has(self.limits) && name in self.limits "
-        f"&& string(self.limits[name]) == string(self.requests[name])))",
+        "&& self.limits[name] == self.requests[name]))",
         "a device has no limit, or another one; devices are requested by their limit. Move it to limits.",
         at=".requests",
     )
     return {
         where: (limits, devices),
-        f"{where}.requests": (_resource_names(), memory, whole),
+        f"{where}.requests": (_resource_names(), memory),
         f"{where}.limits": (_resource_names(), memory, whole),
     }
 
@@ -165,7 +161,7 @@ def _storage_rules() -> Mapping[str, tuple[Schema, ...]]:
         ),
         f"{where}.size": (
             rule(
-                "!isQuantity(string(self)) || quantity(string(self)).compareTo(quantity('1Mi')) >= 0",
+                "quantity(string(self)).compareTo(quantity('1Mi')) >= 0",
                 "is too small; it is a number of bytes. Write a unit, such as 20Gi.",
             ),
         ),

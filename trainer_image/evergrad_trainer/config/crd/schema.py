@@ -32,6 +32,8 @@ _FRACTION: Final = (
     r"^\s*\+?(0*100(\.0*)?\s*%|0*[0-9]{1,2}(\.[0-9_]*)?\s*%|\.[0-9][0-9_]*\s*%|0+(\.[0-9_]*)?|\.[0-9][0-9_]*"
     r"|0*1(\.0*)?|[0-9][0-9_.]*[eE]-[0-9]{1,4}\s*%?)\s*$"
 )
+_NUMBER: Final = r"^\s*([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][+-]?[0-9]{{1,4}})?\s*{}\s*$"
+_UNITS, _BYTES, _PARTS = "[kKMGBT]?", "([kMGT]|[KMGTP]i)?", "[kKMGBT%]?"
 _NOT_ZERO: Final = r"^[^eE]*[1-9]"
 # No type may stand beside these: what is no number and no text is refused by bounds that only such values have.
 _SCALAR: Final[Schema] = {
@@ -172,7 +174,7 @@ def _dict_schema(field: Field, annotation: Any) -> Schema:
     item = {"description": "Its value.", **scalar_schema(inner, metadata)}
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
-    most = 32 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
+    most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
     return {"type": "object", "maxProperties": most, "additionalProperties": item}
 
 
@@ -219,9 +221,8 @@ def _number_schema(human: Human, metadata: list[Any]) -> Schema:
     bounds = _number_bounds(metadata)
     if human.kind in ("count", "bytes"):
         return _count_schema(human, bounds)
-    # Bounds hold for numbers only, patterns for texts only: a text shows by its own form that it is not negative, and not zero.
-    pattern = human.pattern if "minimum" not in bounds else human.pattern.replace("[+-]?", "[+]?", 1)
-    found: Schema = {**_SCALAR, "pattern": _FRACTION if human.kind == "fraction" else pattern, **bounds}
+    # Bounds hold for numbers only, patterns for texts only: no text is negative, and one that must not be zero has a digit.
+    found: Schema = {**_SCALAR, "pattern": _FRACTION if human.kind == "fraction" else _NUMBER.format(_PARTS), **bounds}
     if human.kind == "fraction":
         found |= {"minimum": bounds.get("minimum", 0), "maximum": bounds.get("maximum", 1)}
     if found.get("exclusiveMinimum") and found["minimum"] == 0:
@@ -239,7 +240,7 @@ def _count_schema(human: Human, bounds: Schema) -> Schema:
     message = f"is not a whole number of {least} or more. Write one, such as {example}."
     if most != LARGEST_COUNT:
         message = f"is not a whole number from {least} to {most}. Write one; units as in {example} are allowed."
-    found = int_or_text("", pattern=human.pattern.replace("[+-]?", "[+]?", 1), **bounds)
+    found = int_or_text("", pattern=_NUMBER.format(_BYTES if is_bytes else _UNITS), **bounds)
     found[VALIDATIONS] = [rule(bounds_of_text(least, most, is_bytes=is_bytes), message)]
     return _without_description(found)
 
