@@ -92,7 +92,7 @@ class Mirror:
 
     # ---- what it is told ----------------------------------------------------------------------------------------------
 
-    def see(self, resource: str, raw: Raw, *, is_deleted: bool = False, is_watched: bool = False) -> Sequence[Key]:
+    def see(self, resource: str, raw: Raw, *, is_deleted: bool = False, is_watched: bool = False) -> tuple[Key, ...]:
         """Take in one object, unless something newer is known; the runs it concerns.
 
         ``is_watched``: a watch has shown it; else it is an answer that the watch has yet to show.
@@ -175,7 +175,7 @@ class Mirror:
         if echo is not None and (is_deleted or version >= echo.version):
             del self._echoes[resource, identity]
 
-    def _concerned(self, resource: str, raw: Raw) -> Sequence[Key]:
+    def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
         metadata = raw["metadata"]
         namespace, name = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
         if resource == RUNS:

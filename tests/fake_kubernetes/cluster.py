@@ -1,0 +1,50 @@
+"""What reconciling needs of an API server, from a Store, without HTTP."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evergrad_operator.errors import ApiError
+from evergrad_operator.kube import KINDS, Kind
+from fake_kubernetes.store import RefusedError, Store
+
+
+class FakeCluster:
+    """The Cluster and the Poster of ``evergrad_operator``."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.reads: list[tuple[str, str]] = []
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
+        self.reads.append(("get", kind.plural))
+        return self.store.get(kind.plural, namespace, name) if (kind.plural, namespace, name) in self.store.objects else None
+
+    async def list_all(
+        self, kind: Kind, namespace: str | None, *, selector: str = "", metadata_only: bool = False
+    ) -> tuple[list[Any], int]:
+        self.reads.append(("list", kind.plural))
+        return list(self.store.list(kind.plural, namespace, selector)), self.store.version
+
+    async def create(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._try(lambda: self.store.create(KINDS[body["kind"]].plural, body))
+
+    async def apply(self, body: Mapping[str, Any], *, subresource: str = "", manager: str = "") -> Mapping[str, Any]:
+        return self._try(lambda: self.store.apply(KINDS[body["kind"]].plural, body, subresource))
+
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._try(lambda: self.store.merge(kind.plural, namespace, name, patch))
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
+        try:
+            self._try(lambda: self.store.delete(kind.plural, namespace, name, uid))
+        except ApiError as error:
+            if error.status in (404, 409):
+                return False
+            raise
+        return True
+
+    def _try(self, act: Any) -> Any:
+        try:
+            return act()
+        except RefusedError as error:
+            raise ApiError(error.status, error.reason, error.message) from None

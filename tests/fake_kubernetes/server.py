@@ -1,0 +1,168 @@
+"""The Store over HTTP, as kopf and the official client ask it. ``python -m fake_kubernetes.server PORT`` runs one."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from aiohttp import web
+
+from fake_kubernetes.store import KINDS, RefusedError, Store, matches
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class FakeServer:
+    """``tokens``: those that are taken, none for all. ``delay``: seconds before each answer."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        self.store = store or Store()
+        self.tokens: set[str] = set()
+        self.delay = 0.0
+        self.requests: list[tuple[str, str]] = []
+        self.answers: list[Callable[[], web.Response]] = []
+        """Given instead of what would be, once each."""
+        self._watchers: list[asyncio.Queue[tuple[str, str, Any] | None]] = []
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+
+    async def listen(self, port: int = 0) -> str:
+        app = web.Application(client_max_size=2**24)
+        app.router.add_route("*", "/{path:.*}", self._answer)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.2)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        self.store.on_change = self._publish
+        return self.url
+
+    async def close(self) -> None:
+        self.drop_watches()
+        if self._runner:
+            await self._runner.cleanup()
+
+    def drop_watches(self) -> None:
+        """All watches end; what happens until they are back is not told."""
+        for queue in self._watchers:
+            queue.put_nowait(None)
+
+    def _publish(self, kind: str, plural: str, raw: Any) -> None:
+        text = json.dumps({"type": kind, "object": raw})
+        for queue in self._watchers:
+            queue.put_nowait((plural, text, raw))
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        self.requests.append((request.method, request.path))
+        if self.delay:
+            await asyncio.sleep(self.delay)
+        token = request.headers.get("Authorization", "").partition(" ")[2]
+        if self.tokens and token not in self.tokens:
+            return _refuse(RefusedError(401, "Unauthorized"))
+        if self.answers:
+            return self.answers.pop(0)()
+        parts = request.path.strip("/").split("/")
+        try:
+            if parts[-1] == "selfsubjectaccessreviews":
+                return web.json_response({**await request.json(), "status": {"allowed": True}}, status=201)
+            if found := _discover(parts):
+                return web.json_response(found)
+            return await self._serve(request, *_locate(parts))
+        except RefusedError as error:
+            return _refuse(error)
+
+    async def _serve(self, request: web.Request, plural: str, namespace: str, name: str, subresource: str) -> web.StreamResponse:
+        method, query, store = request.method, request.query, self.store
+        if method == "GET" and name:
+            return web.json_response(store.get(plural, namespace, name))
+        if method == "GET" and query.get("watch"):
+            return await self._watch(request, plural, namespace)
+        if method == "GET":
+            items = store.list(plural, namespace, query.get("labelSelector", ""))
+            version = str(store.version)
+            return web.json_response({"kind": "List", "items": items, "metadata": {"resourceVersion": version}})
+        body = await request.json() if request.can_read_body else {}
+        if method == "POST":
+            body["metadata"].setdefault("namespace", namespace)
+            return web.json_response(store.create(plural, body), status=201)
+        if method == "PUT":
+            return web.json_response(store.replace(plural, body))
+        if method == "DELETE":
+            uid = (body.get("preconditions") or {}).get("uid")
+            return web.json_response(store.delete(plural, namespace, name, uid))
+        if request.content_type == "application/apply-patch+yaml":
+            return web.json_response(store.apply(plural, body, subresource))
+        return web.json_response(store.merge(plural, namespace, name, body))
+
+    async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
+        selector, since = request.query.get("labelSelector", ""), int(request.query.get("resourceVersion") or 0)
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        queue: asyncio.Queue[tuple[str, str, Any] | None] = asyncio.Queue()
+        for version, kind, which, raw in self.store.changes:
+            if version > since:
+                queue.put_nowait((which, json.dumps({"type": kind, "object": raw}), raw))
+        self._watchers.append(queue)
+        try:
+            while (told := await queue.get()) is not None:
+                which, text, raw = told
+                if which == plural and namespace in ("", raw["metadata"].get("namespace")) and matches(raw, selector):
+                    await response.write(text.encode() + b"\n")
+        finally:
+            self._watchers.remove(queue)
+        return response
+
+
+def _locate(parts: list[str]) -> tuple[str, str, str, str]:
+    rest = parts[2:] if parts[0] == "api" else parts[3:]
+    namespace = ""
+    if rest and rest[0] == "namespaces" and len(rest) > 2:
+        namespace, rest = rest[1], rest[2:]
+    if not rest or rest[0] not in KINDS:
+        raise RefusedError(404, "NotFound", "no such resource")
+    return rest[0], namespace, rest[1] if len(rest) > 1 else "", rest[2] if len(rest) > 2 else ""
+
+
+def _discover(parts: list[str]) -> dict[str, Any] | None:
+    if parts == ["version"]:
+        return {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
+    if parts == ["api"]:
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    groups = sorted({version for _, version in KINDS.values() if "/" in version})
+    if parts == ["apis"]:
+        names = [(version.partition("/")[0], version.partition("/")[2]) for version in groups]
+        entries = [
+            {"name": name, "versions": [{"groupVersion": f"{name}/{number}", "version": number}],
+             "preferredVersion": {"groupVersion": f"{name}/{number}", "version": number}}
+            for name, number in names
+        ]  # fmt: skip
+        return {"kind": "APIGroupList", "groups": entries}
+    version = "/".join(parts[1:])
+    if (parts[0] == "api" and len(parts) == 2) or (parts[0] == "apis" and len(parts) == 3):
+        verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
+        resources = [
+            {"name": plural, "singularName": kind.lower(), "kind": kind, "namespaced": True, "verbs": verbs, "shortNames": []}
+            for plural, (kind, where) in KINDS.items()
+            if where == version
+        ]
+        if version == "v1":
+            names = {"name": "namespaces", "singularName": "namespace", "kind": "Namespace"}
+            resources.append({**names, "namespaced": False, "verbs": verbs})
+        return {"kind": "APIResourceList", "groupVersion": version, "resources": resources}
+    return None
+
+
+def _refuse(error: RefusedError) -> web.Response:
+    body = {"kind": "Status", "status": "Failure", "code": error.status, "reason": error.reason, "message": error.message}
+    headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
+    return web.json_response(body, status=error.status, headers=headers)
+
+
+async def _main(port: int) -> None:
+    server = FakeServer()
+    print(await server.listen(port), flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(int(sys.argv[1])))

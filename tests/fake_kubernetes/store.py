@@ -1,0 +1,223 @@
+"""Objects as an API server keeps them. Everything that happens is in ``writes`` and ``changes``."""
+
+import copy
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+Raw = dict[str, Any]
+Place = tuple[str, str, str]
+KINDS = {
+    "trainingruns": ("TrainingRun", "evergrad.dev/v1alpha1"),
+    "pods": ("Pod", "v1"),
+    "services": ("Service", "v1"),
+    "configmaps": ("ConfigMap", "v1"),
+    "persistentvolumeclaims": ("PersistentVolumeClaim", "v1"),
+    "events": ("Event", "v1"),
+    "poddisruptionbudgets": ("PodDisruptionBudget", "policy/v1"),
+    "networkpolicies": ("NetworkPolicy", "networking.k8s.io/v1"),
+    "leases": ("Lease", "coordination.k8s.io/v1"),
+}
+
+
+class RefusedError(Exception):
+    """A request that is not done: HTTP status, reason, message."""
+
+    def __init__(self, status: int, reason: str, message: str = "", *, retry_after: int | None = None) -> None:
+        self.status, self.reason, self.message, self.retry_after = status, reason, message or reason, retry_after
+        super().__init__(f"{status} {reason}: {message}")
+
+
+@dataclass
+class Write:
+    """One request that was meant to change something. ``has_changed``: it did."""
+
+    verb: str
+    plural: str
+    name: str
+    has_changed: bool = True
+
+
+@dataclass
+class Store:
+    """The objects. ``before`` is called before each write and may raise RefusedError; ``after`` after it."""
+
+    objects: dict[Place, Raw] = field(default_factory=dict)
+    changes: list[tuple[int, str, str, Raw]] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    before: Callable[[Write], None] = lambda write: None
+    after: Callable[[Write], None] = lambda write: None
+    on_change: Callable[[str, str, Raw], None] = lambda kind, plural, raw: None
+    clock: Callable[[], float] = lambda: datetime.now(UTC).timestamp()
+    _versions: Any = field(default_factory=lambda: itertools.count(1000))
+    _uids: Any = field(default_factory=lambda: itertools.count(1))
+    version: int = 999
+
+    def get(self, plural: str, namespace: str, name: str) -> Raw:
+        """A copy. Raises RefusedError 404."""
+        found = self.objects.get((plural, namespace, name))
+        if found is None:
+            raise RefusedError(404, "NotFound", f"{plural} {name!r} not found")
+        return copy.deepcopy(found)
+
+    def list(self, plural: str, namespace: str | None = None, selector: str = "") -> list[Raw]:
+        """Copies, in order of their names."""
+        return [
+            copy.deepcopy(raw)
+            for (kind, where, _), raw in sorted(self.objects.items())
+            if kind == plural and namespace in (None, "", where) and matches(raw, selector)
+        ]
+
+    def create(self, plural: str, raw: Mapping[str, Any]) -> Raw:
+        """Raises RefusedError 409 where the name is taken."""
+        body = copy.deepcopy(dict(raw))
+        metadata = body["metadata"]
+        place = plural, metadata.get("namespace", ""), metadata["name"]
+        write = self._begin("create", place)
+        if place in self.objects:
+            raise RefusedError(409, "AlreadyExists", f"{plural} {place[2]!r} already exists")
+        kind, version = KINDS[plural]
+        metadata |= {"uid": f"uid-{next(self._uids)}", "creationTimestamp": self._now(), "generation": 1}
+        body = {"apiVersion": version, "kind": kind, **body}
+        if plural == "trainingruns":
+            body.pop("status", None)
+        if plural == "pods":
+            body.setdefault("status", {"phase": "Pending"})
+        return self._store("ADDED", place, body, write)
+
+    def apply(self, plural: str, raw: Mapping[str, Any], subresource: str = "", verb: str = "patch") -> Raw:
+        """Server-side apply by one manager: what the intent says is so; what it said before and says no more goes."""
+        body = copy.deepcopy(dict(raw))
+        metadata = body["metadata"]
+        place = plural, metadata.get("namespace", ""), metadata["name"]
+        known = self.objects.get(place)
+        if known is None and subresource:
+            raise RefusedError(404, "NotFound")
+        if known is None:
+            return self.create(plural, raw)
+        write = self._begin(verb, place)
+        if metadata.get("uid", known["metadata"]["uid"]) != known["metadata"]["uid"]:
+            raise RefusedError(409, "Conflict", "uid mismatch")
+        new = copy.deepcopy(known)
+        if subresource == "status":
+            new["status"] = body["status"]
+        else:
+            for key in ("labels", "annotations"):
+                new["metadata"][key] = {**(new["metadata"].get(key) or {}), **(metadata.get(key) or {})}
+            for key in body:
+                if key not in ("metadata", "apiVersion", "kind", "status"):
+                    new[key] = body[key]
+            if new.get("spec") != known.get("spec"):
+                new["metadata"]["generation"] = known["metadata"].get("generation", 1) + 1
+        if new == known:
+            write.has_changed = False
+            self._end(write)
+            return copy.deepcopy(known)
+        return self._store("MODIFIED", place, new, write)
+
+    def merge(self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]) -> Raw:
+        """A JSON merge patch."""
+        known = self.get(plural, namespace, name)
+        write = self._begin("patch", (plural, namespace, name))
+        new = merged(known, patch)
+        if new.get("spec") != known.get("spec"):
+            new["metadata"]["generation"] = known["metadata"].get("generation", 1) + 1
+        return self._store("MODIFIED", (plural, namespace, name), new, write)
+
+    def replace(self, plural: str, raw: Mapping[str, Any]) -> Raw:
+        """Raises RefusedError 409 unless the version is the newest."""
+        body = copy.deepcopy(dict(raw))
+        place = plural, body["metadata"].get("namespace", ""), body["metadata"]["name"]
+        known = self.get(*place)
+        write = self._begin("update", place)
+        if body["metadata"].get("resourceVersion") not in (None, known["metadata"]["resourceVersion"]):
+            raise RefusedError(409, "Conflict")
+        return self._store("MODIFIED", place, {**known, **body}, write)
+
+    def delete(self, plural: str, namespace: str, name: str, uid: str | None = None) -> Raw:
+        """Pods that run get a deletion timestamp, as with a grace; everything else goes."""
+        known = self.get(plural, namespace, name)
+        write = self._begin("delete", (plural, namespace, name))
+        if uid is not None and known["metadata"]["uid"] != uid:
+            raise RefusedError(409, "Conflict", "uid precondition")
+        is_running = plural == "pods" and (known.get("status") or {}).get("phase") == "Running"
+        if is_running and "deletionTimestamp" not in known["metadata"]:
+            known["metadata"]["deletionTimestamp"] = self._now()
+            return self._store("MODIFIED", (plural, namespace, name), known, write)
+        self.remove(plural, namespace, name)
+        self._end(write)
+        return known
+
+    # ---- what others do: not counted as writes ------------------------------------------------------------------------
+
+    def remove(self, plural: str, namespace: str, name: str, *, is_silent: bool = False) -> None:
+        """It is gone, and what it owns, too. ``is_silent``: no watch is told."""
+        known = self.objects.pop((plural, namespace, name))
+        self.version = next(self._versions)
+        known["metadata"]["resourceVersion"] = str(self.version)
+        if not is_silent:
+            self._tell("DELETED", plural, known)
+        for kind, where, child in list(self.objects):
+            owners = self.objects[kind, where, child]["metadata"].get("ownerReferences") or ()
+            if any(owner.get("uid") == known["metadata"]["uid"] for owner in owners):
+                self.remove(kind, where, child, is_silent=is_silent)
+
+    def change(self, plural: str, namespace: str, name: str, patch: Mapping[str, Any]) -> Raw:
+        """Somebody else changes it, by a merge patch."""
+        known = self.objects[plural, namespace, name]
+        new = merged(known, patch)
+        if new.get("spec") != known.get("spec"):
+            new["metadata"]["generation"] = known["metadata"].get("generation", 1) + 1
+        return self._store("MODIFIED", (plural, namespace, name), new, None)
+
+    # ---- inside -------------------------------------------------------------------------------------------------------
+
+    def _begin(self, verb: str, place: Place) -> Write:
+        write = Write(verb, place[0], place[2])
+        self.before(write)
+        return write
+
+    def _end(self, write: Write) -> None:
+        self.writes.append(write)
+        self.after(write)
+
+    def _store(self, kind: str, place: Place, raw: Raw, write: Write | None) -> Raw:
+        self.version = next(self._versions)
+        raw["metadata"]["resourceVersion"] = str(self.version)
+        self.objects[place] = raw
+        self._tell(kind, place[0], raw)
+        if write is not None:
+            self._end(write)
+        return copy.deepcopy(raw)
+
+    def _tell(self, kind: str, plural: str, raw: Raw) -> None:
+        self.changes.append((self.version, kind, plural, copy.deepcopy(raw)))
+        self.on_change(kind, plural, raw)
+
+    def _now(self) -> str:
+        return datetime.fromtimestamp(self.clock(), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def matches(raw: Mapping[str, Any], selector: str) -> bool:
+    """Whether the labels fit ``key`` or ``key=value``, comma-separated."""
+    labels = raw["metadata"].get("labels") or {}
+    for part in filter(None, selector.split(",")):
+        key, is_equal, value = part.partition("=")
+        if key not in labels or (is_equal and labels[key] != value):
+            return False
+    return True
+
+
+def merged(old: Any, patch: Any) -> Any:
+    """RFC 7386."""
+    if not isinstance(patch, Mapping):
+        return copy.deepcopy(patch)
+    new = dict(copy.deepcopy(old)) if isinstance(old, Mapping) else {}
+    for key, value in patch.items():
+        if value is None:
+            new.pop(key, None)
+        else:
+            new[key] = merged(new.get(key), value)
+    return new

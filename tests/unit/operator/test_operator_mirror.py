@@ -1,0 +1,122 @@
+"""The mirror: newest wins, lists prune, echoes are no news, and what the watch owes is known."""
+
+from typing import Any
+
+import pytest
+
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror, slim_pod
+
+KEY = ("ns", "run")
+
+
+def pod(name: str = "run-0-0", *, uid: str = "u1", version: int = 10, **status: Any) -> dict[str, Any]:
+    labels = {"evergrad.dev/run": "run"}
+    metadata = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version), "labels": labels}
+    return {"metadata": metadata, "spec": {}, "status": status}
+
+
+def run(name: str = "run", *, uid: str = "r1", version: int = 10, claim: str | None = None) -> dict[str, Any]:
+    spec = {"storage": {"claimName": claim}} if claim else {}
+    return {"metadata": {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version)}, "spec": spec}
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    return Mirror(clock=lambda: 0.0)
+
+
+def test_an_older_version_never_takes_the_place_of_a_newer_one(mirror: Mirror) -> None:
+    assert mirror.see(PODS, pod(version=12, phase="Running"), is_watched=True) == (KEY,)
+    assert mirror.see(PODS, pod(version=11, phase="Pending"), is_watched=True) == ()
+    assert mirror.pods(KEY)[0]["status"] == {"phase": "Running"}
+
+
+def test_versions_are_compared_as_numbers(mirror: Mirror) -> None:
+    mirror.see(PODS, pod(version=99, phase="Pending"))
+    assert mirror.see(PODS, pod(version=100, phase="Running")) == (KEY,)
+
+
+def test_the_watch_of_what_was_answered_before_is_no_news(mirror: Mirror) -> None:
+    assert mirror.see(RUNS, run(version=20)) == (KEY,)
+    assert mirror.see(RUNS, run(version=20), is_watched=True) == ()
+
+
+def test_what_was_deleted_does_not_come_back_by_a_late_answer(mirror: Mirror) -> None:
+    mirror.see(PODS, pod(version=10))
+    assert mirror.see(PODS, pod(version=12), is_deleted=True, is_watched=True) == (KEY,)
+    assert mirror.see(PODS, pod(version=11)) == ()
+    assert mirror.pods(KEY) == ()
+
+
+def test_the_end_of_an_object_does_not_remove_its_namesake(mirror: Mirror) -> None:
+    mirror.see(RUNS, run(uid="new", version=20))
+    mirror.see(RUNS, run(uid="old", version=19), is_deleted=True, is_watched=True)
+    found = mirror.run(KEY)
+    assert found is not None and found["metadata"]["uid"] == "new"
+
+
+def test_a_list_prunes_what_the_watch_never_said_was_gone(mirror: Mirror) -> None:
+    mirror.see(PODS, pod("run-0-0", uid="a", version=10), is_watched=True)
+    mirror.see(PODS, pod("run-1-0", uid="b", version=11), is_watched=True)
+    changed = mirror.replace(PODS, [pod("run-0-0", uid="a", version=10)], version=50, covers=lambda namespace: True)
+    assert changed == {KEY}
+    assert [one["metadata"]["name"] for one in mirror.pods(KEY)] == ["run-0-0"]
+
+
+def test_a_list_leaves_what_is_newer_than_itself_and_what_it_does_not_span(mirror: Mirror) -> None:
+    mirror.see(PODS, pod("run-0-0", uid="a", version=60), is_watched=True)
+    mirror.see(PODS, pod("run-1-0", uid="b", version=10), is_watched=True)
+    assert mirror.replace(PODS, [], version=50, covers=lambda namespace: namespace == "other") == set()
+    mirror.replace(PODS, [], version=50, covers=lambda namespace: True)
+    assert [one["metadata"]["name"] for one in mirror.pods(KEY)] == ["run-0-0"]
+
+
+def test_a_list_that_says_nothing_new_concerns_nobody(mirror: Mirror) -> None:
+    mirror.see(PODS, pod(version=10), is_watched=True)
+    mirror.see(RUNS, run(version=9), is_watched=True)
+    assert mirror.replace(PODS, [pod(version=10)], version=50, covers=lambda namespace: True) == set()
+    assert mirror.replace(RUNS, [run(version=9)], version=50, covers=lambda namespace: True) == set()
+
+
+def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(mirror: Mirror) -> None:
+    mirror.see(RUNS, run("a", uid="a", claim="shared"))
+    mirror.see(RUNS, run("b", uid="b", claim="shared"))
+    mirror.see(RUNS, run("shared", uid="c"))
+    mirror.see(RUNS, run("d", uid="d"))
+    assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["b", "shared"]
+    assert mirror.others(("ns", "d")) == ()
+    claim = {"metadata": {"name": "shared", "namespace": "ns", "uid": "p", "resourceVersion": "5"}, "spec": {}, "status": {}}
+    assert mirror.see(CLAIMS, claim) == (("ns", "a"), ("ns", "b"), ("ns", "shared"))
+    mirror.see(RUNS, run("b", uid="b", version=11), is_deleted=True, is_watched=True)
+    assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["shared"]
+
+
+def test_children_are_kept_by_kind_and_name_and_go_with_a_list(mirror: Mirror) -> None:
+    metadata = {**pod("run-config")["metadata"], "uid": "c", "resourceVersion": "5"}
+    mirror.see(CHILDREN, {"kind": "ConfigMap", "metadata": metadata, "data": {"much": "x" * 1000}})
+    assert list(mirror.children(KEY)) == [("ConfigMap", "run-config")]
+    assert "data" not in mirror.children(KEY)["ConfigMap", "run-config"]
+    assert mirror.replace(CHILDREN, [], version=9, covers=lambda namespace: True) == {KEY}
+    assert mirror.known() == set()
+
+
+def test_an_answer_that_the_watch_does_not_show_makes_the_watch_late() -> None:
+    now = [100.0]
+    mirror = Mirror(clock=lambda: now[0])
+    mirror.see(PODS, pod(version=10))
+    now[0] = 130.0
+    assert mirror.oldest_echo() == {RUNS: 0.0, PODS: 30.0}
+    mirror.see(PODS, pod(version=9), is_watched=True)
+    assert mirror.oldest_echo()[PODS] == 30.0
+    mirror.see(PODS, pod(version=10), is_watched=True)
+    assert mirror.oldest_echo() == {RUNS: 0.0, PODS: 0.0}
+
+
+def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
+    raw = pod(phase="Running", podIP="10.0.0.1", podIPs=[{"ip": "10.0.0.1"}], containerStatuses=[{"name": "node"}])
+    raw["metadata"] |= {"managedFields": [1], "ownerReferences": [{"uid": "r1"}]}
+    raw["spec"] = {"nodeName": "n1", "containers": [{"name": "node", "image": "i", "env": [1]}], "volumes": [1]}
+    slim = slim_pod(raw)
+    assert slim["spec"] == {"nodeName": "n1", "containers": [{"name": "node", "image": "i"}]}
+    assert slim["status"] == {"phase": "Running", "podIP": "10.0.0.1", "containerStatuses": [{"name": "node"}]}
+    assert "managedFields" not in slim["metadata"] and slim["metadata"]["ownerReferences"] == [{"uid": "r1"}]

@@ -1,0 +1,201 @@
+"""The queue: once per key, one worker per key, back-off and delays."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from itertools import pairwise
+
+from evergrad_operator.queue import Backoff, WorkQueue
+
+Work = Callable[[str], Awaitable[float | None]]
+
+
+async def work_for(queue: WorkQueue[str], process: Work, seconds: float, *, workers: int = 4) -> None:
+    task = asyncio.create_task(queue.run(process, workers=workers))
+    await asyncio.sleep(seconds)
+    await queue.close(seconds=1.0)
+    await task
+
+
+def test_a_key_that_is_added_many_times_before_its_turn_comes_once() -> None:
+    done: list[str] = []
+
+    async def process(key: str) -> None:
+        done.append(key)
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        for _ in range(100):
+            queue.add("a")
+        assert queue.observe().depth == 1
+        await work_for(queue, process, 0.05)
+
+    asyncio.run(main())
+    assert done == ["a"]
+
+
+def test_a_key_that_is_added_while_it_is_worked_on_comes_again_afterwards_and_never_twice_at_a_time() -> None:
+    active, most, done = set[str](), [0], list[str]()
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+
+        async def process(key: str) -> None:
+            assert key not in active
+            active.add(key)
+            most[0] = max(most[0], len(active))
+            if len(done) < 3:
+                queue.add(key)
+                queue.add(key)
+            await asyncio.sleep(0.01)
+            active.discard(key)
+            done.append(key)
+
+        queue.add("a")
+        queue.add("b")
+        await work_for(queue, process, 0.3)
+
+    asyncio.run(main())
+    assert 4 <= len(done) <= 6 and set(done) == {"a", "b"}
+    assert most[0] == 2
+
+
+def test_no_more_keys_are_worked_on_at_a_time_than_there_are_workers() -> None:
+    active, most = [0], [0]
+
+    async def process(key: int) -> None:
+        active[0] += 1
+        most[0] = max(most[0], active[0])
+        await asyncio.sleep(0.005)
+        active[0] -= 1
+
+    async def main() -> None:
+        queue: WorkQueue[int] = WorkQueue()
+        for key in range(40):
+            queue.add(key)
+        task = asyncio.create_task(queue.run(process, workers=3))
+        await asyncio.sleep(0.2)
+        await queue.close(seconds=1.0)
+        await task
+
+    asyncio.run(main())
+    assert most[0] == 3
+
+
+def test_a_failing_key_waits_longer_each_time_and_is_forgiven_when_it_succeeds() -> None:
+    tries: list[float] = []
+    failures: list[int] = []
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue(backoff=Backoff(0.02, 1.0))
+
+        async def process(key: str) -> None:
+            tries.append(asyncio.get_running_loop().time())
+            failures.append(queue.failures(key))
+            if len(tries) < 5:
+                raise ValueError("not yet")
+
+        queue.add("a")
+        await work_for(queue, process, 1.0)
+        assert queue.failures("a") == 0
+
+    asyncio.run(main())
+    assert failures == [0, 1, 2, 3, 4]
+    gaps = [later - earlier for earlier, later in pairwise(tries)]
+    assert all(gap >= 0.5 * 0.02 * 2**number for number, gap in enumerate(gaps))
+
+
+def test_other_keys_go_on_while_one_fails_or_hangs() -> None:
+    done: list[str] = []
+
+    async def process(key: str) -> None:
+        if key == "hangs":
+            await asyncio.sleep(60)
+        if key == "fails":
+            raise RuntimeError
+        done.append(key)
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        for key in ("hangs", "fails", "a", "b"):
+            queue.add(key)
+        task = asyncio.create_task(queue.run(process, workers=2))
+        await asyncio.sleep(0.1)
+        assert queue.observe().longest_work > 0.05
+        await queue.close(seconds=0.01)
+        await task
+
+    asyncio.run(main())
+    assert sorted(done) == ["a", "b"]
+
+
+def test_of_several_due_times_the_earliest_counts() -> None:
+    done: list[str] = []
+
+    async def process(key: str) -> None:
+        done.append(key)
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add("a", after=30.0)
+        queue.add("a", after=0.02)
+        queue.add("a", after=60.0)
+        await work_for(queue, process, 0.2)
+
+    asyncio.run(main())
+    assert done == ["a"]
+
+
+def test_what_a_worker_asks_for_comes_after_so_many_seconds() -> None:
+    times: list[float] = []
+
+    async def process(key: str) -> float | None:
+        times.append(asyncio.get_running_loop().time())
+        return 0.05 if len(times) < 2 else None
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add("a")
+        await work_for(queue, process, 0.3)
+
+    asyncio.run(main())
+    assert len(times) == 2
+    assert times[1] - times[0] >= 0.05
+
+
+def test_two_turns_of_one_key_are_apart_and_the_first_is_at_once() -> None:
+    times: list[float] = []
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue(spacing=0.08)
+
+        async def process(key: str) -> None:
+            times.append(asyncio.get_running_loop().time())
+
+        started = asyncio.get_running_loop().time()
+        task = asyncio.create_task(queue.run(process, workers=1))
+        for _ in range(30):
+            queue.add("a")
+            await asyncio.sleep(0.01)
+        await queue.close(seconds=1.0)
+        await task
+        assert times[0] - started < 0.08
+
+    asyncio.run(main())
+    assert all(later - earlier >= 0.08 for earlier, later in pairwise(times))
+    assert len(times) <= 5
+
+
+def test_a_dropped_key_does_not_come() -> None:
+    done: list[str] = []
+
+    async def process(key: str) -> None:
+        done.append(key)
+
+    async def main() -> None:
+        queue: WorkQueue[str] = WorkQueue()
+        queue.add("a", after=0.02)
+        queue.drop("a")
+        await work_for(queue, process, 0.1)
+
+    asyncio.run(main())
+    assert done == []
