@@ -25,6 +25,10 @@ class Command(Protocol):
 
 
 COMMANDS = ("run", "node", "validate", "preflight", "prepare", "report", "checkpoint", "compare_runs")
+CLUSTER_COMMANDS = (
+    "submit", "list", "status", "logs", "wait", "suspend", "resume", "restart", "checkpoints", "top", "doctor",
+)  # fmt: skip
+_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,10 +38,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # A lost peer is an everyday event here, told in our own words; torch's C++ would add fifty frames for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    args = _build_parser().parse_args(argv)
+    return _execute(_build_parser().parse_args(argv))
+
+
+def main_of_plugin(argv: Sequence[str] | None = None) -> int:
+    """``kubectl evergrad``: the commands for a cluster alone."""
+    return _execute(_build_plugin_parser().parse_args(argv))
+
+
+def _execute(args: argparse.Namespace) -> int:
     command = cast(Command, args.command)
     try:
         return command.execute(args)
+    except KeyboardInterrupt:
+        if not args.is_for_cluster:
+            raise
+        # Nothing of the run is on this machine; whoever followed it has seen enough.
+        return _INTERRUPTED
     except InputError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -63,18 +80,29 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="evergrad",
         description="Train from one TrainingRun file: exact data order, checkpoints that survive kills, a report at the end.",
+        epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
-    parser.add_argument("--version", action="version", version=f"evergrad {__version__}")
+    _add_commands(parser, [*COMMANDS, *(f"cluster.{name}" for name in CLUSTER_COMMANDS)])
+    return parser
+
+
+def _build_plugin_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="kubectl evergrad", description="TrainingRuns on a cluster: submit, follow, stop and look after them.")
+    _add_commands(parser, [f"cluster.{name}" for name in CLUSTER_COMMANDS])
+    return parser
+
+
+def _add_commands(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in names:
         module = importlib.import_module(f"evergrad_trainer.cli.{name}")
         sub = commands.add_parser(
             module.NAME,
             help=module.HELP,
             description=module.HELP,
-            epilog=f"examples:\n{module.EXAMPLES}",
+            epilog="examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-        sub.set_defaults(command=module)
-    return parser
+        sub.set_defaults(command=module, is_for_cluster=name.startswith("cluster."))
