@@ -127,7 +127,7 @@ def build_status() -> Schema:
             "lastFailure": _failure(),
             "attempts": items("The last pods that ended, oldest first.", _attempt(), most=10),
             "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),
-            "memory": texts_by_name("What the operator must not forget; no promise to anybody.", most=32, longest=1024),
+            "memory": texts_by_name("What the operator must not forget; no promise to anybody.", most=32, longest=8192),
             "conditions": items("The run's state, one entry for each aspect.", _condition(), most=16, keys=("type",)),
         },
     )
