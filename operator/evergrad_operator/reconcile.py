@@ -153,7 +153,7 @@ class Reconciler:
         return seen, decision, plan_children(seen, decision, self._config)
 
     def _children(self, key: Key, raw: Raw, memory: Memory) -> Mapping[tuple[str, str], Raw]:
-        """The run's claim and other children; one that somebody else has changed since it was applied loses the mark that spares it."""
+        """The run's claim and other children; one that somebody else has changed since loses the mark that spares it."""
         found: dict[tuple[str, str], Raw] = {}
         claim = self._mirror.claim(key[0], claim_of(raw))
         if claim is not None:

@@ -1,0 +1,175 @@
+"""The lease: one holder at a time, whoever is stopped, slow or cut off."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from fake_kubernetes.cluster import FakeCluster
+from fake_kubernetes.store import RefusedError, Store
+
+from evergrad_operator.errors import ApiError, LeaseLostError
+from evergrad_operator.kube import KINDS
+from evergrad_operator.lease import LeaseGate, LeaseSettings
+
+PLACE = "leases", "ns", "evergrad-operator"
+
+
+class LeaseCluster(FakeCluster):
+    """What a gate asks of the API server."""
+
+    async def create(self, body: Any, *, is_fenced: bool = True) -> Any:
+        return self._try(lambda: self.store.create(KINDS[body["kind"]].plural, body))
+
+    async def replace(self, body: Any, *, is_fenced: bool = True) -> Any:
+        return self._try(lambda: self.store.replace(KINDS[body["kind"]].plural, body))
+
+
+def build_gate(name: str, clock: Callable[[], float], seconds: float = 15.0) -> LeaseGate:
+    return LeaseGate(LeaseSettings("ns", "evergrad-operator", name, seconds), clock=clock)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cluster() -> Any:
+    return LeaseCluster(Store())
+
+
+def test_nothing_may_be_written_before_the_lease_is_held(clock: Clock) -> None:
+    assert build_gate("a", clock).remaining() <= 0
+
+
+def test_the_first_gets_it_and_the_second_waits_its_whole_duration(clock: Clock, cluster: Any) -> None:
+    first, second = build_gate("a", clock), build_gate("b", clock)
+    assert asyncio.run(first._try(cluster))
+    assert 10 < first.remaining() <= 15
+    assert not asyncio.run(second._try(cluster))
+    clock.now += 14.9
+    assert not asyncio.run(second._try(cluster))
+    clock.now += 0.3
+    assert first.remaining() < 0
+    assert asyncio.run(second._try(cluster))
+    assert cluster.store.get(*PLACE)["spec"]["leaseTransitions"] == 1
+
+
+def test_the_holder_is_out_of_time_before_anybody_can_take_over(clock: Clock, cluster: Any) -> None:
+    first, second = build_gate("a", clock), build_gate("b", clock)
+    assert asyncio.run(first._try(cluster))
+    taken_at = None
+    while taken_at is None:
+        clock.now += 0.1
+        if asyncio.run(second._try(cluster)):
+            taken_at = clock.now
+            assert first.remaining() <= 0
+    assert taken_at < 1020
+
+
+def test_a_renewal_seen_by_the_candidate_begins_its_wait_anew(clock: Clock, cluster: Any) -> None:
+    first, second = build_gate("a", clock), build_gate("b", clock)
+    asyncio.run(first._try(cluster))
+    for _ in range(10):
+        clock.now += 5
+        assert asyncio.run(first._try(cluster))
+        assert not asyncio.run(second._try(cluster))
+    assert cluster.store.get(*PLACE)["spec"]["leaseTransitions"] == 0
+
+
+def test_a_holder_that_was_stopped_finds_itself_out_of_time_and_then_another_in_its_place(clock: Clock, cluster: Any) -> None:
+    first, second = build_gate("a", clock), build_gate("b", clock)
+    asyncio.run(first._try(cluster))
+    asyncio.run(second._try(cluster))
+    clock.now += 16
+    asyncio.run(second._try(cluster))
+    assert first.remaining() < 0 < second.remaining()
+    assert not asyncio.run(first._try(cluster))
+    assert first.remaining() < 0 < second.remaining()
+
+
+def test_of_two_that_reach_for_it_at_once_one_gets_it(clock: Clock, cluster: Any) -> None:
+    asyncio.run(build_gate("old", clock)._try(cluster))
+    first, second = build_gate("a", clock), build_gate("b", clock)
+    assert not asyncio.run(first._try(cluster)) and not asyncio.run(second._try(cluster))
+    clock.now += 20
+    original = cluster.get
+
+    async def get_then_lose(*place: Any) -> Any:
+        raw = await original(*place)
+        cluster.get = original
+        assert await second._try(cluster)
+        return raw
+
+    cluster.get = get_then_lose
+    assert not asyncio.run(first._try(cluster))
+    assert first.remaining() < 0 < second.remaining()
+
+
+def test_a_lease_that_was_given_back_is_free_at_once(clock: Clock, cluster: Any) -> None:
+    first, second = build_gate("a", clock), build_gate("b", clock)
+    asyncio.run(first._try(cluster))
+    asyncio.run(second._try(cluster))
+    asyncio.run(first.release(cluster))
+    assert first.remaining() < 0
+    assert asyncio.run(second._try(cluster))
+
+
+def test_a_restarted_holder_of_the_same_name_takes_its_own_lease_again_at_once(clock: Clock, cluster: Any) -> None:
+    asyncio.run(build_gate("pod_uid", clock)._try(cluster))
+    assert asyncio.run(build_gate("pod_uid", clock)._try(cluster))
+
+
+def test_one_that_cannot_renew_holds_on_for_its_time_and_then_ends(cluster: Any) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        gate = build_gate("a", loop.time, seconds=1.6)
+        changes: list[bool] = []
+        gate.on_change = changes.append
+        await gate.acquire(cluster)
+
+        def refuse(write: Any) -> None:
+            raise RefusedError(500, "InternalError")
+
+        cluster.store.before = refuse
+        started = loop.time()
+        with pytest.raises(LeaseLostError):
+            await gate.keep(cluster)
+        assert loop.time() - started >= 0.4
+        assert gate.remaining() <= 0
+        assert changes == [True, False]
+
+    asyncio.run(main())
+
+
+def test_a_renewal_that_hangs_does_not_outlive_the_lease(cluster: Any) -> None:
+    async def hang(*_: Any) -> Any:
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        gate = build_gate("a", loop.time, seconds=1.6)
+        await gate.acquire(cluster)
+        cluster.get = hang
+        with pytest.raises(LeaseLostError):
+            async with asyncio.timeout(20):
+                await gate.keep(cluster)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_does_not_answer_does_not_end_the_waiting(clock: Clock, cluster: Any) -> None:
+    async def fail(*_: Any) -> Awaitable[Any]:
+        raise ApiError(0, "Unreachable", "away")
+
+    cluster.get = fail
+    assert not asyncio.run(build_gate("a", clock)._try(cluster))

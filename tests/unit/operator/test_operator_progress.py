@@ -1,0 +1,155 @@
+"""Asking coordinators: bounded in size, time and number; what is no answer is none."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from evergrad_operator.errors import OperatorError
+from evergrad_operator.progress import MAX_BYTES, Coordinators, PollSettings
+
+KEY = ("ns", "run")
+
+
+class Coordinator:
+    """Answers as told, and counts."""
+
+    def __init__(
+        self, body: bytes = b"{}", *, head: str = "HTTP/1.1 200 OK", seconds: float = 0.0, length: int | None = None
+    ) -> None:
+        self.body, self.head, self.seconds, self.length = body, head, seconds, length
+        self.requests: list[str] = []
+        self.writers: list[asyncio.StreamWriter] = []
+        self.server: asyncio.Server | None = None
+
+    async def listen(self) -> int:
+        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self.server.sockets[0].getsockname()[1])
+
+    def close(self) -> None:
+        assert self.server is not None
+        self.server.close()
+        for writer in self.writers:
+            writer.transport.abort()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
+        body = await reader.readexactly(length)
+        self.requests.append(head.split("\r\n")[0] + body.decode())
+        await asyncio.sleep(self.seconds)
+        size = len(self.body) if self.length is None else self.length
+        writer.write(f"{self.head}\r\nContent-Length: {size}\r\n\r\n".encode() + self.body)
+        writer.close()
+
+
+def ask(coordinator: Coordinator, seconds: float = 0.3, **settings: Any) -> tuple[Coordinators, list[bool]]:
+    """What is known after so many seconds, and the news that was told."""
+    news: list[bool] = []
+
+    async def main() -> Coordinators:
+        port = await coordinator.listen()
+        known = Coordinators(
+            PollSettings(port=port, every=0.05, timeout=0.2, **settings), on_news=lambda key, urgent: news.append(urgent)
+        )
+        known.follow(KEY, "127.0.0.1", 3)
+        task = asyncio.create_task(known.run())
+        await asyncio.sleep(seconds)
+        await known.close()
+        await task
+        coordinator.close()
+        await asyncio.sleep(0)
+        return known
+
+    return asyncio.run(main()), news
+
+
+def test_the_newest_answer_is_known_with_the_attempt_it_is_of() -> None:
+    known, news = ask(Coordinator(json.dumps({"phase": "Running", "step": 7}).encode()))
+    answer = known.answer(KEY)
+    assert answer is not None
+    assert (answer.raw, answer.attempt) == ({"phase": "Running", "step": 7}, 3)
+    assert news == [True]
+
+
+def test_progress_alone_is_news_but_not_urgent() -> None:
+    coordinator = Coordinator(json.dumps({"phase": "Running", "step": 1}).encode())
+
+    async def advance() -> None:
+        coordinator.body = json.dumps({"phase": "Running", "step": len(coordinator.requests)}).encode()
+
+    original = coordinator._serve
+
+    async def serve(reader: Any, writer: Any) -> None:
+        await advance()
+        await original(reader, writer)
+
+    coordinator._serve = serve  # type: ignore[method-assign]
+    _, news = ask(coordinator)
+    assert news[0] is True
+    assert set(news[1:]) == {False}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Coordinator(b"[1]"),
+        lambda: Coordinator(b"not json"),
+        lambda: Coordinator(b"{}", head="HTTP/1.1 503 Service Unavailable"),
+        lambda: Coordinator(b"{}", head="nonsense"),
+        lambda: Coordinator(b"{}", seconds=5.0),
+        lambda: Coordinator(b"{}", length=MAX_BYTES + 1),
+        lambda: Coordinator(b"{}", length=-1),
+        lambda: Coordinator(b"{", length=100),
+        lambda: Coordinator(b"[" * 100_000),
+    ],
+)
+def test_what_is_no_answer_is_none_and_is_asked_for_less_often(build: Callable[[], Coordinator]) -> None:
+    coordinator = build()
+    known, news = ask(coordinator)
+    assert known.answer(KEY) is None
+    assert news == []
+    assert len(coordinator.requests) <= 2
+
+
+def test_a_coordinator_that_is_not_there_is_no_error() -> None:
+    async def main() -> None:
+        known = Coordinators(PollSettings(port=1, timeout=0.2))
+        known.follow(KEY, "127.0.0.1", 0)
+        task = asyncio.create_task(known.run())
+        await asyncio.sleep(0.05)
+        assert known.answer(KEY) is None
+        await known.close()
+        await task
+
+    asyncio.run(main())
+
+
+def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
+    known, _ = ask(Coordinator(b'{"step": 1}'))
+    known.follow(KEY, "127.0.0.1", 4)
+    assert known.answer(KEY) is None
+    known.leave(KEY)
+    assert known.num_followed() == 0
+
+
+def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
+    async def main() -> Coordinator:
+        coordinator = Coordinator(b"ok")
+        port = await coordinator.listen()
+        known = Coordinators(PollSettings(port=port))
+        with pytest.raises(OperatorError, match="no coordinator"):
+            await known.post_bounds(KEY, 1, 2)
+        known.follow(KEY, "127.0.0.1", 0)
+        await known.post_bounds(KEY, 1, 2)
+        coordinator.head, coordinator.body = "HTTP/1.1 400 Bad Request", b"bounds: max is below min"
+        with pytest.raises(OperatorError, match="max is below min"):
+            await known.post_bounds(KEY, 3, 2)
+        coordinator.close()
+        await asyncio.sleep(0)
+        return coordinator
+
+    assert asyncio.run(main()).requests[0] == 'POST /bounds HTTP/1.1{"min": 1, "max": 2}'

@@ -1,0 +1,68 @@
+"""Events: what repeats is counted, a crash loop stays below fifteen objects, and nothing depends on them."""
+
+import asyncio
+from typing import Any
+
+from fake_kubernetes.cluster import FakeCluster
+from fake_kubernetes.store import RefusedError, Store
+
+from evergrad_operator.recorder import Recorder
+
+RUN = {"metadata": {"name": "run", "namespace": "ns", "uid": "u", "resourceVersion": "5"}}
+
+
+def record(store: Store, *events: tuple[str, str, str]) -> list[dict[str, Any]]:
+    async def main() -> None:
+        recorder = Recorder(FakeCluster(store))
+        for event in events:
+            await recorder.record(RUN, *event)
+
+    asyncio.run(main())
+    return store.list("events")
+
+
+def test_the_same_event_is_one_object_with_a_count() -> None:
+    (event,) = record(Store(), *[("Warning", "WorkerCrash", "rank 1 died")] * 7)
+    assert (event["count"], event["type"], event["reason"], event["message"]) == (7, "Warning", "WorkerCrash", "rank 1 died")
+    assert event["involvedObject"]["uid"] == "u"
+    assert event["reportingComponent"] == event["source"]["component"] == "evergrad-operator"
+
+
+def test_a_crash_loop_of_fifty_with_ever_new_messages_stays_below_fifteen_objects() -> None:
+    reasons = ("WorkerCrash", "BackingOff", "Starting", "Training")
+    events = record(
+        Store(), *[("Warning", reason, f"{reason} of pod run-0-{number}") for number in range(50) for reason in reasons]
+    )
+    assert len(events) < 15
+    assert sum(event["count"] for event in events) == 200
+    assert any(event["message"].endswith("run-0-49") for event in events)
+
+
+def test_an_event_that_cannot_be_posted_is_passed_over() -> None:
+    store = Store()
+
+    def refuse(write: Any) -> None:
+        raise RefusedError(403, "Forbidden")
+
+    store.before = refuse
+    assert record(store, ("Normal", "Complete", "done")) == []
+
+
+def test_an_event_that_expired_is_posted_anew() -> None:
+    store = Store()
+
+    async def main() -> None:
+        recorder = Recorder(FakeCluster(store))
+        await recorder.record(RUN, "Normal", "Training", "a")
+        store.objects.clear()
+        for _ in range(2):
+            await recorder.record(RUN, "Normal", "Training", "a")
+        recorder.forget("u")
+
+    asyncio.run(main())
+    assert [event["count"] for event in store.list("events")] == [1]
+
+
+def test_a_message_is_bounded() -> None:
+    (event,) = record(Store(), ("Normal", "Training", "x" * 5000))
+    assert len(event["message"]) == 1024
