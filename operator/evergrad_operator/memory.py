@@ -1,5 +1,6 @@
 """What the operator knows of a run only from the run's own status: counters and decisions that are not taken twice. Pure."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -9,7 +10,8 @@ from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps
 from evergrad_operator.times import format_time, parse_time
 
 MAX_ENDS: Final = 10
-MAX_CAUSES: Final = 32
+MAX_CAUSES: Final = 16
+LONGEST_CAUSE: Final = 32
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class LastFailure:
     """The newest failure and its root cause. ``rank`` and ``step`` are None where nobody said them."""
 
     cause: str
-    node: str
+    node: int | None
     message: str
     at: float
     rank: int | None = None
@@ -72,13 +74,14 @@ class Coordinator:
     image: str = ""
     is_recorded: bool = False
     restarts: Mapping[str, int] = NOTHING
-    lost_seconds: Mapping[str, float] = NOTHING
+    lost_seconds: Mapping[str, int] = NOTHING
 
 
 @dataclass(frozen=True)
 class Training:
     """What was last known of the training itself. ``updated_at``: when the step last changed, seconds since 1970."""
 
+    generation: int | None = None
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
@@ -112,7 +115,7 @@ class Memory:
     attempts: tuple[int, ...] = ()
     recorded: frozenset[int] = frozenset()
     restarts: Mapping[str, int] = NOTHING
-    lost_seconds: Mapping[str, float] = NOTHING
+    lost_seconds: Mapping[str, int] = NOTHING
     budget: Budget = Budget()
     last_failure: LastFailure | None = None
     ends: tuple[EndRecord, ...] = ()
@@ -132,7 +135,7 @@ class Memory:
 def parse_memory(status: Mapping[str, Any]) -> Memory:
     """The memory in a run's ``status``. What is missing or not understood counts as unknown: a status may be lost."""
     conditions = tuple(get_maps(status, "conditions"))
-    nodes = get_map(status, "nodes")
+    notes, gang = get_map(status, "memory"), unpack_counts(get_text(get_map(status, "memory"), "gang"))
     return Memory(
         is_known=bool(conditions),
         image=get_text(status, "image"),
@@ -140,20 +143,20 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         restart=get_int(status, "attempt") or 0,
         restart_nonce=get_text(status, "restartNonce") or None,
         start_time=parse_time(status.get("startTime")),
-        finishing_since=parse_time(status.get("finishingTime")),
+        finishing_since=parse_time(notes.get("finishingTime")),
         finish=_parse_finish(status, conditions),
-        is_stopped=status.get("stopped") is True,
-        coordinator=_parse_coordinator(get_map(status, "coordinator")),
-        attempts=unpack_counts(get_text(nodes, "attempts")),
-        recorded=frozenset(unpack_ranges(get_text(nodes, "ended"))),
-        restarts=_ints(get_map(status, "restarts", "byCause")),
-        lost_seconds=_floats(get_map(status, "lostSeconds")),
-        budget=_parse_budget(get_map(status, "failures")),
+        is_stopped=notes.get("stopped") == "true",
+        coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
+        attempts=unpack_counts(get_text(notes, "attempts")),
+        recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
+        restarts=_parse_counters(get_map(status, "restarts", "byCause")),
+        lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
+        budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
         last_failure=_parse_failure(get_map(status, "lastFailure")),
         ends=tuple(_parse_end(one) for one in get_maps(status, "attempts"))[-MAX_ENDS:],
         training=_parse_training(status),
-        gang_size=get_int(get_map(status, "gang"), "size") or 0,
-        gang=get_int(get_map(status, "gang"), "number") or 0,
+        gang_size=gang[0] if len(gang) == 2 else 0,
+        gang=gang[1] if len(gang) == 2 else 0,
         phase=get_text(status, "phase"),
         reason=get_text(status, "reason"),
         message=get_text(status, "message"),
@@ -170,21 +173,21 @@ def _parse_finish(status: Mapping[str, Any], conditions: Iterable[Mapping[str, A
     return None
 
 
-def _parse_coordinator(raw: Mapping[str, Any]) -> Coordinator:
+def _parse_coordinator(raw: Mapping[str, Any], notes: Mapping[str, Any]) -> Coordinator:
     attempt = get_int(raw, "attempt")
     return Coordinator(
         attempt=-1 if attempt is None else attempt,
-        image=get_text(raw, "image"),
-        is_recorded=raw.get("ended") is True,
-        restarts=_ints(get_map(raw, "restarts")),
-        lost_seconds=_floats(get_map(raw, "lostSeconds")),
+        image=get_text(notes, "coordinatorImage"),
+        is_recorded=notes.get("coordinatorEnded") == "true",
+        restarts=_parse_counters(_unpack(notes, "coordinatorRestarts")),
+        lost_seconds=_parse_counters(_unpack(notes, "coordinatorLostSeconds")),
     )
 
 
-def _parse_budget(raw: Mapping[str, Any]) -> Budget:
-    step, checkpoint = get_int(raw, "step"), get_int(raw, "checkpointStep")
+def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
+    step, checkpoint = get_int(raw, "step"), get_int(shown, "checkpointStep")
     return Budget(
-        failures=get_int(raw, "withoutProgress") or 0,
+        failures=get_int(shown, "withoutProgress") or 0,
         step=-1 if step is None else step,
         checkpoint_step=-1 if checkpoint is None else checkpoint,
         at=parse_time(raw.get("at")) or 0.0,
@@ -198,7 +201,7 @@ def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
         return None
     return LastFailure(
         cause=get_text(raw, "cause"),
-        node=get_text(raw, "node"),
+        node=get_int(raw, "node"),
         message=get_text(raw, "message"),
         at=parse_time(raw.get("at")) or 0.0,
         rank=get_int(raw, "rank"),
@@ -208,12 +211,14 @@ def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
 
 
 def _parse_end(raw: Mapping[str, Any]) -> EndRecord:
-    return EndRecord(get_text(raw, "pod"), get_text(raw, "cause"), get_int(raw, "exitCode"), parse_time(raw.get("at")) or 0.0)
+    at = parse_time(raw.get("at")) or 0.0
+    return EndRecord(get_text(raw, "pod"), get_text(raw, "cause"), get_int(raw, "exitCode"), at)
 
 
 def _parse_training(status: Mapping[str, Any]) -> Training:
     raw = get_map(status, "progress")
     return Training(
+        generation=get_int(raw, "generation"),
         step=get_int(raw, "step"),
         total_steps=get_int(raw, "totalSteps"),
         loss=get_float(raw, "loss"),
@@ -225,11 +230,28 @@ def _parse_training(status: Mapping[str, Any]) -> Training:
     )
 
 
+def _unpack(notes: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A mapping that was written as one text."""
+    try:
+        value = json.loads(get_text(notes, key) or "{}")
+    except (ValueError, RecursionError):
+        return NOTHING
+    return value if isinstance(value, dict) else NOTHING
+
+
+def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
+    pairs = ((str(key)[:LONGEST_CAUSE], get_int(raw, key)) for key in raw)
+    return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])
+
+
 # ---- to the wire -----------------------------------------------------------------------------------------------------
 
 
 def build_memory(memory: Memory) -> dict[str, Any]:
-    """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a default."""
+    """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a default.
+
+    What means nothing to people is kept apart, as texts under ``memory``.
+    """
     budget, coordinator = memory.budget, memory.coordinator
     found: dict[str, Any] = {
         "image": memory.image,
@@ -237,34 +259,47 @@ def build_memory(memory: Memory) -> dict[str, Any]:
         "attempt": memory.restart,
         "restartNonce": memory.restart_nonce,
         "startTime": _time(memory.start_time),
-        "finishingTime": _time(memory.finishing_since),
         "completionTime": _time(memory.finish.at) if memory.finish else None,
-        "stopped": memory.is_stopped or None,
-        "lostSeconds": {cause: round(seconds, 1) for cause, seconds in sorted(memory.lost_seconds.items())},
+        "coordinator": {"attempt": coordinator.attempt} if coordinator.attempt >= 0 else None,
+        "lostSeconds": dict(sorted(memory.lost_seconds.items())),
         "restarts": {"total": sum(memory.restarts.values()), "byCause": dict(sorted(memory.restarts.items()))},
         "failures": {
             "withoutProgress": budget.failures,
-            "step": budget.step if budget.step >= 0 else None,
             "checkpointStep": budget.checkpoint_step if budget.checkpoint_step >= 0 else None,
-            "at": _time(budget.at),
-            "shortLives": budget.short_lives or None,
-            "retryAt": _time(budget.retry_at),
         },
-        "gang": {"size": memory.gang_size, "number": memory.gang} if memory.gang_size or memory.gang else None,
         "attempts": [_build_end(one) for one in memory.ends],
         "lastFailure": _build_failure(memory.last_failure),
+        "memory": _build_notes(memory),
     }
-    if coordinator.attempt >= 0:
-        found["coordinator"] = {
-            "attempt": coordinator.attempt,
-            "image": coordinator.image,
-            "ended": coordinator.is_recorded or None,
-            "restarts": dict(sorted(coordinator.restarts.items())),
-            "lostSeconds": {cause: round(value, 1) for cause, value in sorted(coordinator.lost_seconds.items())},
-        }
-    found["nodes"] = {"attempts": pack_counts(memory.attempts), "ended": pack_ranges(memory.recorded)}
     cleaned: dict[str, Any] = without_empty(found)
     return cleaned
+
+
+def _build_notes(memory: Memory) -> dict[str, str | None]:
+    budget, coordinator = memory.budget, memory.coordinator
+    rest = {
+        "step": budget.step if budget.step >= 0 else None,
+        "at": _time(budget.at),
+        "shortLives": budget.short_lives or None,
+        "retryAt": _time(budget.retry_at),
+    }
+    return {
+        "attempts": pack_counts(memory.attempts),
+        "ended": pack_ranges(memory.recorded),
+        "budget": _pack(rest),
+        "coordinatorImage": coordinator.image,
+        "coordinatorEnded": "true" if coordinator.is_recorded else None,
+        "coordinatorRestarts": _pack(coordinator.restarts),
+        "coordinatorLostSeconds": _pack(coordinator.lost_seconds),
+        "finishingTime": _time(memory.finishing_since),
+        "stopped": "true" if memory.is_stopped else None,
+        "gang": pack_counts((memory.gang_size, memory.gang)) if memory.gang_size else None,
+    }
+
+
+def _pack(values: Mapping[str, Any]) -> str:
+    kept = without_empty(values)
+    return json.dumps(kept, sort_keys=True, separators=(",", ":")) if kept else ""
 
 
 def _build_end(end: EndRecord) -> dict[str, Any]:
@@ -356,13 +391,3 @@ def parse_rate(text: str) -> float | None:
 
 def _time(seconds: float | None) -> str | None:
     return format_time(seconds) if seconds else None
-
-
-def _ints(raw: Mapping[str, Any]) -> dict[str, int]:
-    pairs = ((str(key), get_int(raw, key)) for key in raw)
-    return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])
-
-
-def _floats(raw: Mapping[str, Any]) -> dict[str, float]:
-    pairs = ((str(key), get_float(raw, key)) for key in raw)
-    return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])

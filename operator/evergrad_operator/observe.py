@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
-from evergrad_operator.memory import MAX_CAUSES, Memory, parse_memory
+from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
 from evergrad_operator.pods import MAX_MESSAGE, PodState, parse_pod
 from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_text
 from evergrad_operator.spec import TrainingRun, parse_run
@@ -315,5 +315,5 @@ def _annotation(raw: Mapping[str, Any], key: str) -> str:
 
 def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:
     values = get_map(raw, key)
-    pairs = [(str(cause)[:64], get_float(values, cause)) for cause in values]
+    pairs = [(str(cause)[:LONGEST_CAUSE], get_float(values, cause)) for cause in values]
     return {cause: value for cause, value in pairs[:MAX_CAUSES] if value is not None and value >= 0}

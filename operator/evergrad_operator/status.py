@@ -54,7 +54,7 @@ def build_status(observation: Observation, decision: Decision, outcome: Outcome,
         "reason": str(decision.reason),
         "message": decision.message[:MAX_MESSAGE],
         **built,
-        "nodes": {**nodes, "ready": ready, "running": running, **built.get("nodes", {})},
+        "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(memory.training, is_running=not is_at_rest),
         "checkpoint": {"step": memory.training.checkpoint_step},
     }
@@ -82,6 +82,7 @@ def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
     step, total, eta = training.step, training.total_steps, training.eta_seconds
     has_both = step is not None and total
     return {
+        "generation": training.generation,
         "step": step,
         "totalSteps": total,
         "summary": f"{step}/{total}" if has_both else str(step) if step is not None else None,
@@ -112,6 +113,6 @@ def should_write(
 
 def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in status.items() if key not in _PROGRESS}
-    if isinstance(status.get("coordinator"), Mapping):
-        rest["coordinator"] = {key: value for key, value in status["coordinator"].items() if key != "lostSeconds"}
+    # The coordinator's own count of lost seconds runs with the time, too.
+    rest["memory"] = {key: value for key, value in get_map(status, "memory").items() if key != "coordinatorLostSeconds"}
     return rest

@@ -93,7 +93,8 @@ def describe_failure(failure: LastFailure | None) -> str:
     code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
     killed = " (killed by SIGKILL)" if failure.exit_code in (137, -9) and failure.cause == Cause.WORKER_CRASH else ""
     said = quote(failure.message)
-    return f"{failure.cause} on node {failure.node}{rank}{code}{killed}{': ' + said if said else ''}"
+    where = "an unknown node" if failure.node is None else f"node {failure.node}"
+    return f"{failure.cause} on {where}{rank}{code}{killed}{': ' + said if said else ''}"
 
 
 def _stop(text: str) -> str:

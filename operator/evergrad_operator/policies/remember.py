@@ -170,7 +170,7 @@ def _describe_failure(pod: PodState, memory: Memory, now: float) -> LastFailure:
     end = pod.end
     return LastFailure(
         cause=describe_cause(pod),
-        node=str(pod.index),
+        node=pod.index,
         message=(end.message if end else "")[-1024:],
         at=(end and end.at) or now,
         step=memory.training.step,
@@ -219,7 +219,7 @@ def _note_progress(memory: Memory, observation: Observation, now: float) -> Memo
         if known is None or at > known.at + 2:
             described = LastFailure(
                 cause=_CAUSES.get(failure.cause, Cause.WORKER_CRASH),
-                node=failure.node,
+                node=int(failure.node) if failure.node.isdecimal() else None,
                 message=failure.message[-1024:],
                 at=at,
                 rank=failure.rank,
@@ -238,6 +238,7 @@ def _merge_training(known: Training, progress: Progress, now: float) -> Training
     is_new = progress.step is not None and progress.step != known.step
     ago = progress.updated_seconds_ago or 0.0
     return Training(
+        generation=progress.generation or known.generation,
         step=known.step if progress.step is None else progress.step,
         total_steps=progress.total_steps or known.total_steps,
         loss=known.loss if progress.loss is None else progress.loss,
@@ -259,12 +260,12 @@ def _add_counters(memory: Memory, progress: Progress) -> Memory:
         key = _CAUSES.get(name, Cause.WORKER_CRASH).value
         if more > 0:
             restarts[key] = restarts.get(key, 0) + more
-    for name, seconds in progress.lost_seconds.items():
-        more_seconds = seconds - known.lost_seconds.get(name, 0.0)
-        if more_seconds > 0 and (name in lost or len(lost) < MAX_CAUSES):
-            lost[name] = round(lost.get(name, 0.0) + more_seconds, 1)
+    told = {name: int(seconds) for name, seconds in progress.lost_seconds.items()}
+    for name, whole in told.items():
+        more = whole - known.lost_seconds.get(name, 0)
+        if more > 0 and (name in lost or len(lost) < MAX_CAUSES):
+            lost[name] = lost.get(name, 0) + more
     seen = {name: progress.restarts[name] for name in IN_POD_CAUSES if progress.restarts.get(name)}
-    told = {name: round(seconds, 1) for name, seconds in progress.lost_seconds.items()}
     coordinator = replace(known, restarts=seen, lost_seconds=told)
     return replace(memory, restarts=restarts, lost_seconds=lost, coordinator=coordinator)
 
