@@ -50,7 +50,7 @@ class _Followed:
 
 
 class Coordinators:
-    """The coordinators that are followed, and their answers. ``on_news``: told of each new one, and if it is more than progress."""
+    """The coordinators that are followed, and their answers. ``on_news`` hears of each, and if it is more than progress."""
 
     def __init__(
         self,

@@ -1,0 +1,199 @@
+"""One operator's core over a Store: what the API server, the kubelets and the coordinators do is done by the test."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from evergrad_operator.config import Config
+from evergrad_operator.errors import ApiError, OperatorError
+from evergrad_operator.kube import KINDS
+from evergrad_operator.metrics import Metrics
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror
+from evergrad_operator.names import LABEL_ROLE
+from evergrad_operator.progress import Answer, Coordinators
+from evergrad_operator.reconcile import Reconciler
+from evergrad_operator.recorder import Recorder
+from evergrad_operator.times import format_time
+from fake_kubernetes.cluster import FakeCluster
+from fake_kubernetes.store import Store, Write
+
+KEY: Key = ("ns", "run")
+CONFIG = Config(trainer_image="trainer:1", operator_image="operator:1", network_policies=False, disruption_budgets=False)
+RESOURCES = {"trainingruns": RUNS, "pods": PODS, "persistentvolumeclaims": CLAIMS}
+WATCHED = tuple(RESOURCES)
+
+
+class Crash(BaseException):
+    """The operator is killed here."""
+
+
+class FakeCoordinators(Coordinators):
+    """Answers are set by the test; bounds are kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: dict[Key, Mapping[str, Any]] = {}
+        self.bounds: list[tuple[int, int]] = []
+
+    def answer(self, key: Key) -> Answer | None:
+        followed = self._followed.get(key)
+        raw = self.answers.get(key)
+        return Answer(raw, followed.attempt, 0.0) if followed is not None and raw is not None else None
+
+    async def post_bounds(self, key: Key, smallest: int, largest: int) -> None:
+        if key not in self._followed:
+            raise OperatorError("no coordinator")
+        self.bounds.append((smallest, largest))
+
+
+class Simulation:
+    """A cluster with one operator, which can be killed and started again."""
+
+    def __init__(self, *, config: Config = CONFIG) -> None:
+        self.now = 1_800_000_000.0
+        self.store = Store(clock=lambda: self.now)
+        self.cluster = FakeCluster(self.store)
+        self.config = config
+        self.coordinators = FakeCoordinators()
+        self.start_operator()
+
+    def start_operator(self) -> None:
+        """A new process: nothing is remembered, everything is listed."""
+        self.mirror, self.metrics = Mirror(), Metrics()
+        answers, self.coordinators = self.coordinators.answers, FakeCoordinators()
+        self.coordinators.answers = answers
+        self.reconciler = Reconciler(
+            self.cluster,
+            mirror=self.mirror,
+            coordinators=self.coordinators,
+            recorder=Recorder(self.cluster, clock=lambda: self.now),
+            config=self.config,
+            metrics=self.metrics,
+        )
+        self.reconciler.clock = lambda: self.now
+        for plural in ("trainingruns", "persistentvolumeclaims", "pods", "configmaps", "services"):
+            for raw in self.store.list(plural):
+                self.mirror.see(RESOURCES.get(plural, CHILDREN), raw, is_watched=True)
+        self.store.on_change = self._watch
+
+    def _watch(self, kind: str, plural: str, raw: Any) -> None:
+        if plural in WATCHED:
+            self.mirror.see(RESOURCES[plural], raw, is_deleted=kind == "DELETED", is_watched=True)
+
+    def reconcile(self, key: Key = KEY) -> float | None:
+        """Once."""
+        return asyncio.run(self.reconciler.reconcile(key))
+
+    def settle(self, key: Key = KEY, *, most: int = 20) -> float | None:
+        """Until nothing more is written. Fails if that does not come."""
+        delay: float | None = None
+        for _ in range(most):
+            before = len(self.store.writes)
+            with contextlib.suppress(ApiError):
+                delay = self.reconcile(key)
+            if len(self.store.writes) == before:
+                return delay
+        raise AssertionError(f"no end of writes: {self.store.writes[-10:]}")
+
+    # ---- what others do -----------------------------------------------------------------------------------------------
+
+    def create_run(self, name: str = "run", **spec: Any) -> None:
+        body = {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": name, "namespace": "ns"},
+            "spec": {"nodes": {"min": 1, "max": 2}, "training": {"recipe": "causal-lm", "steps": 10}, **spec},
+        }
+        with self.by_others():
+            self.store.create("trainingruns", body)
+
+    def start_pods(self) -> None:
+        """Kubelets run whatever is pending, and a provisioner binds the claims."""
+        for number, raw in enumerate(self.store.list("pods")):
+            if raw["status"].get("phase") == "Pending":
+                state = {"running": {"startedAt": format_time(self.now)}}
+                name = raw["spec"]["containers"][0]["name"]
+                status = {
+                    "phase": "Running",
+                    "podIP": f"10.0.0.{number + 1}",
+                    "conditions": [{"type": "Ready", "status": "True"}],
+                    "containerStatuses": [{"name": name, "state": state, "ready": True, "restartCount": 0}],
+                }
+                self.store.change("pods", "ns", raw["metadata"]["name"], {"status": status, "spec": {"nodeName": "n1"}})
+        for raw in self.store.list("persistentvolumeclaims"):
+            if (raw.get("status") or {}).get("phase") != "Bound":
+                self.store.change("persistentvolumeclaims", "ns", raw["metadata"]["name"], {"status": {"phase": "Bound"}})
+
+    def end_pod(self, name: str, exit_code: int = 0, **terminated: Any) -> None:
+        """A container ends for good."""
+        raw = self.store.get("pods", "ns", name)
+        ended = {
+            "exitCode": exit_code,
+            "finishedAt": format_time(self.now),
+            "reason": "Error" if exit_code else "Completed",
+            **terminated,
+        }
+        container = {"name": raw["spec"]["containers"][0]["name"], "state": {"terminated": ended}, "ready": False}
+        phase = "Failed" if exit_code else "Succeeded"
+        status = {"phase": phase, "containerStatuses": [container], "conditions": []}
+        self.store.change("pods", "ns", name, {"status": status})
+
+    def reap(self) -> None:
+        """Kubelets end and remove what is being deleted."""
+        for raw in self.store.list("pods"):
+            if raw["metadata"].get("deletionTimestamp"):
+                self.store.remove("pods", "ns", raw["metadata"]["name"])
+
+    def train(self, step: int = 1, **more: Any) -> None:
+        """What the coordinator says."""
+        nodes = {"min": 1, "max": 2, "ready": 2, "connected": 2, "members": []}
+        answer = {"phase": "Running", "reason": "AllMembersUp", "message": "", "generation": 1, "nodes": nodes, "worldSize": 2}
+        answer |= {"step": step, "totalSteps": 10, "loss": 2.0, "tokensPerSecond": 5.0, "restarts": {}, "lostSeconds": {}}
+        self.coordinators.answers[KEY] = {**answer, "updatedSecondsAgo": 0.1, **more}
+
+    @contextlib.contextmanager
+    def by_others(self) -> Iterator[None]:
+        """What is written here is not the operator's."""
+        before, hook = len(self.store.writes), (self.store.before, self.store.after)
+        self.store.before = self.store.after = lambda write: None
+        try:
+            yield
+        finally:
+            del self.store.writes[before:]
+            self.store.before, self.store.after = hook
+
+    # ---- what is seen -------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return dict(self.store.get("trainingruns", *KEY).get("status") or {})
+
+    def pods(self, role: str = "node") -> list[str]:
+        return [raw["metadata"]["name"] for raw in self.store.list("pods") if raw["metadata"]["labels"][LABEL_ROLE] == role]
+
+    def children(self) -> list[tuple[str, str]]:
+        return sorted(
+            (plural, name) for plural, _, name in self.store.objects if plural not in ("trainingruns", "events", "leases")
+        )
+
+
+def crash_at(number: int, *, is_before: bool) -> tuple[Any, Any]:
+    """Hooks for a Store that kill the operator before or after its write of that number, from 0."""
+    count = [-1]
+
+    def before(write: Write) -> None:
+        if write.plural == "events":
+            return
+        count[0] += 1
+        if is_before and count[0] == number:
+            raise Crash
+
+    def after(write: Write) -> None:
+        if not is_before and count[0] == number and write.plural != "events":
+            raise Crash
+
+    return before, after
+
+
+__all__ = ["CONFIG", "KEY", "KINDS", "Crash", "Simulation", "crash_at"]

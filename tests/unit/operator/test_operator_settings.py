@@ -1,0 +1,173 @@
+"""Settings, kopf's settings and the handlers: what the traps of the framework ask for."""
+
+import ast
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import evergrad_operator
+from evergrad_operator import handlers
+from evergrad_operator.errors import SettingsError
+from evergrad_operator.handlers import build_registry, build_settings, check_kopf
+from evergrad_operator.settings import parse_settings
+
+IMAGES = ["--trainer-image", "t:1", "--operator-image", "o:1"]
+SOURCES = sorted(Path(evergrad_operator.__file__).parent.rglob("*.py"))
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    environ = {"EVERGRAD_TRAINER_IMAGE": "a", "EVERGRAD_OPERATOR_IMAGE": "b", "EVERGRAD_WORKERS": "3", "EVERGRAD_LEASE": "false"}
+    settings = parse_settings(["--all-namespaces", "--trainer-image", "c"], environ)
+    assert (settings.config.trainer_image, settings.config.operator_image) == ("c", "b")
+    assert (settings.workers, settings.lease, settings.namespaces) == (3, False, ())
+    assert settings.scopes == (None,) and settings.covers("any")
+
+
+def test_namespaces_are_served_alone() -> None:
+    settings = parse_settings([*IMAGES, "--no-lease", "--namespace", "a", "--namespace", "b", "--namespace", "a"], {})
+    assert settings.namespaces == settings.scopes == ("a", "b")
+    assert settings.covers("a") and not settings.covers("c")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "text"),
+    [
+        (["--no-lease"], {}, "--trainer-image"),
+        ([*IMAGES, "--no-lease"], {}, "either --namespace"),
+        ([*IMAGES, "--no-lease", "--all-namespaces", "--namespace", "a"], {}, "either --namespace"),
+        ([*IMAGES, "--all-namespaces"], {}, "lease-namespace"),
+        ([*IMAGES, "--all-namespaces", "--no-lease"], {"EVERGRAD_NETWORK_POLICIES": "perhaps"}, "neither true nor false"),
+    ],
+)
+def test_settings_that_cannot_be_are_said(
+    arguments: list[str], environ: dict[str, str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse_settings(arguments, environ)
+    assert text in capsys.readouterr().err
+
+
+def test_a_pods_containers_have_one_identity_and_other_processes_each_their_own() -> None:
+    environ = {"POD_NAME": "op", "POD_UID": "u", "POD_NAMESPACE": "system"}
+    one, two = (parse_settings([*IMAGES, "--all-namespaces"], environ) for _ in range(2))
+    assert one.identity == two.identity == "op_u"
+    assert one.lease_namespace == one.config.operator_namespace == "system"
+    one, two = (parse_settings([*IMAGES, "--all-namespaces", "--no-lease"], {}) for _ in range(2))
+    assert one.identity != two.identity
+
+
+def test_trap_1_no_limit_of_kopfs_workers_caps_the_throughput() -> None:
+    assert build_settings(()).queueing.worker_limit is None
+
+
+def test_trap_4_nothing_is_scanned_so_that_a_namespaced_operator_starts_at_once() -> None:
+    assert build_settings(()).scanning.disabled
+    assert build_settings(("a",)).scanning.disabled
+
+
+def test_only_our_pods_and_claims_are_streamed_and_lists_come_in_pages() -> None:
+    watching = build_settings(()).watching
+    assert {str(selector): value for selector, value in watching.label_selectors.items()}
+    assert set(watching.label_selectors.values()) == {"evergrad.dev/run"}
+    assert watching.chunk_size == 500
+    assert watching.inactivity_timeout == 70
+
+
+def test_kopf_posts_no_events_and_what_it_might_write_has_our_prefix() -> None:
+    settings = build_settings(())
+    assert not settings.posting.enabled
+    assert settings.persistence.finalizer.startswith("evergrad.dev/")
+    assert settings.persistence.diffbase_storage.prefix == settings.persistence.progress_storage.prefix == "evergrad.dev"
+
+
+def test_trap_3_there_are_event_handlers_only_so_no_finalizer_is_ever_added() -> None:
+    async def nothing() -> None:
+        return None
+
+    registry = build_registry(lambda *_: None, None, on_start=nothing, on_stop=nothing)  # type: ignore[arg-type]
+    watched = registry._watching.get_all_handlers()
+    assert {handler.id for handler in watched} == {"trainingruns", "pods", "persistentvolumeclaims"}
+    for others in (registry._changing, registry._spawning, registry._indexing, registry._webhooks):
+        assert list(others.get_all_handlers()) == []
+
+
+def test_every_handler_returns_nothing_because_kopf_would_write_it_into_the_status() -> None:
+    tree = ast.parse(inspect.getsource(handlers))
+    found = [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)]
+    assert {node.name for node in found} == {"take", "log_in", "start", "stop"}
+    returns = {node.name: [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value] for node in found}
+    assert {name for name, values in returns.items() if values} == {"log_in"}
+
+
+@pytest.mark.parametrize("version", ["1.45.2", "1.45.10", "1.46"])
+def test_a_kopf_whose_dead_watches_end_the_process_is_taken(version: str) -> None:
+    check_kopf(version)
+
+
+@pytest.mark.parametrize("version", ["1.45.1", "1.44.9", "2.0.0", "1.45"])
+def test_another_kopf_is_refused_with_what_to_do(version: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape("kopf>=1.45.2,<2")):
+        check_kopf(version)
+
+
+def calls(tree: ast.AST) -> set[str]:
+    return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+
+
+def imported(tree: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module or "")
+    return found
+
+
+def test_nothing_that_waits_is_called_without_await() -> None:
+    trees = {path.name: ast.parse(path.read_text()) for path in SOURCES}
+    for name, tree in trees.items():
+        assert calls(tree) & {"time.sleep", "requests.get", "subprocess.run"} == set(), name
+        assert {one for one in imported(tree) if one.split(".")[0] in ("requests", "urllib3", "subprocess")} == set(), name
+        assert {
+            one for one in imported(tree) if one.startswith("kubernetes") and not one.startswith("kubernetes.aio")
+        } == set(), name
+
+
+def test_trap_5_kopf_never_copies_labels_to_children() -> None:
+    assert [path.name for path in SOURCES if "kopf.adopt" in path.read_text()] == []
+
+
+def test_trap_8_the_folder_of_the_operator_is_no_package() -> None:
+    folder = Path(evergrad_operator.__file__).parents[1]
+    assert folder.name == "operator"
+    assert not (folder / "__init__.py").exists()
+
+
+def test_only_one_module_talks_to_the_api_server_and_one_to_coordinators() -> None:
+    using: dict[str, set[str]] = {}
+    for path in SOURCES:
+        for name in imported(ast.parse(path.read_text())):
+            using.setdefault(name.split(".")[0], set()).add(path.name)
+    assert using["kopf"] == {"handlers.py", "service.py"}
+    assert using["kubernetes"] == {"kube.py", "connection.py"}
+    assert using["aiohttp"] == {"kube.py", "health.py"}
+
+
+def test_kopf_hands_over_what_it_sees_and_nothing_else() -> None:
+    import asyncio
+
+    seen: list[Any] = []
+
+    async def nothing() -> None:
+        return None
+
+    registry = build_registry(lambda *news: seen.append(news), None, on_start=nothing, on_stop=nothing)  # type: ignore[arg-type]
+    (handler,) = [one for one in registry._watching.get_all_handlers() if one.id == "pods"]
+    raw = {"metadata": {"name": "p"}}
+    for kind in (None, "ADDED", "MODIFIED", "DELETED"):
+        assert asyncio.run(handler.fn(event={"type": kind, "object": raw})) is None  # type: ignore[arg-type]
+    assert seen == [("pods", raw, False)] * 3 + [("pods", raw, True)]
