@@ -32,7 +32,7 @@ class Config:
     user_id: int = 10001
     group_id: int = 10001
     first_backoff_seconds: float = 2.0
-    """Before the first replacement after a failure that counts; each further one waits twice as long."""
+    """Before the second replacement after failures that count; the first waits for nothing, each further one twice as long."""
     longest_backoff_seconds: float = 60.0
     short_life_seconds: float = 20.0
     """A pod that ended sooner was hardly worth its start: after three of these in a row their replacements wait, too."""

@@ -73,8 +73,8 @@ class Coordinator:
     attempt: int = -1
     image: str = ""
     is_recorded: bool = False
-    restarts: Mapping[str, int] = NOTHING
-    lost_seconds: Mapping[str, int] = NOTHING
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    lost_seconds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class Memory:
     finishing_since: float | None = None
     finish: Finish | None = None
     is_stopped: bool = False
-    coordinator: Coordinator = Coordinator()
+    coordinator: Coordinator = field(default_factory=Coordinator)
     attempts: tuple[int, ...] = ()
     recorded: frozenset[int] = frozenset()
-    restarts: Mapping[str, int] = NOTHING
-    lost_seconds: Mapping[str, int] = NOTHING
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    lost_seconds: Mapping[str, int] = field(default_factory=dict)
     budget: Budget = Budget()
     last_failure: LastFailure | None = None
     ends: tuple[EndRecord, ...] = ()

@@ -126,7 +126,7 @@ def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> 
     if phase == Phase.RUNNING:
         if scale.coordinator_attempt is not None:
             return phase, Reason.COORDINATOR_LOST, "the coordinator is being replaced; training goes on", False
-        text = f"{memory.training.ready} of {situation.run.spec.nodes.max} nodes train"
+        text = f"{situation.ready} of {situation.run.spec.nodes.max} nodes train"
         behind = f"; {obstacle.message}" if obstacle else ""
         return phase, Reason.TRAINING, text + behind, False
     if obstacle is not None:

@@ -140,7 +140,7 @@ def _add_failures(memory: Memory, observation: Observation, ended: list[PodState
             failure = _describe_failure(pod, memory, now)
         if cause in names.COUNTED and pod.created_at > budget.at:
             failures = budget.failures + 1
-            delay = _delay(failures, config)
+            delay = _delay(failures - 1, config)
             budget = replace(_mark(budget, memory), failures=failures, at=newest, retry_at=max(budget.retry_at, now + delay))
         elif cause != Cause.DONE and now - pod.created_at < config.short_life_seconds:
             budget = _add_short_life(budget, memory, config, now)
@@ -148,14 +148,14 @@ def _add_failures(memory: Memory, observation: Observation, ended: list[PodState
 
 
 def _delay(count: int, config: Config) -> float:
-    return min(config.longest_backoff_seconds, config.first_backoff_seconds * 2.0 ** min(count - 1, 30))
+    """Twice as long each time; none for the very first, which is most often a lone accident."""
+    return 0.0 if count < 1 else min(config.longest_backoff_seconds, config.first_backoff_seconds * 2.0 ** min(count - 1, 30))
 
 
 def _add_short_life(budget: Budget, memory: Memory, config: Config, now: float) -> Budget:
     """Free, yet not for ever at full speed."""
     short_lives = budget.short_lives + 1
-    over = short_lives - _FREE_SHORT_LIVES
-    retry_at = max(budget.retry_at, now + _delay(over, config)) if over > 0 else budget.retry_at
+    retry_at = max(budget.retry_at, now + _delay(short_lives - _FREE_SHORT_LIVES, config))
     return replace(_mark(budget, memory), short_lives=short_lives, retry_at=retry_at)
 
 

@@ -45,6 +45,11 @@ class Situation:
         """Pods of nodes that belong to this restart of the run."""
         return tuple(pod for pod in self.nodes if pod.restart == self.memory.restart)
 
+    @property
+    def ready(self) -> int:
+        """Nodes that train, as far as known: what the coordinator said last, less the pods that have ended since."""
+        return min(self.memory.training.ready, sum(pod.is_running for pod in self.live))
+
     def is_ghost(self, pod: PodState) -> bool:
         """Whether nobody can tell if this leaving pod still runs; it is waited for no longer."""
         return pod.is_leaving and pod.gone_by is not None and self.now > pod.gone_by + GHOST_SECONDS

@@ -70,7 +70,7 @@ def test_the_example_is_read_into_values() -> None:
     assert run.spec.nodes == Nodes(min=2, max=4)
     assert run.spec.workers_per_node == 1
     assert run.spec.resources == Resources(requests={"cpu": "2"}, limits={"memory": "4Gi"})
-    assert run.spec.storage == Storage(size="20Gi", storage_class_name="shared", claim_name=None)
+    assert run.spec.storage == Storage(size="20Gi", storage_class_name="shared", claim_name=None, path=None)
     assert run.spec.suspend is False
     assert run.spec.failure_policy == FailurePolicy(max_failures_without_progress=3)
     assert run.spec.training is not None and run.spec.training["recipe"] == "pretrain"
@@ -105,6 +105,30 @@ def test_what_the_api_server_adds_is_read_too() -> None:
     }
     run = parse_run(raw)
     assert (run.namespace, run.uid, run.generation) == ("team", "u", 4)
+    assert (run.created_at, run.is_deleting) == (0.0, False)
+    times = {"creationTimestamp": "1970-01-01T00:01:00Z", "deletionTimestamp": "1970-01-01T00:02:00Z"}
+    run = parse_run({**MINIMAL, "metadata": {"name": "a", **times}})
+    assert (run.created_at, run.is_deleting) == (60.0, True)
+
+
+@pytest.mark.parametrize(
+    ("storage", "claim", "path"),
+    [
+        ({}, "docs-lm", "docs-lm"),
+        ({"claimName": "shared"}, "shared", "docs-lm"),
+        ({"claimName": "shared", "path": "runs//first/./"}, "shared", "runs/first"),
+    ],
+)
+def test_a_run_has_a_folder_of_its_own_in_its_volume(storage: dict[str, Any], claim: str, path: str) -> None:
+    run = parse_run({**MINIMAL, "spec": {**MINIMAL["spec"], "storage": storage}})
+    assert (run.claim_name, run.volume_path) == (claim, path)
+
+
+def test_only_replicated_state_outlives_a_change_of_the_group() -> None:
+    assert parse_run(MINIMAL).recovery == "in-process"
+    assert parse_run(of_script(command=["x"])).recovery == "fresh"
+    sharded = {**MINIMAL["spec"]["training"], "runtime": {"parallelism": "fsdp2"}}
+    assert parse_run({**MINIMAL, "spec": {"training": sharded}}).recovery == "fresh"
 
 
 def test_a_template_keeps_kubernetes_spelling_inside() -> None:
@@ -206,7 +230,9 @@ def test_nothing_is_read_that_the_model_does_not_have() -> None:
         *("metadata.labels.", "metadata.annotations.", "spec.resources.requests.", "spec.resources.limits."),
         "spec.script.env.",
     )
-    assert {path for path in asked_for() if not path.startswith(entries)} - known == {"metadata.uid", "metadata.generation"}
+    assert {path for path in asked_for() if not path.startswith(entries)} - known == {
+        *("metadata.uid", "metadata.generation", "metadata.creationTimestamp", "metadata.deletionTimestamp")
+    }
 
 
 def test_defaults_are_the_same_on_both_sides() -> None:
@@ -247,6 +273,7 @@ def test_each_section_has_the_same_fields_in_the_same_order(section: type[model.
 def test_every_section_of_the_envelope_has_a_counterpart() -> None:
     assert set(fields_of(model.Spec)) == {
         *("nodes", "workersPerNode", "resources", "storage", "template", "suspend", "failurePolicy"),
+        *("image", "imagePullPolicy", "restartNonce", "activeDeadlineSeconds", "ttlSecondsAfterFinished"),
         *("training", "script"),
     }
 
@@ -264,6 +291,9 @@ def test_every_section_of_the_envelope_has_a_counterpart() -> None:
         {"resources": {"requests": {"cpu": 0.5}, "limits": {"cpu": 2, "memory": "1e9", "nvidia.com/gpu": 1}}},
         {"storage": {"size": 10**9}},
         {"storage": {"claimName": "mine"}},
+        {"storage": {"claimName": "mine", "path": "runs/first"}},
+        {"image": "registry.example/trainer:1", "imagePullPolicy": "Always", "restartNonce": "again"},
+        {"activeDeadlineSeconds": "1k", "ttlSecondsAfterFinished": 0},
         {"suspend": True},
         {"template": FULL_TEMPLATE},
     ],

@@ -1,0 +1,234 @@
+"""One run in a small world without a cluster: what is planned is done, what happens is told; the clock is a number."""
+
+import copy
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.decision import Decision
+from evergrad_operator.events import Event, derive_events
+from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
+from evergrad_operator.plan import Plan, plan_children
+from evergrad_operator.policies import decide
+from evergrad_operator.status import Outcome, build_status
+from evergrad_operator.times import format_time, parse_time
+
+START = 1_900_000_000.0
+CONFIG = Config(trainer_image="registry.example/trainer:1", operator_image="registry.example/operator:1")
+
+
+def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
+    """A TrainingRun as the API server has it. ``spec`` replaces parts of its spec."""
+    return {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {
+            "name": name,
+            "namespace": "team",
+            "uid": f"uid-{name}",
+            "generation": 1,
+            "creationTimestamp": format_time(START - 10),
+        },
+        "spec": {
+            "nodes": {"min": 2, "max": 3},
+            "storage": {"size": "1Gi"},
+            "training": {"recipe": "pretrain", "model": {"config": {"hidden_size": 8}}, "horizon": {"tokens": 1000}},
+            **spec,
+        },
+    }
+
+
+def make_progress(attempt: int = 0, *, phase: str = "Running", **fields: Any) -> Progress:
+    """What a coordinator says. Names as on the wire."""
+    nodes = {"min": 2, "max": 3, "ready": 3, "connected": 3, **fields.pop("nodes", {})}
+    return parse_progress({"phase": phase, "reason": "AllMembersUp", "nodes": nodes, **fields}, attempt=attempt)
+
+
+class Simulation:
+    """One run, its children, and what happens to them."""
+
+    def __init__(self, run: Mapping[str, Any] | None = None, *, config: Config = CONFIG, now: float = START) -> None:
+        self.raw: dict[str, Any] = copy.deepcopy(dict(run or make_run()))
+        self.config, self.now = config, now
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.children: dict[tuple[str, str], dict[str, Any]] = {}
+        self.others: list[dict[str, Any]] = []
+        self.progress: Progress | None = None
+        self.failures: list[ApplyFailure] = []
+        self.events: list[Event] = []
+        self.created: list[str] = []
+        self.decision: Decision
+        self.plan: Plan
+        self.writes = 0
+        self._serials = itertools.count()
+
+    # ---- the operator ------------------------------------------------------------------------------------------------
+
+    def look(self) -> Observation:
+        """What the operator sees now."""
+        return observe(
+            self.raw,
+            pods=copy.deepcopy(list(self.pods.values())),
+            others=self.others,
+            children=self.children,
+            progress=self.progress,
+            failures=self.failures,
+        )
+
+    def reconcile(self, *, is_status_lost: bool = False, refuse: ApplyFailure | None = None) -> Decision:
+        """One pass. ``is_status_lost``: the operator dies before it writes. ``refuse``: what every new pod is answered."""
+        seen = self.look()
+        self.decision = decide(seen, self.config, self.now)
+        assert decide(self.look(), self.config, self.now) == self.decision
+        self.plan = plan_children(seen, self.decision, self.config)
+        created = self._carry_out(self.plan, refuse)
+        if not is_status_lost:
+            self.write_status(seen, created)
+        return self.decision
+
+    def settle(self, *, most: int = 20) -> Decision:
+        """Pass after pass, until nothing is done and nothing is written any more."""
+        for _ in range(most):
+            before = self.writes
+            self.reconcile()
+            if self.plan.is_empty and self.writes == before:
+                return self.decision
+        raise AssertionError(f"still busy after {most} passes: {self.decision}")
+
+    def write_status(self, seen: Observation, created: tuple[str, ...]) -> None:
+        """As the API server stores it; unchanged is not written."""
+        status = build_status(seen, self.decision, Outcome(created=created), self.now)
+        if status != self.raw.get("status"):
+            self.events += derive_events(self.raw.get("status", {}), status, seen)
+            self.raw["status"] = status
+            self.writes += 1
+
+    def _carry_out(self, plan: Plan, refuse: ApplyFailure | None) -> tuple[str, ...]:
+        for child in (*((plan.claim,) if plan.claim else ()), *plan.apply):
+            key = (child["kind"], child["metadata"]["name"])
+            old = self.children.get(key, {})
+            metadata = {**old.get("metadata", {}), **child["metadata"]}
+            annotations = {**old.get("metadata", {}).get("annotations", {}), **child["metadata"].get("annotations", {})}
+            self.children[key] = copy.deepcopy({**old, **child, "metadata": {**metadata, "annotations": annotations}})
+        for deletion in plan.delete:
+            if deletion.kind == "Pod":
+                self.delete(deletion.name)
+            else:
+                self.children.pop((deletion.kind, deletion.name))
+        if refuse is not None:
+            self.failures = [refuse] if plan.create else []
+            return ()
+        self.failures = []
+        return tuple(self._create(pod) for pod in plan.create)
+
+    def _create(self, pod: Mapping[str, Any]) -> str:
+        pod = copy.deepcopy(dict(pod))
+        name = str(pod["metadata"]["name"])
+        assert name not in self.pods, f"{name} exists"
+        pod["metadata"] |= {"uid": f"pod-{next(self._serials)}", "creationTimestamp": format_time(self.now)}
+        pod["status"] = {"phase": "Pending"}
+        self.pods[name] = pod
+        self.created.append(name)
+        return name
+
+    # ---- the world ---------------------------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """The run's status."""
+        return dict(self.raw.get("status", {}))
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """One of its conditions."""
+        return next(one for one in self.status["conditions"] if one["type"] == kind)
+
+    def set_spec(self, **spec: Any) -> None:
+        """A user's change."""
+        self.raw["spec"] |= spec
+        self.raw["metadata"]["generation"] += 1
+
+    def live(self, *, role: str = names.ROLE_NODE) -> list[str]:
+        """Names of pods that have not ended and are not being deleted."""
+        return [
+            name
+            for name, pod in self.pods.items()
+            if pod["metadata"]["labels"][names.LABEL_ROLE] == role
+            and "deletionTimestamp" not in pod["metadata"]
+            and pod["status"]["phase"] not in ("Succeeded", "Failed")
+        ]
+
+    def start(self, *chosen: str) -> None:
+        """The containers of these pods run; of all that are pending, if none is named."""
+        for name in chosen or [name for name, pod in self.pods.items() if pod["status"]["phase"] == "Pending"]:
+            pod = self.pods[name]
+            container = {"name": pod["spec"]["containers"][0]["name"], "state": {"running": {}}, "ready": True}
+            status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}], "containerStatuses": [container]}
+            pod["status"] = {**status, "podIP": "10.0.0.9"}
+
+    def end(self, name: str, code: int, *, reason: str = "Error", message: str = "") -> None:
+        """The container of a pod ends."""
+        pod = self.pods[name]
+        terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": format_time(self.now)}
+        container = {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": terminated}}
+        kept = [one for one in pod["status"].get("conditions", ()) if one["type"] == "DisruptionTarget"]
+        phase = "Failed" if code else "Succeeded"
+        pod["status"] = {"phase": phase, "containerStatuses": [container], "conditions": kept}
+
+    def wait_for(self, name: str, reason: str, message: str = "") -> None:
+        """The container of a pod cannot start."""
+        container = {"name": "trainer", "state": {"waiting": {"reason": reason, "message": message}}}
+        self.pods[name]["status"] = {"phase": "Pending", "containerStatuses": [container]}
+
+    def unschedulable(self, name: str, message: str, reason: str = "Unschedulable") -> None:
+        """The scheduler finds no place."""
+        condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": message}
+        self.pods[name]["status"] = {"phase": "Pending", "conditions": [condition]}
+
+    def delete(self, name: str, *, grace: float = 30.0) -> None:
+        """Somebody deletes a pod; one that does not run is gone at once."""
+        pod = self.pods[name]
+        if pod["status"]["phase"] != "Running":
+            self.vanish(name)
+        elif "deletionTimestamp" not in pod["metadata"]:
+            pod["metadata"]["deletionTimestamp"] = format_time(self.now + grace)
+
+    def disrupt(self, name: str, reason: str) -> None:
+        """Kubernetes says why a pod has to go, and deletes it."""
+        condition = {"type": "DisruptionTarget", "status": "True", "reason": reason}
+        self.pods[name]["status"].setdefault("conditions", []).append(condition)
+        self.delete(name)
+
+    def vanish(self, name: str) -> None:
+        """The pod is gone from the API server."""
+        del self.pods[name]
+
+    def leave(self) -> None:
+        """All pods that are being deleted save, and are gone."""
+        for name in [name for name, pod in self.pods.items() if "deletionTimestamp" in pod["metadata"]]:
+            self.vanish(name)
+
+    def train(self, step: int = 10, **fields: Any) -> None:
+        """The group is up and says so."""
+        attempts = [pod for name, pod in self.pods.items() if name in self.live(role=names.ROLE_COORDINATOR)]
+        newest = max((int(pod["metadata"]["labels"][names.LABEL_ATTEMPT]) for pod in attempts), default=0)
+        nodes = {key: self.raw["spec"]["nodes"][key] for key in ("min", "max")}
+        values = {"step": step, "totalSteps": 100, "nodes": {**nodes, "ready": len(self.live())}, **fields}
+        self.progress = make_progress(newest, **values)
+
+    def run(self, step: int = 10) -> "Simulation":
+        """Bring the run up."""
+        self.reconcile()
+        self.start()
+        self.train(step)
+        self.settle()
+        return self
+
+    def age(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+
+    def seconds_since(self, text: str) -> float:
+        """From a time of the status until now."""
+        return self.now - (parse_time(text) or 0.0)
