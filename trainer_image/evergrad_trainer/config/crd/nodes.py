@@ -38,10 +38,10 @@ def switch(description: str) -> Schema:
     return {"type": "boolean", "description": description}
 
 
-def int_or_text(description: str, *, longest: int = 64, **more: Any) -> Schema:
-    """A whole number or a text, as Kubernetes' quantities are."""
+def int_or_text(description: str, *, pattern: str, longest: int = 64) -> Schema:
+    """A whole number, or a text of this form, as Kubernetes' quantities are."""
     union = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
-    return {"description": description, **union, "maxLength": longest, **more}
+    return {"description": description, **union, "maxLength": longest, "pattern": pattern}
 
 
 def mapping(description: str, properties: Mapping[str, Schema], *, required: Sequence[str] = (), **more: Any) -> Schema:

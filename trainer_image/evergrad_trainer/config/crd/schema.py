@@ -15,7 +15,6 @@ from evergrad_trainer.config.crd.nodes import (
     Schema,
     int_or_text,
     integer,
-    mapping,
     rule,
     text,
 )
@@ -70,9 +69,9 @@ _FURTHER: Final[Mapping[str, Schema]] = {
         "properties": {
             "model_type": text("Name of the transformers architecture, such as llama. (required)", pattern=r"\S"),
             "vocab_size": integer("Number of token ids; default: the architecture's.", large=True),
-            "auto_map": mapping(_CODE, {}, **{PRESERVE: True, "maxProperties": 64}),
+            "auto_map": {"type": "object", "description": _CODE, PRESERVE: True, "maxProperties": 64},
             "trust_remote_code": {"type": "boolean", "description": _CODE},
-            "custom_pipelines": mapping(_CODE, {}, **{PRESERVE: True, "maxProperties": 64}),
+            "custom_pipelines": {"type": "object", "description": _CODE, PRESERVE: True, "maxProperties": 64},
         },
     },
 }
@@ -196,7 +195,7 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
         if isinstance(marker, Human):
             return _number_schema(marker, metadata)
         if type(marker).__name__ == "_QuantitySchema":
-            return _without_description(int_or_text("", pattern=_QUANTITY_PATTERN, minimum=0))
+            return {**_without_description(int_or_text("", pattern=_QUANTITY_PATTERN)), "minimum": 0}
     if annotation is bool:
         return {"type": "boolean"}
     if annotation is str:
@@ -240,7 +239,7 @@ def _count_schema(human: Human, bounds: Schema) -> Schema:
     message = f"is not a whole number of {least} or more. Write one, such as {example}."
     if most != LARGEST_COUNT:
         message = f"is not a whole number from {least} to {most}. Write one; units as in {example} are allowed."
-    found = int_or_text("", pattern=_NUMBER.format(_BYTES if is_bytes else _UNITS), **bounds)
+    found = int_or_text("", pattern=_NUMBER.format(_BYTES if is_bytes else _UNITS)) | bounds
     found[VALIDATIONS] = [rule(bounds_of_text(least, most, is_bytes=is_bytes), message)]
     return _without_description(found)
 

@@ -16,7 +16,7 @@ from evergrad_trainer.config.crd.nodes import (
 )
 
 _MOST_ITEMS: Final = 32
-_QUANTITY: Final = {"pattern": r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"}
+_QUANTITY: Final = r"^(\+|-)?(([0-9]+(\.[0-9]*)?)|(\.[0-9]+))(([KMGTPE]i)|[numkMGTPE]|([eE](\+|-)?[0-9]+))?$"
 
 
 def _requirements(description: str, operators: Sequence[str]) -> Schema:
@@ -174,7 +174,7 @@ def _resource_field_ref() -> Schema:
     properties = {
         "resource": text("Resource, such as limits.cpu."),
         "containerName": text("Name of the container.", longest=63),
-        "divisor": int_or_text("Unit of the value, a quantity. Default: 1.", **_QUANTITY),
+        "divisor": int_or_text("Unit of the value, a quantity. Default: 1.", pattern=_QUANTITY),
     }
     return mapping("A resource of the container.", properties, required=("resource",), **{"x-kubernetes-map-type": "atomic"})
 
@@ -257,7 +257,7 @@ def _ephemeral() -> Schema:
         "type": "object",
         "description": "What is reserved: storage.",
         "maxProperties": 4,
-        "additionalProperties": int_or_text("A quantity.", **_QUANTITY),
+        "additionalProperties": int_or_text("A quantity.", pattern=_QUANTITY),
     }
     claim = mapping(
         "What the claim asks for.",
@@ -288,7 +288,7 @@ def _volume() -> Schema:
     }
     scratch = {
         "medium": text("Empty for the node's disk, Memory for a tmpfs. Default: empty.", longest=32),
-        "sizeLimit": int_or_text("Most it may hold, a quantity. Default: no limit.", **_QUANTITY),
+        "sizeLimit": int_or_text("Most it may hold, a quantity. Default: no limit.", pattern=_QUANTITY),
     }
     return mapping(
         "One volume: a name and exactly one source.",
