@@ -20,6 +20,7 @@ from bed.shell import BedError, run
 
 CHART = REPOSITORY / "charts/evergrad"
 NAMESPACE = "evergrad-system"
+KUBERNETES = "1.34.4"  # what is rendered for; helm built by itself takes an old one for granted
 MATRIX: dict[str, dict[str, Any]] = {
     "defaults": {},
     "everything": {
@@ -86,7 +87,9 @@ def template(values: dict[str, Any], *, release: str = "evergrad", namespace: st
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
         file.flush()
-        return helm("template", release, CHART, "--namespace", namespace, "--values", file.name).stdout
+        return helm(
+            "template", release, CHART, "--kube-version", KUBERNETES, "--namespace", namespace, "--values", file.name
+        ).stdout
 
 
 def render(values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE) -> list[dict[str, Any]]:
@@ -99,7 +102,7 @@ def lint(values: dict[str, Any]) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(values, file)
         file.flush()
-        helm("lint", "--strict", "--quiet", CHART, "--values", file.name)
+        helm("lint", "--strict", "--quiet", "--kube-version", KUBERNETES, CHART, "--values", file.name)
 
 
 def conform(files: Sequence[Path]) -> str:

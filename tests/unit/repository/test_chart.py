@@ -76,6 +76,13 @@ def environment(objects: list[Object]) -> dict[str, str]:
     return {one["name"]: one.get("value", "from the pod") for one in container["env"]}
 
 
+def as_text(value: object) -> str:
+    """A setting as an environment variable has it."""
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def test_the_charts_crd_is_the_one_in_crds(root: Path) -> None:
     assert (root / "charts/evergrad/files/trainingrun.yaml").read_bytes() == (root / "crds/trainingrun.yaml").read_bytes()
 
@@ -205,8 +212,7 @@ def test_the_operator_understands_the_settings_it_is_given(rendering: list[Objec
             key = name.removeprefix("EVERGRAD_").lower()
             assert key in understood, f"{name}: no setting of the operator"
             if key not in {"log_level", "namespace"}:
-                found = understood[key]
-                assert value == (",".join(found) if isinstance(found, tuple) else json.dumps(found).strip('"').removesuffix(".0"))
+                assert value == as_text(understood[key])
     assert settings.port == container["ports"][0]["containerPort"] == 8080
 
 
