@@ -85,6 +85,11 @@ def build(target: str, chosen: Settings) -> str:
         with tempfile.TemporaryDirectory() as scratch:
             _build(target, name, chosen, Path(scratch))
         print(f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s", flush=True)
+        if content_of(target, chosen) != name.rpartition(":")[2]:
+            # Somebody wrote meanwhile: what was copied may be newer than what was counted.
+            run(["podman", "tag", name, name_of(target, "unsure")], environment=images.environment())
+            run(["podman", "untag", name, name], environment=images.environment())
+            name = name_of(target, "unsure")
     else:
         print(f"{time.strftime('%T')}  {name}: there already", flush=True)
     _forget_others(target, name)

@@ -48,23 +48,26 @@ def file_name(*, group: str, version: str, kind: str) -> str:
     return "-".join(part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part) + ".json"
 
 
-def strict(schema: Any, *, is_top: bool = False) -> Any:
-    """The schema with unknown fields refused wherever fields are listed, and with what JSON Schema calls differently."""
+def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
+    """The schema with unknown fields refused wherever fields are listed, and with what JSON Schema calls differently.
+
+    ``is_rule``: a part of allOf, anyOf, oneOf or not, which lists only the fields it is about.
+    """
     if not isinstance(schema, dict):
         return schema
     made = {key: value for key, value in schema.items() if key != "format" and not key.startswith("x-kubernetes-")}
     for key in ("properties", "definitions"):
         if key in made:
-            made[key] = {name: strict(part) for name, part in made[key].items()}
+            made[key] = {name: strict(part, is_rule=is_rule) for name, part in made[key].items()}
     for key in ("items", "additionalProperties", "not"):
         if key in made:
-            made[key] = strict(made[key])
+            made[key] = strict(made[key], is_rule=is_rule or key == "not")
     for key in ("allOf", "anyOf", "oneOf"):
         if key in made:
-            made[key] = [strict(part) for part in made[key]]
+            made[key] = [strict(part, is_rule=True) for part in made[key]]
     if is_top:
         made["properties"] = {**made["properties"], "metadata": {"type": "object"}}
-    if made.get("properties") and not schema.get("x-kubernetes-preserve-unknown-fields"):
+    if made.get("properties") and not is_rule and not schema.get("x-kubernetes-preserve-unknown-fields"):
         made.setdefault("additionalProperties", False)
     if schema.get("x-kubernetes-int-or-string"):
         made = {"oneOf": [{"type": "integer"}, {"type": "string"}]}
