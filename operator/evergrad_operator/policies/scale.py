@@ -72,14 +72,19 @@ def _is_last_holder(pod: PodState, situation: Situation) -> bool:
 
 
 def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
-    """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost status."""
+    """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost status.
+
+    The PVC is told before the pod is made: with a status that knows of no such pod, its epoch is the one still to be made.
+    """
     live = situation.observation.live_coordinator
     if live is not None:
         return None, live.attempt
-    own = situation.own_record
-    visible = [pod.attempt for pod in situation.observation.coordinators]
-    newest = max(situation.memory.coordinator.attempt, own.epoch if own else -1, *visible, -1)
-    return newest + 1, newest + 1
+    own, memory = situation.own_record, situation.memory
+    following = 1 + max((pod.attempt for pod in situation.observation.coordinators), default=-1)
+    following = max(following, memory.coordinator.attempt + 1)
+    if own is not None:
+        following = max(following, own.epoch if memory.is_known and own.uid == situation.run.uid else own.epoch + 1)
+    return following, following
 
 
 def _find_old(situation: Situation) -> list[PodState]:

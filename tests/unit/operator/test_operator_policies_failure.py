@@ -1,0 +1,515 @@
+"""Failures of pods: each cause with its budget, reason, message and pace."""
+
+from typing import Any
+
+import pytest
+from simulated_run import START, Simulation, make_progress, make_run
+
+from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_operator.observe import ApplyFailure
+
+
+def test_a_user_error_ends_the_run_at_once_with_the_root_cause_and_a_remedy() -> None:
+    world = Simulation().run()
+    world.end("docs-lm-1-0", 64, message="error: spec.training.data.sources[0].path: docs.jsonl does not exist.")
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.USER_ERROR)
+    assert "node 1 (pod docs-lm-1-0) ended with exit code 64: error: spec.training.data" in decision.message
+    assert "spec.restartNonce" in decision.message
+    assert world.condition("Failed")["status"] == "True"
+    assert world.condition("Failed")["reason"] == "UserError"
+    assert world.condition("Stalled")["status"] == "True"
+    assert "data.sources[0].path" in world.condition("Failed")["message"]
+    assert world.status["lastFailure"]["exitCode"] == 64
+    assert world.created == ["docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"]
+
+
+def test_the_earliest_of_several_user_errors_is_told() -> None:
+    world = Simulation().run()
+    world.age(10)
+    world.end("docs-lm-2-0", 64, message="the cause")
+    world.age(1)
+    world.end("docs-lm-0-0", 64, message="a consequence")
+    assert "node 2 (pod docs-lm-2-0) ended with exit code 64: the cause" in world.reconcile().message
+
+
+def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_their_logs() -> None:
+    world = Simulation().run()
+    world.end("docs-lm-1-0", 64)
+    assert world.reconcile().pods_to_delete == ()
+    assert world.decision.requeue_after == pytest.approx(10)
+    world.end("docs-lm-0-0", 64)
+    world.age(11)
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-2-0"]
+    world.leave()
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+    world.leave()
+    world.settle()
+    assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0"]
+
+
+CAUSES: list[tuple[str, dict[str, Any], Cause]] = [
+    ("end", {"code": 70}, Cause.WORKER_CRASH),
+    ("end", {"code": 1, "message": "Traceback"}, Cause.WORKER_CRASH),
+    ("end", {"code": 137}, Cause.WORKER_CRASH),
+    ("end", {"code": 137, "reason": "OOMKilled"}, Cause.OUT_OF_MEMORY),
+    ("end", {"code": 70, "message": "OSError: [Errno 28] No space left on device"}, Cause.VOLUME_FULL),
+    ("end", {"code": 128, "reason": "StartError", "message": 'exec: "evergrad": not found'}, Cause.START_ERROR),
+    ("end", {"code": 75}, Cause.STOPPED),
+    ("end", {"code": 76}, Cause.STOPPED),
+    ("end", {"code": 137, "reason": "ContainerStatusUnknown"}, Cause.NODE_LOST),
+]
+
+
+@pytest.mark.parametrize(("how", "fields", "cause"), CAUSES, ids=lambda value: str(value)[:40])
+def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(how: str, fields: dict[str, Any], cause: Cause) -> None:
+    world = Simulation().run()
+    world.age(100)
+    getattr(world, how)("docs-lm-1-0", **fields)
+    decision = world.reconcile()
+    assert decision.nodes_to_create == ((1, 1),)
+    assert world.status["restarts"] == {"total": 1, "byCause": {cause: 1}}
+    assert world.status["attempts"][-1] == {
+        "pod": "docs-lm-1-0",
+        "cause": cause,
+        "exitCode": fields["code"],
+        "at": world.status["attempts"][-1]["at"],
+    }
+    counts = cause in (Cause.WORKER_CRASH, Cause.OUT_OF_MEMORY, Cause.VOLUME_FULL, Cause.START_ERROR)
+    assert world.status["failures"]["withoutProgress"] == int(counts)
+    assert [event.reason for event in world.events if event.type == "Warning"] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        ("PreemptionByScheduler", Cause.PREEMPTED),
+        ("DeletionByTaintManager", Cause.NODE_LOST),
+        ("DeletionByPodGC", Cause.NODE_LOST),
+        ("EvictionByEvictionAPI", Cause.EVICTED),
+        ("TerminationByKubelet", Cause.EVICTED),
+        ("SomethingNew", Cause.EVICTED),
+    ],
+)
+def test_a_disruption_is_free_and_told_by_its_cause(reason: str, cause: Cause) -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.disrupt("docs-lm-0-0", reason)
+    assert world.reconcile().nodes_to_create == ((0, 1),)
+    assert world.status["restarts"]["byCause"] == {cause: 1}
+    assert world.status["failures"]["withoutProgress"] == 0
+    world.end("docs-lm-0-0", 75)
+    world.reconcile()
+    world.leave()
+    world.reconcile()
+    assert world.status["restarts"]["total"] == 1, "counted once, however often it is seen"
+
+
+@pytest.mark.parametrize("reason", ["Evicted", "OutOfcpu", "NodeAffinity", "UnexpectedAdmissionError", "NodeLost", "Terminated"])
+def test_a_pod_that_the_kubelet_ends_or_refuses_is_free(reason: str) -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.pods["docs-lm-0-0"]["status"] = {
+        "phase": "Failed",
+        "reason": reason,
+        "message": "The node was low on resource: memory.",
+    }
+    assert world.reconcile().nodes_to_create == ((0, 1),)
+    assert world.status["failures"]["withoutProgress"] == 0
+    assert sum(world.status["restarts"]["byCause"].values()) == 1
+
+
+def test_deletion_by_hand_is_free_also_if_nobody_saw_it() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.delete("docs-lm-0-0")
+    assert world.reconcile().nodes_to_create == ((0, 1),)
+    assert world.status["restarts"]["byCause"] == {"Deleted": 1}
+    world.leave()
+    world.start()
+    world.vanish("docs-lm-1-0")
+    assert world.reconcile().nodes_to_create == ((1, 1),)
+    assert world.status["restarts"]["byCause"] == {"Deleted": 2}
+    assert world.status["attempts"][-1]["pod"] == "docs-lm-1-0"
+
+
+def test_the_last_one_that_holds_the_state_saves_before_its_successor_comes() -> None:
+    world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
+    world.age(100)
+    world.delete("docs-lm-0-0")
+    assert world.reconcile().nodes_to_create == ()
+    assert world.decision.requeue_after is not None
+    world.end("docs-lm-0-0", 75)
+    assert world.reconcile().nodes_to_create == ((0, 1),)
+
+
+def test_a_leaving_pod_on_a_node_that_answers_nobody_is_not_waited_for_for_ever() -> None:
+    world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
+    world.delete("docs-lm-0-0")
+    world.age(39)
+    assert world.reconcile().nodes_to_create == ()
+    world.age(2)
+    assert world.reconcile().nodes_to_create == ((0, 1),)
+
+
+def test_a_pod_of_a_lost_node_is_not_waited_for_at_all() -> None:
+    world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
+    world.age(100)
+    world.disrupt("docs-lm-0-0", "DeletionByTaintManager")
+    assert world.reconcile().nodes_to_create == ((0, 1),)
+
+
+def fail(world: Simulation, code: int = 70, **fields: Any) -> None:
+    """The newest pod of node 1 fails and is replaced."""
+    world.age(1)
+    name = next(name for name in world.live() if name.startswith("docs-lm-1-"))
+    world.end(name, code, **fields)
+    world.reconcile()
+    world.now = max(world.now + 1, world.decision.memory.budget.retry_at)
+    world.reconcile()
+    world.start()
+
+
+def test_failures_without_progress_end_the_run_after_the_budget() -> None:
+    world = Simulation().run()
+    for _ in range(3):
+        fail(world, message="CUDA error: device-side assert")
+        assert world.status["phase"] != "Failed"
+    fail(world, message="CUDA error: device-side assert")
+    assert (world.status["phase"], world.status["reason"]) == ("Failed", "WorkerCrash")
+    message = world.condition("Failed")["message"]
+    assert "pods failed 4 times without progress; 3 such failures are allowed" in message
+    assert "WorkerCrash on node 1, exit code 70: CUDA error: device-side assert" in message
+    assert "restartNonce" in message
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"code": 137, "reason": "OOMKilled"}, "OutOfMemory"),
+        ({"code": 70, "message": "No space left on device"}, "VolumeFull"),
+        ({"code": 127, "reason": "ContainerCannotRun"}, "StartError"),
+    ],
+)
+def test_the_reason_of_the_end_is_the_cause_of_the_last_failure(fields: dict[str, Any], reason: str) -> None:
+    world = Simulation().run()
+    for _ in range(4):
+        fail(world, **fields)
+    assert world.status["reason"] == reason
+    assert world.condition("Failed")["reason"] == reason
+
+
+def test_a_newer_step_begins_the_count_anew() -> None:
+    world = Simulation().run(step=10)
+    for step in (11, 12, 13, 14, 15, 16):
+        fail(world)
+        assert world.status["failures"]["withoutProgress"] == 1
+        world.train(step)
+        world.reconcile()
+        assert world.status["failures"]["withoutProgress"] == 0
+    assert world.status["restarts"]["byCause"] == {"WorkerCrash": 6}
+
+
+def test_with_fresh_workers_only_a_newer_checkpoint_does() -> None:
+    run = make_run(script={"command": ["train.py"]})
+    del run["spec"]["training"]
+    world = Simulation(run).run(step=10)
+    fail(world)
+    world.train(12)
+    world.reconcile()
+    assert world.status["failures"]["withoutProgress"] == 1
+    world.train(12, checkpointStep=11)
+    world.reconcile()
+    assert world.status["failures"]["withoutProgress"] == 0
+
+
+def test_pods_that_fall_together_are_one_failure() -> None:
+    world = Simulation(make_run(nodes={"min": 1, "max": 8})).run()
+    world.age(100)
+    for index in range(5):
+        world.end(f"docs-lm-{index}-0", 137, reason="OOMKilled")
+    world.reconcile()
+    world.age(1)
+    for index in range(5, 8):
+        world.end(f"docs-lm-{index}-0", 137, reason="OOMKilled")
+    world.reconcile()
+    assert world.status["failures"]["withoutProgress"] == 1
+    assert world.status["restarts"]["byCause"] == {"OutOfMemory": 8}
+
+
+def test_replacements_after_failures_wait_twice_as_long_each_time() -> None:
+    run = make_run(failurePolicy={"maxFailuresWithoutProgress": 100})
+    world = Simulation(run).run()
+    waits = []
+    for attempt in range(8):
+        world.age(100)
+        world.end(f"docs-lm-1-{attempt}", 1)
+        world.reconcile()
+        begun = world.now
+        while f"docs-lm-1-{attempt + 1}" not in world.pods:
+            assert world.decision.requeue_after is not None
+            assert world.decision.nodes_to_create == ()
+            world.age(world.decision.requeue_after)
+            world.reconcile()
+        waits.append(round(world.now - begun))
+        world.start()
+    assert waits == [0, 2, 4, 8, 16, 32, 60, 60]
+
+
+def test_free_causes_are_not_repeated_at_full_speed_for_ever() -> None:
+    world = Simulation().run()
+    replaced = 0
+    for _ in range(600):  # a minute, ten looks a second
+        for name in world.live():
+            if name.startswith("docs-lm-1-"):
+                world.pods[name]["status"] = {"phase": "Failed", "reason": "OutOfcpu"}
+        world.age(0.1)
+        replaced += len(world.reconcile().nodes_to_create)
+    assert 5 <= replaced <= 12
+
+
+def test_a_quick_crash_of_the_coordinators_pod_is_not_repeated_at_full_speed_either() -> None:
+    world = Simulation().run()
+    for _ in range(600):
+        for name in world.live(role="coordinator"):
+            world.pods[name]["status"] = {"phase": "Failed", "reason": "OutOfcpu"}
+        world.age(0.1)
+        world.reconcile()
+    assert world.decision.memory.coordinator.attempt <= 12
+
+
+def test_a_lost_coordinator_is_replaced_with_the_next_epoch_and_counted_apart() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.disrupt("docs-lm-coordinator-0", "EvictionByEvictionAPI")
+    decision = world.reconcile()
+    assert decision.coordinator_attempt == 1
+    assert (decision.phase, decision.reason) == (Phase.RUNNING, Reason.COORDINATOR_LOST)
+    assert decision.nodes_to_create == ()
+    (pod,) = world.plan.create
+    arguments = pod["spec"]["containers"][0]["args"]
+    assert arguments[arguments.index("--epoch") + 1] == "1"
+    service = next(child for child in world.plan.apply if child["kind"] == "Service")
+    assert service["spec"]["selector"]["evergrad.dev/attempt"] == "1"
+    assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1}
+    assert world.status["failures"]["withoutProgress"] == 0
+    world.leave()
+    world.settle()
+    assert world.status["restarts"]["total"] == 1
+
+
+def test_epochs_grow_even_if_status_and_pods_are_lost() -> None:
+    world = Simulation().run()
+    for _ in range(3):
+        world.vanish(next(iter(world.live(role="coordinator"))))
+        world.reconcile()
+    world.pods.clear()
+    world.raw.pop("status")
+    assert world.reconcile().coordinator_attempt == 4, "the claim remembers"
+
+
+def test_the_coordinators_verdict_ends_the_run_with_its_words() -> None:
+    world = Simulation().run()
+    failure = {
+        "cause": "worker_crash",
+        "node": "2",
+        "rank": 2,
+        "step": 10,
+        "exitCode": 1,
+        "message": "ValueError: x",
+        "secondsAgo": 3,
+    }
+    world.progress = make_progress(
+        0,
+        phase="Failed",
+        reason="FailuresWithoutProgress",
+        message="workers failed 4 times without progress; 3 such failures are allowed. Last: worker_crash on rank 2 (node 2)",
+        lastFailure=failure,
+    )
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.WORKER_CRASH)
+    assert "Last: worker_crash on rank 2 (node 2)" in decision.message
+    shown = {key: value for key, value in world.status["lastFailure"].items() if key != "at"}
+    assert shown == {"cause": "WorkerCrash", "node": 2, "rank": 2, "step": 10, "exitCode": 1, "message": "ValueError: x"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"reason": "UserError", "message": "bad shape"}, "UserError"),
+        ({"reason": "FailuresWithoutProgress", "lastFailure": {"cause": "out_of_memory"}}, "OutOfMemory"),
+        ({"reason": "InternalError", "message": "No space left on device"}, "VolumeFull"),
+        ({"reason": "InternalError"}, "WorkerCrash"),
+    ],
+)
+def test_each_verdict_has_its_reason(fields: dict[str, Any], reason: str) -> None:
+    world = Simulation().run()
+    world.progress = make_progress(0, phase="Failed", **fields)
+    assert world.reconcile().reason == reason
+    assert world.condition("Failed")["reason"] == reason
+
+
+def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
+    world = Simulation().run()
+    world.train(11, restarts={"worker_crash": 2, "scale_up": 5}, lostSeconds={"worker_crash": 3.7})
+    world.settle()
+    world.train(12, restarts={"worker_crash": 3, "out_of_memory": 1}, lostSeconds={"worker_crash": 5.2})
+    world.settle()
+    world.age(100)
+    world.vanish("docs-lm-coordinator-0")
+    world.settle()
+    world.start()
+    world.train(13, restarts={"worker_crash": 1}, lostSeconds={"worker_crash": 1.0})
+    world.settle()
+    world.settle()
+    assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1, "OutOfMemory": 1, "WorkerCrash": 4}
+    assert world.status["lostSeconds"] == {"worker_crash": 6}
+
+
+def test_a_failure_that_is_told_again_and_again_is_written_once() -> None:
+    world = Simulation().run()
+    failure = {"cause": "worker_crash", "node": "0", "rank": 0, "exitCode": 1, "message": "x"}
+    world.train(11, lastFailure={**failure, "secondsAgo": 1})
+    world.settle()
+    written = world.writes
+    for seconds in range(2, 30):
+        world.age(1)
+        world.train(11, lastFailure={**failure, "secondsAgo": seconds + 0.4})
+        world.reconcile()
+    assert world.writes == written
+
+
+REFUSALS = [
+    (403, 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2', "QuotaExceeded"),
+    (403, "failed quota: q: must specify limits.cpu for: trainer", "QuotaExceeded"),
+    (403, 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false', "AdmissionRefused"),
+    (403, "maximum memory usage per Container is 1Gi, but limit is 4Gi", "AdmissionRefused"),
+    (403, 'no PriorityClass with name "high" was found', "AdmissionRefused"),
+    (422, "Pod is invalid: spec.containers[0].resources.requests: must be less than or equal to cpu limit", "InvalidObject"),
+    (413, "Request entity too large", "CreateFailed"),
+]
+
+
+@pytest.mark.parametrize(("status", "message", "reason"), REFUSALS, ids=[row[1][:30] for row in REFUSALS])
+def test_what_the_api_server_refuses_is_told_and_mended_by_itself(status: int, message: str, reason: str) -> None:
+    world = Simulation()
+    world.reconcile(refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START))
+    decision = world.reconcile(refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START))
+    assert (decision.phase, decision.reason) == (Phase.WAITING, reason)
+    assert message in decision.message
+    assert world.condition("Stalled")["status"] == "True"
+    assert world.condition("Ready")["status"] == "False"
+    assert len(world.plan.create) == 4, "it is tried again; the edge sees to the pace"
+    world.reconcile()
+    world.start()
+    world.train()
+    world.settle()
+    assert world.status["phase"] == "Running"
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_a_refusal_of_what_is_not_needed_any_more_is_not_told() -> None:
+    world = Simulation().run()
+    world.failures = [ApplyFailure("Pod", "docs-lm-7-0", 403, "Forbidden", "exceeded quota", START)]
+    seen = world.look()
+    assert seen.failures
+    assert "quota" not in world.reconcile().message
+
+
+def test_a_quota_for_some_of_the_pods_leaves_a_smaller_run_that_trains() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.delete("docs-lm-2-0")
+    refusal = ApplyFailure("Pod", "docs-lm-2-1", 403, "Forbidden", "exceeded quota: q", START)
+    world.reconcile(refuse=refusal)
+    world.failures = [refusal]
+    world.train(20)
+    decision = world.reconcile(refuse=refusal)
+    assert (decision.phase, decision.is_blocked) == (Phase.RUNNING, False)
+    assert "2 of 3 nodes train; the API server refuses Pod docs-lm-2-1: exceeded quota" in decision.message
+    assert world.condition("PodsReady") | {"lastTransitionTime": ""} == {
+        "type": "PodsReady",
+        "status": "False",
+        "reason": "SomeReady",
+        "message": decision.message[:256],
+        "observedGeneration": 1,
+        "lastTransitionTime": "",
+    }
+
+
+WAITING = [
+    ("wait_for", ("ErrImagePull", "manifest unknown"), "ImagePullFailed"),
+    ("wait_for", ("ImagePullBackOff", "Back-off pulling image"), "ImagePullFailed"),
+    ("wait_for", ("InvalidImageName", ""), "ImagePullFailed"),
+    ("wait_for", ("CreateContainerConfigError", 'secret "tokens" not found'), "StartError"),
+    ("unschedulable", ("0/2 nodes are available: 2 Insufficient cpu.",), "Unschedulable"),
+    ("unschedulable", ('persistentvolumeclaim "docs" not found',), "VolumeMissing"),
+    ("unschedulable", ("pod has unbound immediate PersistentVolumeClaims",), "VolumePending"),
+    ("unschedulable", ("waiting", "SchedulingGated"), "Queued"),
+]
+
+
+@pytest.mark.parametrize(("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING])
+def test_what_keeps_pods_from_starting_is_told_and_waited_for(how: str, arguments: tuple[str, ...], reason: str) -> None:
+    world = Simulation()
+    world.reconcile()
+    world.start("docs-lm-coordinator-0")
+    for index in range(3):
+        getattr(world, how)(f"docs-lm-{index}-0", *arguments)
+    world.progress = make_progress(0, phase="Waiting", nodes={"ready": 0})
+    decision = world.settle()
+    assert (decision.phase, decision.reason, decision.is_blocked) == (Phase.WAITING, reason, True)
+    assert "node 0 (pod docs-lm-0-0)" in decision.message
+    assert arguments[0] in decision.message or arguments[-1] in decision.message
+    assert world.condition("Stalled")["reason"] == reason
+    assert world.created[1:] == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], "nothing is tried again by new pods"
+    assert world.writes <= 3
+    world.start()
+    world.train()
+    assert world.settle().phase == Phase.RUNNING
+
+
+def test_an_image_of_the_coordinator_that_cannot_be_pulled_is_told_too() -> None:
+    world = Simulation()
+    world.reconcile()
+    world.wait_for("docs-lm-coordinator-0", "ErrImageNeverPull")
+    assert "the coordinator (pod docs-lm-coordinator-0)" in world.reconcile().message
+    assert world.decision.reason == Reason.IMAGE_PULL_FAILED
+
+
+def test_pods_that_hang_in_creation_say_where_to_look() -> None:
+    world = Simulation()
+    world.reconcile()
+    for name in list(world.pods):
+        world.wait_for(name, "ContainerCreating")
+    world.age(100)
+    assert world.reconcile().reason == Reason.STARTING
+    world.age(100)
+    decision = world.reconcile()
+    assert (decision.phase, decision.is_blocked) == (Phase.STARTING, False)
+    assert "kubectl describe pod" in decision.message
+
+
+def test_an_existing_claim_that_is_missing_is_waited_for_without_pods() -> None:
+    world = Simulation(make_run(storage={"claimName": "shared"}))
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.VOLUME_MISSING)
+    assert "PersistentVolumeClaim shared does not exist in namespace team" in decision.message
+    assert world.plan.is_empty
+    assert decision.requeue_after is not None
+    world.children["PersistentVolumeClaim", "shared"] = {"metadata": {"name": "shared"}, "status": {"phase": "Bound"}}
+    assert world.reconcile().nodes_to_create == ((0, 0), (1, 0), (2, 0))
+
+
+@pytest.mark.parametrize(
+    ("claim", "reason"),
+    [
+        ({"metadata": {"name": "shared"}, "status": {"phase": "Lost"}}, Reason.VOLUME_LOST),
+        ({"metadata": {"name": "shared", "deletionTimestamp": "2030-01-01T00:00:00Z"}}, Reason.VOLUME_MISSING),
+    ],
+)
+def test_a_claim_that_cannot_be_used_is_told(claim: dict[str, Any], reason: str) -> None:
+    world = Simulation(make_run(storage={"claimName": "shared"}))
+    world.children["PersistentVolumeClaim", "shared"] = claim
+    assert world.reconcile().reason == reason
+    assert world.plan.is_empty
