@@ -90,8 +90,10 @@ class Simulation:
         delay: float | None = None
         for _ in range(most):
             before = len(self.store.writes)
-            with contextlib.suppress(ApiError):
+            try:
                 delay = self.reconcile(key)
+            except ApiError:
+                continue
             if len(self.store.writes) == before:
                 return delay
         raise AssertionError(f"no end of writes: {self.store.writes[-10:]}")

@@ -113,6 +113,10 @@ def test_another_kopf_is_refused_with_what_to_do(version: str) -> None:
         check_kopf(version)
 
 
+def _is_async(module: str) -> bool:
+    return module.startswith("kubernetes.aio.")
+
+
 def calls(tree: ast.AST) -> set[str]:
     return {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
 

@@ -1,0 +1,357 @@
+"""Reconciling over an in-memory cluster: same children and status whatever happened on the way, and no needless write."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
+from fake_kubernetes.store import RefusedError, Write
+
+from evergrad_operator.errors import ApiError
+
+Story = Callable[[Simulation], None]
+
+
+def writes(simulation: Simulation, since: int = 0) -> list[tuple[str, str, str]]:
+    return [(write.verb, write.plural, write.name) for write in simulation.store.writes[since:] if write.plural != "events"]
+
+
+def begin(simulation: Simulation) -> None:
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.train()
+    simulation.settle()
+
+
+@pytest.fixture
+def simulation() -> Simulation:
+    simulation = Simulation()
+    simulation.create_run()
+    return simulation
+
+
+def test_a_new_run_gets_all_its_children_in_one_go_and_one_status(simulation: Simulation) -> None:
+    simulation.reconcile()
+    assert simulation.children() == [
+        ("configmaps", "run-config"),
+        ("persistentvolumeclaims", "run"),
+        ("pods", "run-0-0"),
+        ("pods", "run-1-0"),
+        ("pods", "run-coordinator-0"),
+        ("services", "run-coordinator"),
+    ]
+    assert len([write for write in writes(simulation) if write[1] == "trainingruns"]) == 1
+    assert writes(simulation)[-1] == ("patch", "trainingruns", "run")
+
+
+def test_two_reconciles_of_an_unchanged_run_write_nothing(simulation: Simulation) -> None:
+    begin(simulation)
+    before = len(simulation.store.writes)
+    for _ in range(2):
+        simulation.reconcile()
+    assert simulation.store.writes[before:] == []
+
+
+def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(simulation: Simulation) -> None:
+    begin(simulation)
+    before = len(simulation.store.writes)
+    simulation.start_operator()
+    for _ in range(3):
+        simulation.reconcile()
+    assert simulation.store.writes[before:] == []
+
+
+def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(simulation: Simulation) -> None:
+    begin(simulation)
+    complete(simulation)
+    before = len(simulation.store.writes)
+    simulation.start_operator()
+    simulation.settle()
+    assert simulation.store.writes[before:] == []
+
+
+def complete(simulation: Simulation) -> None:
+    for name in simulation.pods():
+        if simulation.store.get("pods", "ns", name)["status"]["phase"] == "Running":
+            simulation.end_pod(name)
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+
+
+def story_completes(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    complete(simulation)
+
+
+def story_loses_a_pod(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    if "run-0-0" in simulation.pods():
+        simulation.store.remove("pods", "ns", "run-0-0")
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    complete(simulation)
+
+
+def story_is_suspended_and_resumed(simulation: Simulation) -> None:
+    simulation.create_run()
+    begin(simulation)
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
+    for _ in range(4):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.pods() == []
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": False}})
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    complete(simulation)
+
+
+STORIES = [story_completes, story_loses_a_pod, story_is_suspended_and_resumed]
+
+
+def outcome(simulation: Simulation) -> Any:
+    """What must be the same at the end, whatever happened on the way."""
+    pods = [(raw["metadata"]["name"], raw["status"]["phase"]) for raw in simulation.store.list("pods")]
+    conditions = [(one["type"], one["status"], one["reason"]) for one in simulation.status["conditions"]]
+    others = [child for child in simulation.children() if child[0] != "pods"]
+    return pods, others, simulation.status["phase"], conditions, simulation.status["restarts"], simulation.status["nodes"]
+
+
+def tell(story: Story, simulation: Simulation) -> None:
+    """Tell the story; each time the operator is killed another one is started."""
+    original = simulation.settle
+
+    def settle(key: Any = KEY, *, most: int = 20) -> Any:
+        while True:
+            try:
+                return original(key, most=most)
+            except Crash:
+                simulation.store.before = simulation.store.after = lambda write: None
+                simulation.start_operator()
+
+    simulation.settle = settle  # type: ignore[method-assign]
+    story(simulation)
+
+
+def with_crash(story: Story, number: int, *, is_before: bool) -> Simulation:
+    simulation = Simulation()
+    original = simulation.create_run
+
+    def create_run(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        simulation.store.before, simulation.store.after = crash_at(number, is_before=is_before)
+
+    simulation.create_run = create_run  # type: ignore[method-assign]
+    tell(story, simulation)
+    return simulation
+
+
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("is_before", [True, False])
+def test_an_operator_killed_before_or_after_any_of_its_writes_leads_to_the_same_end(story: Story, is_before: bool) -> None:
+    plain = Simulation()
+    story(plain)
+    expected, count = outcome(plain), len(writes(plain))
+    assert count > 8
+    ends = [outcome(with_crash(story, number, is_before=is_before)) for number in range(count)]
+    assert [number for number, end in enumerate(ends) if end != expected] == []
+
+
+@pytest.mark.parametrize("story", STORIES)
+@pytest.mark.parametrize("status", [500, 409])
+def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(story: Story, status: int) -> None:
+    plain = Simulation()
+    story(plain)
+    expected, count = outcome(plain), len(writes(plain))
+    for number in range(count):
+        simulation, seen = Simulation(), [-1]
+
+        def fail(write: Write, number: int = number, seen: list[int] = seen) -> None:
+            if write.verb == "delete" and status == 409:
+                return  # that is how a delete says that it was another one's
+            seen[0] += write.plural != "events"
+            if seen[0] == number and write.plural != "events":
+                seen[0] += 1
+                raise RefusedError(status, "Planned")
+
+        original = simulation.create_run
+
+        def create_run(original: Any = original, simulation: Simulation = simulation, fail: Any = fail) -> None:
+            original()
+            simulation.store.before = fail
+
+        simulation.create_run = create_run  # type: ignore[method-assign]
+        settle = simulation.settle
+        simulation.settle = lambda *_, settle=settle, **__: [settle(), settle()][1]  # type: ignore[method-assign]
+        story(simulation)
+        assert outcome(simulation) == expected, number
+
+
+def test_pods_are_listed_before_any_is_created_so_that_a_stale_mirror_does_no_harm(simulation: Simulation) -> None:
+    simulation.settle()
+    simulation.start_operator()
+    for name in ("run-0-0", "run-1-0", "run-coordinator-0"):
+        raw = simulation.store.get("pods", "ns", name)
+        simulation.mirror.forget_pod(KEY, name, raw["metadata"]["uid"])
+    before = len(simulation.store.writes)
+    simulation.settle()
+    assert [write for write in writes(simulation, before) if write[1] == "pods"] == []
+
+
+def test_trap_2_pods_whose_end_no_watch_told_of_are_replaced_after_a_list(
+    simulation: Simulation,
+) -> None:
+    begin(simulation)
+    simulation.store.remove("pods", "ns", "run-0-0", is_silent=True)
+    simulation.settle()
+    assert simulation.pods() == ["run-1-0"]
+    changed = simulation.mirror.replace(
+        "pods", simulation.store.list("pods"), version=simulation.store.version, covers=lambda namespace: True
+    )
+    assert changed == {KEY}
+    simulation.settle()
+    assert simulation.pods() == ["run-0-1", "run-1-0"]
+
+
+def test_a_pod_that_somebody_created_meanwhile_is_taken_as_it_is(simulation: Simulation) -> None:
+    def take_the_name(write: Write) -> None:
+        if write.plural == "pods" and write.name == "run-0-0":
+            simulation.store.before = lambda write: None
+            raise RefusedError(409, "AlreadyExists")
+
+    simulation.store.before = take_the_name
+    with pytest.raises(ApiError):
+        simulation.reconcile()
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+
+
+def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_ours_stays(simulation: Simulation) -> None:
+    begin(simulation)
+    simulation.store.change(
+        "configmaps", "ns", "run-config", {"data": {"trainingrun.json": "{}"}, "metadata": {"annotations": {"x": "y"}}}
+    )
+    before = len(simulation.store.writes)
+    simulation.mirror.replace(
+        "children",
+        [*simulation.store.list("configmaps"), *simulation.store.list("services")],
+        version=simulation.store.version,
+        covers=lambda namespace: True,
+    )
+    simulation.settle()
+    assert writes(simulation, before) == [("patch", "configmaps", "run-config")]
+    raw = simulation.store.get("configmaps", "ns", "run-config")
+    assert raw["data"]["trainingrun.json"] != "{}"
+    assert raw["metadata"]["annotations"]["x"] == "y"
+
+
+def test_a_child_that_somebody_deleted_comes_back(simulation: Simulation) -> None:
+    begin(simulation)
+    simulation.store.remove("services", "ns", "run-coordinator")
+    simulation.mirror.replace(
+        "children", simulation.store.list("configmaps"), version=simulation.store.version, covers=lambda _: True
+    )
+    simulation.settle()
+    assert ("services", "run-coordinator") in simulation.children()
+
+
+def test_progress_alone_is_written_every_ten_seconds_at_most(simulation: Simulation) -> None:
+    begin(simulation)
+    before = len(simulation.store.writes)
+    for step in range(2, 42):
+        simulation.now += 1.0
+        simulation.train(step)
+        simulation.reconcile()
+    assert 3 <= len(writes(simulation, before)) <= 5
+
+
+def test_a_quota_that_refuses_pods_is_told_and_asked_again_seldom_and_then_the_run_goes_on(simulation: Simulation) -> None:
+    def refuse(write: Write) -> None:
+        if write.plural == "pods" and write.verb == "create" and "coordinator" not in write.name:
+            tries.append(write.name)
+            raise RefusedError(403, "Forbidden", 'pods "run-0-0" is forbidden: exceeded quota: small')
+
+    tries: list[str] = []
+    simulation.store.before = refuse
+    for _ in range(300):
+        delay = simulation.reconcile()
+        assert delay is None or delay >= 0
+        simulation.now += 1.0
+    assert simulation.status["reason"] == "QuotaExceeded"
+    assert "exceeded quota: small" in simulation.status["message"]
+    assert len(tries) <= 16
+    assert len(simulation.store.list("events")) < 15
+    simulation.store.before = lambda write: None
+    simulation.now += 400
+    simulation.settle()
+    assert simulation.pods() == ["run-0-0", "run-1-0"]
+    assert simulation.status["reason"] != "QuotaExceeded"
+
+
+def test_a_refused_run_does_not_come_again_at_once(simulation: Simulation) -> None:
+    def refuse(write: Write) -> None:
+        if write.plural == "pods":
+            raise RefusedError(403, "Forbidden", "exceeded quota")
+
+    simulation.store.before = refuse
+    simulation.reconcile()
+    delay = simulation.reconcile()
+    assert delay is not None and delay > 0.3
+
+
+def test_a_run_whose_shape_is_wrong_is_told_once_and_nothing_is_written(simulation: Simulation) -> None:
+    with simulation.by_others():
+        simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": "many"}}})
+    for _ in range(5):
+        assert simulation.reconcile() is None
+    assert writes(simulation) == []
+    (event,) = simulation.store.list("events")
+    assert event["reason"] == "InvalidSpec" and "spec.nodes.min" in event["message"]
+
+
+def test_a_run_of_the_same_name_never_gets_the_status_of_the_one_before(simulation: Simulation) -> None:
+    original = simulation.cluster.apply
+
+    async def replace_first(body: Any, **options: Any) -> Any:
+        if options.get("subresource") == "status":
+            simulation.cluster.apply = original  # type: ignore[method-assign]
+            simulation.store.on_change = lambda *_: None
+            simulation.store.remove("trainingruns", *KEY)
+            simulation.create_run()
+        return await original(body, **options)
+
+    simulation.cluster.apply = replace_first  # type: ignore[method-assign]
+    simulation.reconcile()
+    assert simulation.status == {}
+
+
+def test_a_run_that_is_gone_is_forgotten(simulation: Simulation) -> None:
+    begin(simulation)
+    simulation.store.remove("trainingruns", *KEY)
+    assert simulation.reconcile() is None
+    assert simulation.coordinators.num_followed() == 0
+    assert simulation.mirror.known() <= {KEY}
+
+
+def test_live_bounds_are_told_to_the_coordinator(simulation: Simulation) -> None:
+    begin(simulation)
+    simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": 2, "max": 3}}})
+    simulation.settle()
+    assert simulation.coordinators.bounds[-1] == (2, 3)
+
+
+def test_a_reconcile_that_hangs_ends_with_its_time(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def hang(*_: Any, **__: Any) -> Any:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr("evergrad_operator.reconcile.RECONCILE_SECONDS", 0.05)
+    simulation.cluster.list_all = hang  # type: ignore[method-assign]
+    with pytest.raises(TimeoutError):
+        simulation.reconcile()
