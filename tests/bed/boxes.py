@@ -141,9 +141,10 @@ def spawn_outside(name: str, command: Sequence[object], environment: dict[str, s
         _start([str(word) for word in command], cgroups.HOST, log.fileno(), environment)
 
 
-def network(pid: int, lines: Iterable[str]) -> None:
-    """Apply lines of `ip -batch` in the network namespace of a process; 1 is the machine's own."""
-    run(["nsenter", "-t", str(pid), "-n", shutil.which("ip") or "/sbin/ip", "-batch", "-"], text="\n".join(lines) + "\n")
+def network(pid: int | None, lines: Iterable[str]) -> None:
+    """Apply lines of `ip -batch` in the network namespace of a process; None is our own."""
+    elsewhere = [] if pid is None else ["nsenter", "-t", str(pid), "-n"]
+    run([*elsewhere, shutil.which("ip") or "/sbin/ip", "-batch", "-"], text="\n".join(lines) + "\n")
 
 
 def connect_control() -> None:
@@ -158,10 +159,10 @@ def connect_control() -> None:
             "link set br0 up",
         ],
     )
-    network(1, [f"link add {BRIDGE_END} type veth peer name vhost netns {pid}", f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}"])
+    network(None, [f"link add {BRIDGE_END} type veth peer name vhost netns {pid}", f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}"])
     network(pid, ["link set vhost master br0 up"])
     routes = [f"route replace {node.pods} via {node.address} dev {BRIDGE_END} onlink" for node in NODES]
-    network(1, [f"link set {BRIDGE_END} up", *routes, f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink"])
+    network(None, [f"link set {BRIDGE_END} up", *routes, f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink"])
     network(pid, [f"route replace {node.pods} via {node.address} dev br0 onlink" for node in NODES])
 
 

@@ -75,7 +75,7 @@ def build(name: str) -> Path:
         raise BedError(f"{name}: not in {cache() / 'tools'}, and there is no `go` to build it. Install Go 1.24 or newer.")
     folder = cache() / "tools" / f"{name}-{key(name)}-{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_suffix(".lock"), "w") as lock:
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "bin").is_dir():  # another process may have built it meanwhile
             _build_into(name, folder)
