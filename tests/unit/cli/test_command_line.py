@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from evergrad_trainer.cli.main import COMMANDS, main
+from evergrad_trainer.cli.main import CLUSTER_COMMANDS, COMMANDS, main
 
 _HEAVY = ("torch", "transformers", "matplotlib")
 
@@ -29,7 +29,24 @@ def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None
         assert result.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("command", ["list", "submit", "doctor"])
+def test_commands_for_a_cluster_import_no_tensors_and_their_client_only_when_they_run(command: str) -> None:
+    code = (
+        "import sys, contextlib, os\n"
+        "from evergrad_trainer.cli.main import main, main_of_plugin\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(open(os.devnull, 'w')):\n"
+        f"    main_of_plugin([{command!r}, '--help'])\n"
+        "print('kubernetes' in sys.modules)\n"
+        "with contextlib.redirect_stderr(open(os.devnull, 'w')):\n"
+        "    main(['list', '--kubeconfig', '/nowhere/config'])\n"
+        "print('kubernetes' in sys.modules)\n"
+        f"print([name for name in {_HEAVY!r} if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-3:] == ["False", "True", "[]"]
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, *CLUSTER_COMMANDS])
 def test_every_command_explains_itself_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([name.replace("_", "-"), "--help"])

@@ -18,7 +18,7 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "Unschedulable": (
         "No node has room for what a pod asks for. See what is free: kubectl describe nodes",
-        "Lower spec.resources.requests or spec.nodes.min, ask less of nodes in spec.template, or add nodes; it goes on by itself.",
+        "Lower spec.resources.requests or spec.nodes.min, ask less in spec.template, or add nodes; it goes on by itself.",
     ),
     "Queued": ("A queue holds the pods until there is room; they start by themselves.",),
     "QuotaExceeded": (

@@ -31,7 +31,7 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
             path,
             f"nothing is mounted at {value}",
             "the stock image holds no data",
-            f"Put it on the run's volume ({VOLUME_PATH}/…), mount it by spec.template, or name an image that holds it in spec.image",
+            f"Put it on the run's volume ({VOLUME_PATH}/…), mount it by spec.template, or name an image with it in spec.image",
         )
         for path, value in local_paths(run)
         if PurePosixPath(value).is_absolute() and not any(_is_below(value, mount) for mount in mounts)

@@ -1,0 +1,504 @@
+"""Commands for a cluster against a stand-in for its API server: what is asked, what is printed, how it ends."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.cli.cluster import client, waiting
+from evergrad_trainer.cli.main import main, main_of_plugin
+
+RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
+RUN = f"{RUNS}/docs-lm"
+PODS = "/api/v1/namespaces/lab/pods"
+EVENTS = "/api/v1/namespaces/lab/events"
+CLAIM = "/api/v1/namespaces/lab/persistentvolumeclaims/docs-lm"
+Make = Callable[..., dict[str, Any]]
+Api = Any
+ROOT = Path(__file__).resolve().parents[3]
+FAILED = {"type": "Failed", "status": "True", "reason": "WorkerCrash", "message": "rank 1 failed at step 7: boom"}
+COMPLETE = {"type": "Complete", "status": "True", "reason": "Complete", "message": "all steps are done"}
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_POLL_SECONDS", 0.01)
+
+
+def call(api: Api, *arguments: str) -> int:
+    name, *rest = arguments
+    return main([name, "--kubeconfig", api.kubeconfig, *rest])
+
+
+def listed(*items: dict[str, Any]) -> dict[str, Any]:
+    return {"kind": "List", "metadata": {}, "items": list(items)}
+
+
+def pod(name: str, index: int | None = 0, attempt: int = 0, *, phase: str = "Running", **status: Any) -> dict[str, Any]:
+    labels = {"evergrad.dev/run": "docs-lm", "evergrad.dev/attempt": str(attempt)}
+    labels["evergrad.dev/role"] = "coordinator" if index is None else "node"
+    if index is not None:
+        labels["evergrad.dev/index"] = str(index)
+    state = {"running": {}} if phase == "Running" else {"terminated": {"exitCode": 1, "reason": "Error"}}
+    return {
+        "metadata": {"name": name, "labels": labels, "creationTimestamp": "2026-03-01T12:00:00Z"},
+        "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
+        "status": {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0}], **status},
+    }
+
+
+# ---- connection ------------------------------------------------------------------------------------------------------
+
+
+def test_the_context_gives_the_namespace_and_the_option_goes_before_it(api: Api, make_run: Make) -> None:
+    api.on("GET", RUNS, listed(make_run()))
+    api.on("GET", RUNS.replace("lab", "default"), listed())
+    api.on("GET", RUNS.replace("lab", "mine"), listed())
+    assert call(api, "list") == call(api, "list", "--context", "other") == call(api, "list", "-n", "mine") == 0
+    assert [request.path.split("/")[5] for request in api.requests] == ["lab", "default", "mine"]
+
+
+def test_requests_carry_the_users_token_and_our_name(api: Api) -> None:
+    api.on("GET", RUNS, listed())
+    call(api, "list")
+    headers = api.requests[0].headers
+    assert headers["authorization"] == "Bearer very-secret"
+    assert headers["User-Agent"].startswith("evergrad-cli/")
+
+
+@pytest.mark.parametrize("arguments", [("--kubeconfig", "/nowhere/config"), ("--context", "nowhere")])
+def test_a_kubeconfig_that_cannot_be_used_ends_with_64(
+    api: Api, arguments: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = [] if arguments[0] == "--kubeconfig" else ["--kubeconfig", api.kubeconfig]
+    assert main(["list", *before, *arguments]) == 64
+    error = capsys.readouterr().err
+    assert arguments[1] in error and "Name a file with --kubeconfig" in error and "Traceback" not in error
+
+
+def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
+    api: Api, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Path(api.kubeconfig).read_text().replace(api.url, "http://127.0.0.1:1")
+    (tmp_path / "down").write_text(text)
+    assert main(["status", "docs-lm", "--kubeconfig", str(tmp_path / "down")]) == 70
+    error = capsys.readouterr().err
+    assert "http://127.0.0.1:1 cannot be reached" in error and "refused" in error and "very-secret" not in error
+    assert len(error.splitlines()) == 1
+
+
+def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -> None:
+    code = "import sys\nsys.modules['kubernetes'] = None\nfrom evergrad_trainer.cli.main import main\nsys.exit(main(['list']))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode == 64
+    assert "pip install 'evergrad-trainer[cluster]'" in result.stderr
+
+
+def test_a_long_list_is_read_page_by_page(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    def answer(request: Any) -> tuple[int, Any]:
+        if request.query.get("continue") == "next":
+            return 200, listed(make_run("second"))
+        return 200, {**listed(make_run("first")), "metadata": {"continue": "next"}}
+
+    api.on("GET", RUNS, answer)
+    assert call(api, "list", "--json") == 0
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["first", "second"]
+
+
+@pytest.mark.parametrize("name", ["Docs", "pod/docs-lm", "-x", "a_b", "docs/../lm"])
+def test_what_cannot_name_a_run_is_refused_before_anything_is_asked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["status", f"--kubeconfig=/nowhere/{name}", "--", name])
+    assert ended.value.code == 64
+
+
+def test_a_cluster_without_the_crd_says_so(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(api, "list") == 64
+    assert "this cluster does not know TrainingRuns" in capsys.readouterr().err
+
+
+def test_a_user_without_the_right_is_told(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.refuse("GET", RUNS, 403, 'trainingruns is forbidden: User "me" cannot list')
+    assert call(api, "list") == 64
+    assert "trainingruns: is not allowed" in capsys.readouterr().err
+
+
+# ---- list, status, checkpoints, top ----------------------------------------------------------------------------------
+
+
+def test_the_list_of_no_runs_is_empty_and_says_so_aside(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.on("GET", RUNS, listed())
+    assert call(api, "list") == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "No runs found in namespace lab.\n")
+
+
+def test_the_list_can_be_narrowed_by_labels_and_phase(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    api.on("GET", RUNS, listed(make_run("one"), make_run("two", phase="Waiting")))
+    assert call(api, "list", "-l", "team=docs", "--phase", "waiting", "--json") == 0
+    assert api.requests[0].query["labelSelector"] == "team=docs"
+    assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["two"]
+
+
+def test_status_shows_run_pods_and_events(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    api.on("GET", RUN, make_run())
+    api.on("GET", PODS, listed(pod("docs-lm-0-0", 0), pod("docs-lm-0-1", 0, 1), pod("docs-lm-coordinator-0", None)))
+
+    def events(request: Any) -> tuple[int, Any]:
+        kind = "Pod" if "kind=Pod" in request.query["fieldSelector"] else "TrainingRun"
+        names = ["docs-lm-0-1", "of-somebody-else"] if kind == "Pod" else ["docs-lm"]
+        items = [
+            {
+                "type": "Warning",
+                "reason": f"Of{kind}",
+                "message": "told",
+                "involvedObject": {"kind": kind, "name": name},
+                "lastTimestamp": "2026-03-01T12:00:00Z",
+            }
+            for name in names
+        ]
+        return 200, listed(*items)
+
+    api.on("GET", EVENTS, events)
+    assert call(api, "status", "docs-lm", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["run"]["step"], shown["run"]["percent"], shown["run"]["loss"]) == (1200, 6.0, 2.413)
+    assert [one["name"] for one in shown["pods"]] == ["docs-lm-0-1", "docs-lm-0-0", "docs-lm-coordinator-0"]
+    assert [one["object"] for one in shown["events"]] == ["trainingrun/docs-lm", "pod/docs-lm-0-1"]
+    assert shown["next"] == ["Follow it: evergrad logs docs-lm -f"]
+
+
+def test_status_works_for_a_user_who_may_see_the_run_alone(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    api.on("GET", RUN, make_run())
+    api.refuse("GET", PODS, 403, "no")
+    api.refuse("GET", EVENTS, 403, "no")
+    assert call(api, "status", "trun/docs-lm") == 0
+    text = capsys.readouterr().out
+    assert "unknown: this user may not list pods" in text and "unknown: this user may not list events" in text
+
+
+def test_a_run_that_does_not_exist_is_told_with_64(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    api.refuse("GET", RUN, 404, "not found", name="docs-lm", kind="trainingruns")
+    for command in ("status", "wait", "suspend", "logs", "checkpoints"):
+        assert call(api, command, "docs-lm") == 64
+        assert "trainingrun docs-lm: does not exist" in capsys.readouterr().err
+
+
+def test_checkpoints_say_what_is_known(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"path": "runs/docs-lm", "epoch": 3}
+    claim = {
+        "metadata": {"annotations": {"run.evergrad.dev/docs-lm": json.dumps(record)}},
+        "status": {"phase": "Bound", "capacity": {"storage": "20Gi"}},
+    }
+    api.on("GET", RUN, make_run())
+    api.on("GET", CLAIM, claim)
+    api.on("GET", PODS, listed(pod("docs-lm-0-0", 0)))
+    assert call(api, "checkpoints", "docs-lm", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["newestStep"], shown["stepsSince"], shown["complete"]) == (1100, 100, False)
+    assert shown["directory"] == "/volume/runs/docs-lm/checkpoints"
+    assert "docs-lm-0-0" in shown["listCommand"]
+    api.refuse("GET", CLAIM, 403, "no")
+    api.on("GET", PODS, listed())
+    assert call(api, "checkpoints", "docs-lm") == 0
+    text = capsys.readouterr().out
+    assert "Newest:     step 1100; 100 steps since" in text and "may not read claims" in text
+
+
+def test_top_adds_up_usage_where_the_cluster_measures_it(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    api.on("GET", RUNS, listed(make_run("one"), make_run("two"), make_run("over", conditions=[COMPLETE])))
+    assert call(api, "top") == 0
+    captured = capsys.readouterr()
+    assert "metrics-server is not installed" in captured.err and "82.4k" in captured.out and "over" not in captured.out
+    usage = {
+        "metadata": {"namespace": "lab", "labels": {"evergrad.dev/run": "two"}},
+        "containers": [{"usage": {"cpu": "1500m", "memory": "1Gi"}}],
+    }
+    api.on("GET", "/apis/metrics.k8s.io/v1beta1/namespaces/lab/pods", listed(usage, usage))
+    assert call(api, "top", "--sort", "cpu", "--json") == 0
+    first, second = json.loads(capsys.readouterr().out)["runs"]
+    assert (first["name"], first["cpuCores"], first["memoryBytes"], first["pods"]) == ("two", 3.0, 2**31, 2)
+    assert second["cpuCores"] is None
+
+
+# ---- submit ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    text = (ROOT / "examples/pydoc/trainingrun.yaml").read_text()
+    path = tmp_path / "trainingrun.yaml"
+    path.write_text(text.replace("documents.jsonl", "/volume/documents.jsonl").replace("pydoc-lm", "docs-lm"))
+    return path
+
+
+def missing(api: Api) -> None:
+    api.refuse("GET", RUN, 404, "not found", name="docs-lm", kind="trainingruns")
+
+
+def test_submit_applies_the_file_as_it_was_written(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing(api)
+    api.on("PATCH", RUN, make_run(), status=201)
+    assert call(api, "submit", str(manifest), "--set", "spec.nodes.min=2") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "trainingrun/docs-lm created\n" and "evergrad logs docs-lm -f" in captured.err
+    (patch,) = api.sent("PATCH")
+    assert patch.headers["Content-Type"] == "application/apply-patch+yaml"
+    assert patch.query == {"fieldManager": "evergrad-cli", "fieldValidation": "Strict", "force": "false"}
+    assert patch.body["spec"]["nodes"] == {"min": 2, "max": 2}
+    assert "reproducibility" not in patch.body["spec"]["training"]
+
+
+def test_a_dry_run_creates_nothing(api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    missing(api)
+    api.on("PATCH", RUN, make_run(), status=201)
+    assert call(api, "submit", str(manifest), "--dry-run", "--json") == 0
+    assert api.sent("PATCH")[0].query["dryRun"] == "All"
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["result"], shown["dryRun"], shown["exitCode"]) == ("created", True, 0)
+
+
+def test_the_same_file_again_is_unchanged_and_a_new_one_configured(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run())
+    api.on("PATCH", RUN, make_run())
+    assert call(api, "submit", str(manifest)) == 0
+    api.on("PATCH", RUN, make_run(spec={"suspend": True}))
+    assert call(api, "submit", str(manifest)) == 0
+    assert capsys.readouterr().out.splitlines() == ["trainingrun/docs-lm unchanged", "trainingrun/docs-lm configured"]
+
+
+def test_a_wrong_file_is_refused_here_with_every_problem(api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(api, "submit", str(manifest), "--set", "spec.nodes.max=0", "--set", "spec.training.horizon.steps=none") == 64
+    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert api.requests == []
+
+
+def test_paths_that_cannot_exist_in_a_pod_are_refused(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(ROOT / "examples/pydoc/trainingrun.yaml")
+    assert call(api, "submit", path, "--set", "spec.training.initFrom.path=before") == 64
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in told] == [
+        "spec.training.data.sources[0].path",
+        "spec.training.initFrom.path",
+    ]
+    assert "documents.jsonl is a relative path; there is no folder of the file in a pod" in told[0]
+    assert api.requests == []
+
+
+def test_the_servers_refusal_names_the_fields(api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing(api)
+    causes = [
+        {"reason": "FieldValueInvalid", "message": "Invalid value: 2: the recipe does not change", "field": "spec.training"},
+        {"reason": "FieldValueInvalid", "message": "Too long", "field": "metadata.name"},
+    ]
+    api.refuse("PATCH", RUN, 422, "is invalid", name="docs-lm", causes=causes)
+    assert call(api, "submit", str(manifest)) == 64
+    assert capsys.readouterr().err.splitlines() == [
+        "error: spec.training: Invalid value: 2: the recipe does not change.",
+        "error: metadata.name: Too long.",
+    ]
+
+
+def conflict(manager: str) -> dict[str, Any]:
+    message = f'conflict with "{manager}" using evergrad.dev/v1alpha1'
+    return {"reason": "FieldManagerConflict", "message": message, "field": ".spec.nodes.max"}
+
+
+def test_fields_of_another_writer_are_not_taken_unasked(api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    missing(api)
+    api.refuse("PATCH", RUN, 409, "conflict", name="docs-lm", causes=[conflict("argocd")])
+    assert call(api, "submit", str(manifest)) == 64
+    error = capsys.readouterr().err
+    assert "spec.nodes.max: belongs to another writer" in error and "argocd" in error and "--force-conflicts" in error
+
+
+def test_fields_that_our_own_commands_have_set_are_taken_back(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run())
+    refusal = {"kind": "Status", "message": "conflict", "details": {"causes": [conflict("evergrad-cli")]}}
+    api.on("PATCH", RUN, lambda request: (200, make_run()) if request.query["force"] == "true" else (409, refusal))
+    assert call(api, "submit", str(manifest)) == 0
+    assert [request.query["force"] for request in api.sent("PATCH")] == ["false", "true"]
+
+
+def test_the_namespace_of_the_file_is_used_and_may_not_be_contradicted(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    override = ["--set", "metadata.namespace=mine"]
+    path = RUN.replace("lab", "mine")
+    api.refuse("GET", path, 404, "not found", name="docs-lm", kind="trainingruns")
+    api.on("PATCH", path, make_run(), status=201)
+    assert call(api, "submit", str(manifest), *override) == 0
+    assert call(api, "submit", str(manifest), *override, "-n", "lab") == 64
+    assert "lab is not the namespace of the file; the file says mine" in capsys.readouterr().err
+
+
+def test_submit_can_wait_and_ends_as_the_run_did(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing(api)
+    states = [make_run(), make_run(phase="Running"), make_run(phase="Failed", conditions=[FAILED])]
+
+    def patch(request: Any) -> tuple[int, Any]:
+        api.on("GET", RUN, lambda request: (200, states.pop(0)))
+        return 201, make_run()
+
+    api.on("PATCH", RUN, patch)
+    assert call(api, "submit", str(manifest), "--watch") == 70
+    captured = capsys.readouterr()
+    assert "Running  nodes 3/4  step 1200/20000  loss 2.413" in captured.out
+    assert "trainingrun/docs-lm has failed" in captured.err and "boom" in captured.err
+
+
+# ---- wait, suspend, resume, restart ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("goal", "status", "code"),
+    [
+        ("complete", {"phase": "Complete", "conditions": [COMPLETE]}, 0),
+        ("complete", {"phase": "Failed", "conditions": [FAILED]}, 70),
+        ("complete", {"phase": "Failed", "conditions": [FAILED], "lastFailure": {"exitCode": 64}}, 64),
+        ("complete", {"phase": "Failed", "reason": "UserError", "conditions": [FAILED]}, 64),
+        ("complete", {}, 124),
+        ("failed", {"phase": "Failed", "conditions": [FAILED]}, 0),
+        ("failed", {"phase": "Complete", "conditions": [COMPLETE]}, 70),
+        ("running", {}, 0),
+        ("running", {"phase": "Complete", "conditions": [COMPLETE]}, 0),
+        ("running", {"observedGeneration": 0}, 124),
+        ("suspended", {}, 124),
+        ("suspended", {"conditions": [{"type": "Suspended", "status": "True"}]}, 0),
+        ("suspended", {"observedGeneration": 0, "conditions": [{"type": "Suspended", "status": "True"}]}, 124),
+    ],
+)
+def test_wait_ends_with_a_code_for_what_it_found(
+    api: Api, make_run: Make, goal: str, status: dict[str, Any], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run(**status))
+    assert call(api, "wait", "docs-lm", "--for", goal, "--timeout", "0.05", "--json") == code
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["reached"], shown["exitCode"]) == (code == 0, code)
+
+
+def test_a_wait_outlives_an_outage_and_ends_with_a_deletion(
+    api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting.Patience, "after", lambda self, error: setattr(self, "_pause", 0.01))
+    gone = {"kind": "Status", "message": "not found", "details": {"name": "docs-lm", "kind": "trainingruns"}}
+    answers = [(200, make_run()), (503, "starting"), (500, "etcd"), (200, make_run()), (404, gone)]
+    api.on("GET", RUN, lambda request: answers.pop(0))
+    assert call(api, "wait", "docs-lm") == 70
+    error = capsys.readouterr().err
+    assert "The cluster answers again." in error and "trainingrun/docs-lm was deleted" in error
+
+
+def test_another_run_of_the_same_name_is_not_the_one_waited_for(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    second = make_run(conditions=[COMPLETE])
+    second["metadata"]["uid"] = "another"
+    answers = [make_run(), second]
+    api.on("GET", RUN, lambda request: (200, answers.pop(0)))
+    assert call(api, "wait", "docs-lm") == 70
+    assert "another run of its name created" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "patched"), [("suspend", {}, {"suspend": True}), ("resume", {"suspend": True}, {"suspend": False})]
+)
+def test_suspend_and_resume_patch_one_field_once(
+    api: Api, make_run: Make, command: str, spec: dict[str, Any], patched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run(spec=spec))
+    api.on("PATCH", RUN, make_run(spec=patched))
+    assert call(api, command, "docs-lm") == 0
+    (patch,) = api.sent("PATCH")
+    assert patch.body == {"spec": patched}
+    assert patch.headers["Content-Type"] == "application/merge-patch+json"
+    api.on("GET", RUN, make_run(spec=patched))
+    assert call(api, command, "docs-lm") == 0
+    assert len(api.sent("PATCH")) == 1
+    assert "already" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_a_switch_can_wait_for_its_effect(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    states = [make_run(), make_run(phase="Suspending"), make_run(conditions=[{"type": "Suspended", "status": "True"}])]
+    api.on("GET", RUN, lambda request: (200, states.pop(0)))
+    api.on("PATCH", RUN, make_run())
+    assert call(api, "suspend", "docs-lm", "--wait") == 0
+    assert capsys.readouterr().out.splitlines() == ["trainingrun/docs-lm suspended", "trainingrun/docs-lm is suspended"]
+
+
+def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(api: Api, make_run: Make) -> None:
+    nonces: list[str] = []
+
+    def patch(request: Any) -> tuple[int, Any]:
+        nonces.append(request.body["spec"]["restartNonce"])
+        states = [make_run(), make_run(conditions=[FAILED]), make_run(restartNonce=nonces[-1])]
+        api.on("GET", RUN, lambda request: (200, states.pop(0)))
+        return 200, make_run()
+
+    for _ in range(2):
+        api.on("GET", RUN, make_run(conditions=[FAILED]))
+        api.on("PATCH", RUN, patch)
+        assert call(api, "restart", "docs-lm", "--wait") == 0
+    assert len(set(nonces)) == 2
+    assert all(len(nonce) <= 64 for nonce in nonces)
+
+
+@pytest.mark.parametrize(
+    ("command", "spec", "condition", "told"),
+    [
+        ("restart", {}, COMPLETE, "is complete; a complete run never trains again"),
+        ("restart", {"suspend": True}, None, "is suspended; it has no pods to restart"),
+        ("suspend", {}, COMPLETE, "is complete; there is nothing to suspend"),
+        ("resume", {}, FAILED, "has failed; there is nothing to resume"),
+    ],
+)
+def test_what_makes_no_sense_for_a_run_is_refused(
+    api: Api,
+    make_run: Make,
+    command: str,
+    spec: dict[str, Any],
+    condition: dict[str, Any] | None,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    api.on("GET", RUN, make_run(spec=spec, conditions=[condition] if condition else []))
+    assert call(api, command, "docs-lm") == 64
+    assert told in capsys.readouterr().err
+    assert api.sent("PATCH") == []
+
+
+# ---- kubectl ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_plugin_of_kubectl_has_the_commands_for_a_cluster_alone(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUNS, listed(make_run()))
+    assert main_of_plugin(["list", "--kubeconfig", api.kubeconfig]) == 0
+    assert "docs-lm" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        main_of_plugin(["run", "x.yaml"])
+    assert ended.value.code == 64
+    with pytest.raises(SystemExit):
+        main_of_plugin(["wait", "--help"])
+    assert "examples:\n  kubectl evergrad wait docs-lm" in capsys.readouterr().out
+
+
+def test_an_interrupted_command_ends_quietly(api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: Any, **keywords: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client.KubernetesCluster, "get", interrupt)
+    assert call(api, "wait", "docs-lm") == 130

@@ -1,0 +1,215 @@
+"""``evergrad doctor``: what it thinks of what it finds, and how it ends."""
+
+import json
+from typing import Any
+
+import pytest
+
+from evergrad_trainer import __version__
+from evergrad_trainer.cli.cluster import checks
+from evergrad_trainer.cli.cluster.checks import Check, State
+from evergrad_trainer.cli.main import main
+from evergrad_trainer.config.fields import fields_of
+from evergrad_trainer.config.manifest import Spec
+
+Api = Any
+NOW = 1_772_370_000.0
+CRD = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions/trainingruns.evergrad.dev"
+
+
+def states(*found: Check) -> list[str]:
+    return [str(check.state) for check in found]
+
+
+def crd(fields: list[str], *, subresources: dict[str, Any] | None = None) -> dict[str, Any]:
+    schema = {"properties": {"spec": {"properties": {name: {} for name in fields}}}}
+    version = {"name": "v1alpha1", "schema": {"openAPIV3Schema": schema}}
+    return {"spec": {"versions": [{**version, "subresources": {"status": {}} if subresources is None else subresources}]}}
+
+
+def test_an_old_or_silent_server_is_told() -> None:
+    found = [
+        checks.check_version({"major": "1", "minor": "34+", "gitVersion": "v1.34.4"}, "host"),
+        checks.check_version({"major": "1", "minor": "29", "gitVersion": "v1.29.0"}, "host"),
+        checks.check_version({}, "host"),
+    ]
+    assert states(*found) == ["ok", "fail", "warn"]
+
+
+def test_a_crd_that_is_missing_old_or_not_served_is_told() -> None:
+    all_fields = list(fields_of(Spec))
+    found = [
+        checks.check_crd(None, is_served=False, may_read=True),
+        checks.check_crd(crd(all_fields), is_served=False, may_read=True),
+        checks.check_crd(crd(all_fields), is_served=True, may_read=True),
+        checks.check_crd(crd([name for name in all_fields if name != "image"]), is_served=True, may_read=True),
+        checks.check_crd(crd(all_fields, subresources={}), is_served=True, may_read=True),
+        checks.check_crd(None, is_served=True, may_read=False),
+    ]
+    assert states(*found) == ["fail", "fail", "ok", "warn", "fail", "ok"]
+    assert "does not know spec.image" in found[3].message
+
+
+def deployment(available: int = 1, version: str = __version__) -> dict[str, Any]:
+    metadata = {"name": "evergrad", "namespace": "evergrad-system", "labels": {"app.kubernetes.io/version": version}}
+    return {"metadata": metadata, "status": {"availableReplicas": available}}
+
+
+def test_the_operator_must_run_and_be_of_one_version_with_the_command() -> None:
+    found = [
+        checks.check_operator(None, __version__),
+        checks.check_operator([], __version__),
+        checks.check_operator([deployment(0)], __version__),
+        checks.check_operator([deployment(version="9.9.9")], __version__),
+        checks.check_operator([deployment()], __version__),
+    ]
+    assert states(*found) == ["skip", "fail", "fail", "warn", "ok"]
+
+
+def lease(renewed: str | None, holder: str = "evergrad-abc") -> dict[str, Any]:
+    spec = {"renewTime": renewed, "holderIdentity": holder, "leaseDurationSeconds": 15}
+    return {"metadata": {"name": "evergrad-operator", "namespace": "evergrad-system"}, "spec": spec}
+
+
+def test_a_lease_that_nobody_renews_fails() -> None:
+    found = [
+        checks.check_lease(None, now=NOW),
+        checks.check_lease([], now=NOW),
+        checks.check_lease([lease("2026-03-01T12:59:55.000000Z")], now=NOW),
+        checks.check_lease([lease("2026-03-01T12:00:00.000000Z")], now=NOW),
+        checks.check_lease([lease("2026-03-01T12:00:00.000000Z"), lease("2026-03-01T12:59:55Z")], now=NOW),
+        checks.check_lease([lease(None)], now=NOW),
+    ]
+    assert states(*found) == ["skip", "warn", "ok", "fail", "ok", "warn"]
+    assert "renewed it 60m ago" in found[3].message
+
+
+def test_rights_that_lack_are_told_with_what_they_are_for() -> None:
+    all_rights = dict.fromkeys(checks.RIGHTS, True)
+    create = next(right for right in checks.RIGHTS if right.verb == "create")
+    log = next(right for right in checks.RIGHTS if right.subresource == "log")
+    found = [
+        checks.check_rights(all_rights, "lab"),
+        checks.check_rights({**all_rights, log: False}, "lab"),
+        checks.check_rights({**all_rights, log: False, create: False}, "lab"),
+    ]
+    assert states(*found) == ["ok", "warn", "fail"]
+    assert "create trainingruns (for submit), get pods/log (for logs)" in found[2].message
+
+
+def storage_class(name: str, provisioner: str, *, is_default: bool) -> dict[str, Any]:
+    annotations = {"storageclass.kubernetes.io/is-default-class": "true"} if is_default else {}
+    return {"metadata": {"name": name, "annotations": annotations}, "provisioner": provisioner}
+
+
+def test_storage_needs_a_default_that_several_nodes_can_write() -> None:
+    shared = storage_class("nfs", "nfs.csi.k8s.io", is_default=True)
+    found = [
+        checks.check_storage(None),
+        checks.check_storage([]),
+        checks.check_storage([storage_class("nfs", "nfs.csi.k8s.io", is_default=False)]),
+        checks.check_storage([storage_class("gp3", "ebs.csi.aws.com", is_default=True)]),
+        checks.check_storage([shared]),
+    ]
+    assert states(*found) == ["skip", "fail", "warn", "warn", "ok"]
+
+
+def test_a_namespace_is_told_with_its_pod_security() -> None:
+    strict = {"metadata": {"labels": {"pod-security.kubernetes.io/enforce": "restricted"}}}
+    found = [
+        checks.check_namespace(None, "lab", may_read=False),
+        checks.check_namespace(None, "lab", may_read=True),
+        checks.check_namespace({"status": {"phase": "Terminating"}}, "lab", may_read=True),
+        checks.check_namespace(strict, "lab", may_read=True),
+    ]
+    assert states(*found) == ["skip", "fail", "fail", "ok"]
+    assert "enforces Pod Security restricted" in found[3].message
+
+
+def quota(hard: dict[str, str], used: dict[str, str]) -> dict[str, Any]:
+    return {"metadata": {"name": "q"}, "status": {"hard": hard, "used": used}}
+
+
+def test_a_quota_that_is_used_up_warns() -> None:
+    found = [
+        checks.check_quotas(None),
+        checks.check_quotas([]),
+        checks.check_quotas([quota({"pods": "10"}, {"pods": "3"})]),
+        checks.check_quotas([quota({"requests.memory": "1Gi"}, {"requests.memory": "1024Mi"})]),
+    ]
+    assert states(*found) == ["skip", "ok", "ok", "warn"]
+    assert "requests.memory (1024Mi of 1Gi in q)" in found[3].message
+
+
+def policy(types: list[str], selector: dict[str, Any] | None = None, labels: dict[str, str] | None = None) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "closed", "labels": labels or {}},
+        "spec": {"podSelector": selector or {}, "policyTypes": types},
+    }
+
+
+def test_a_policy_that_shuts_pods_in_warns() -> None:
+    found = [
+        checks.check_network(None),
+        checks.check_network([]),
+        checks.check_network([policy(["Ingress"])]),
+        checks.check_network([policy(["Egress"])]),
+        checks.check_network([policy(["Egress"], labels={"evergrad.dev/run": "docs-lm"})]),
+        checks.check_network([policy(["Egress"], {"matchLabels": {"app": "web"}})]),
+    ]
+    assert states(*found) == ["skip", "ok", "ok", "warn", "ok", "ok"]
+
+
+def node(*, is_ready: bool = True, gpus: str = "0") -> dict[str, Any]:
+    ready = {"type": "Ready", "status": "True" if is_ready else "Unknown"}
+    return {"status": {"conditions": [ready], "allocatable": {"cpu": "8", "nvidia.com/gpu": gpus}}}
+
+
+def test_nodes_are_counted_with_their_accelerators() -> None:
+    found = [
+        checks.check_nodes(None),
+        checks.check_nodes([node(is_ready=False)]),
+        checks.check_nodes([node(), node(is_ready=False)]),
+        checks.check_nodes([node(gpus="8"), node(gpus="4")]),
+    ]
+    assert states(*found) == ["skip", "fail", "warn", "ok"]
+    assert found[3].message == "2 of 2 ready; 12 nvidia.com/gpu"
+
+
+@pytest.fixture
+def cluster(api: Api) -> Api:
+    """A cluster where everything is right, except that nothing of storage may be read."""
+    items = {"metadata": {}, "items": []}
+    api.on("GET", "/version", {"major": "1", "minor": "34", "gitVersion": "v1.34.4"})
+    api.on("GET", "/apis", {"groups": [{"name": "metrics.k8s.io"}, {"name": "kueue.x-k8s.io"}]})
+    api.on("GET", "/apis/evergrad.dev/v1alpha1", {"resources": [{"name": "trainingruns"}]})
+    api.on("GET", CRD, crd(list(fields_of(Spec))))
+    api.on("GET", "/apis/apps/v1/deployments", {**items, "items": [deployment()]})
+    api.on("GET", "/apis/coordination.k8s.io/v1/namespaces/evergrad-system/leases", {**items, "items": [lease(None)]})
+    api.on("GET", "/api/v1/namespaces/lab", {"metadata": {"name": "lab"}})
+    api.on("GET", "/api/v1/namespaces/lab/resourcequotas", items)
+    api.on("GET", "/apis/networking.k8s.io/v1/namespaces/lab/networkpolicies", items)
+    api.on("GET", "/api/v1/nodes", {**items, "items": [node()]})
+    api.refuse("GET", "/apis/storage.k8s.io/v1/storageclasses", 403, "no")
+    api.on("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {"status": {"allowed": True}})
+    return api
+
+
+def test_doctor_ends_with_0_when_nothing_fails(cluster: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--kubeconfig", cluster.kubeconfig]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0].startswith("ok    api server       Kubernetes v1.34.4")
+    assert "skip  images" in text and text.rstrip().endswith("11 ok, 1 warn, 2 skip")
+    assert "warn  operator lease   nobody holds it\n                        → Is the operator" in text
+    asked = cluster.sent("POST")[0].body["spec"]["resourceAttributes"]
+    assert asked == {"namespace": "lab", "verb": "get", "group": "evergrad.dev", "resource": "trainingruns"}
+
+
+def test_doctor_ends_with_1_when_something_fails(cluster: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.on("GET", "/apis/evergrad.dev/v1alpha1", "404 page not found", status=404)
+    cluster.refuse("GET", CRD, 404, "not found", name="trainingruns.evergrad.dev")
+    assert main(["doctor", "--kubeconfig", cluster.kubeconfig, "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    (failed,) = [check for check in shown["checks"] if check["state"] == State.FAIL]
+    assert (shown["healthy"], failed["name"]) == (False, "crd")
+    assert "helm upgrade --install" in failed["remedy"]

@@ -1,0 +1,220 @@
+"""``evergrad logs``: following a run through replaced pods, broken streams and its end."""
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.cli.cluster import following, waiting
+from evergrad_trainer.cli.main import main
+
+RUN = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns/docs-lm"
+PODS = "/api/v1/namespaces/lab/pods"
+Make = Callable[..., dict[str, Any]]
+Api = Any
+COMPLETE = {"type": "Complete", "status": "True", "reason": "Complete"}
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_POLL_SECONDS", "_RETRY_SECONDS"):
+        monkeypatch.setattr(following, name, 0.02)
+    monkeypatch.setattr(waiting.Patience, "after", lambda self, error: None)
+
+
+def call(api: Api, *arguments: str) -> int:
+    return main(["logs", "docs-lm", "--kubeconfig", api.kubeconfig, *arguments])
+
+
+def pod(index: int | None, attempt: int = 0, *, state: str = "running", restarts: int = 0) -> dict[str, Any]:
+    role = "coordinator" if index is None else "node"
+    labels = {"evergrad.dev/role": role, "evergrad.dev/attempt": str(attempt)}
+    if index is not None:
+        labels["evergrad.dev/index"] = str(index)
+    phase = {"running": "Running", "waiting": "Pending", "terminated": "Failed"}[state]
+    return {
+        "metadata": {"name": f"docs-lm-{role if index is None else index}-{attempt}", "labels": labels},
+        "spec": {"containers": [{"name": "trainer"}]},
+        "status": {"phase": phase, "containerStatuses": [{"state": {state: {"x": 1}}, "restartCount": restarts}]},
+    }
+
+
+def lines(*texts: str, first: int = 0) -> str:
+    return "".join(f"2026-03-01T12:00:{first + number:02d}.5Z {text}\n" for number, text in enumerate(texts))
+
+
+def pods(api: Api, *items: dict[str, Any]) -> None:
+    api.on("GET", PODS, {"metadata": {}, "items": list(items)})
+
+
+def test_without_following_the_first_nodes_output_is_shown_as_it_is(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run())
+    pods(api, pod(0, 1), pod(0, 0, state="terminated"), pod(1), pod(None))
+    api.on("GET", f"{PODS}/docs-lm-0-1/log", lines("one", "two"))
+    assert call(api, "--tail", "5") == 0
+    assert capsys.readouterr().out == "one\ntwo\n"
+    assert api.requests[-1].query == {"timestamps": "true", "container": "trainer", "tailLines": "5"}
+
+
+def test_all_nodes_carry_their_number_and_json_everything(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    api.on("GET", RUN, make_run())
+    pods(api, pod(0, 1), pod(1), pod(2, state="waiting"))
+    api.on("GET", f"{PODS}/docs-lm-0-1/log", lines("one"))
+    api.on("GET", f"{PODS}/docs-lm-1-0/log", lines("two"))
+    assert call(api, "--all") == 0
+    captured = capsys.readouterr()
+    assert captured.out == "[node 0 #1] one\n[node 1] two\n"
+    assert captured.err == "warning: pod docs-lm-2-0: has no output yet; it is Pending.\n"
+    assert call(api, "--node", "1", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {
+        "node": 1, "role": "node", "attempt": 0, "pod": "docs-lm-1-0", "time": "2026-03-01T12:00:00.5Z", "line": "two",
+    }  # fmt: skip
+
+
+def test_the_attempt_before_is_an_older_pod_or_the_container_before(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run())
+    pods(api, pod(0, 1), pod(0, 0, state="terminated"), pod(None, restarts=1))
+    api.on("GET", f"{PODS}/docs-lm-0-0/log", lines("the end"))
+    api.on("GET", f"{PODS}/docs-lm-coordinator-0/log", lines("crashed"))
+    assert call(api, "--previous") == call(api, "--coordinator", "--previous") == 0
+    assert capsys.readouterr().out == "the end\ncrashed\n"
+    logs = [request.query.get("previous") for request in api.requests if request.path.endswith("/log")]
+    assert logs == [None, "true"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--node", "7"), "there is no pod of node 7"),
+        (("--previous",), "has no earlier attempt"),
+        (("-f", "--previous"), "cannot be followed"),
+        (("--tail", "-1"), "-1 is negative"),
+    ],
+)
+def test_output_that_is_not_there_is_told(
+    api: Api, make_run: Make, arguments: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run())
+    pods(api, pod(0))
+    assert call(api, *arguments) == 64
+    assert told in capsys.readouterr().err
+
+
+def test_a_run_without_pods_points_to_its_volume(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    api.on("GET", RUN, make_run(phase="Complete"))
+    pods(api)
+    assert call(api) == 64
+    assert "has no pods; it is Complete. What it printed earlier is on its volume, in logs/." in capsys.readouterr().err
+
+
+class Story:
+    """A run whose node 0 is replaced while it is followed, and which then ends."""
+
+    def __init__(self, api: Api, make_run: Make) -> None:
+        self._api, self._make_run = api, make_run
+        self._lock = threading.Lock()
+        self.streams: dict[str, list[Any]] = {}
+        self.is_over = False
+        api.on("GET", RUN, self._run)
+
+    def stream(self, name: str, *answers: Any) -> None:
+        """What each request for the output of pod ``name`` gets; a function is called first."""
+        self.streams[name] = list(answers)
+        self._api.on("GET", f"{PODS}/{name}/log", lambda request: self._next(name))
+
+    def _next(self, name: str) -> Any:
+        with self._lock:
+            rest = self.streams[name]
+            answer = rest.pop(0) if rest else ""
+        answer = answer() if callable(answer) else answer
+        return answer if isinstance(answer, tuple) else (200, answer)
+
+    def _run(self, request: Any) -> tuple[int, Any]:
+        over = {"phase": "Complete", "conditions": [COMPLETE]} if self.is_over else {}
+        return 200, self._make_run(**over)
+
+
+def test_following_picks_up_the_replacement_of_a_pod_and_ends_with_the_run(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(api, make_run)
+    pods(api, pod(0), pod(1))
+
+    def killed() -> str:
+        pods(api, pod(0, state="terminated"), pod(0, 1), pod(1))
+        return lines("step 1", "killed")
+
+    def done() -> str:
+        story.is_over = True
+        pods(api, pod(0, 1, state="terminated"), pod(1))
+        return lines("step 2", "complete", first=10)
+
+    story.stream("docs-lm-0-0", killed)
+    story.stream("docs-lm-0-1", done)
+    assert call(api, "-f") == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == ["[node 0] step 1", "[node 0] killed", "[node 0 #1] step 2", "[node 0 #1] complete"]
+    assert captured.err == "trainingrun/docs-lm is complete\n"
+
+
+def test_a_stream_that_breaks_goes_on_without_a_line_lost_or_told_twice(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story = Story(api, make_run)
+    pods(api, pod(0))
+
+    def done() -> str:
+        story.is_over = True
+        return lines("one", "two", "three")
+
+    story.stream("docs-lm-0-0", lines("one", "two"), (500, "the server restarts"), done)
+    assert call(api, "-f") == 0
+    assert capsys.readouterr().out.splitlines() == ["[node 0] one", "[node 0] two", "[node 0] three"]
+    since = [request.query.get("sinceTime") for request in api.requests if request.path.endswith("/log")]
+    assert since[:3] == [None, "2026-03-01T12:00:01.5Z", "2026-03-01T12:00:01.5Z"]
+
+
+def test_following_waits_for_pods_and_ends_when_the_run_is_deleted(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = {"kind": "Status", "message": "not found", "details": {"name": "docs-lm", "kind": "trainingruns"}}
+    answers = [make_run(phase="Suspended"), make_run(phase="Suspended"), None]
+
+    def run(request: Any) -> tuple[int, Any]:
+        answer = answers.pop(0) if answers else None
+        return (200, answer) if answer else (404, gone)
+
+    api.on("GET", RUN, run)
+    pods(api)
+    assert call(api, "-f", "--all") == 0
+    assert capsys.readouterr().err.splitlines() == ["No pods: the run is Suspended. Waiting.", "The run was deleted."]
+
+
+def test_when_the_first_node_stays_away_another_is_followed(
+    api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(following, "_GONE_SECONDS", 0.05)
+    story = Story(api, make_run)
+    pods(api, pod(0), pod(1))
+
+    def killed() -> str:
+        pods(api, pod(0, state="terminated"), pod(1))
+        return lines("killed")
+
+    def done() -> str:
+        story.is_over = True
+        return lines("going on")
+
+    story.stream("docs-lm-0-0", killed)
+    story.stream("docs-lm-1-0", done)
+    assert call(api, "-f") == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == ["[node 0] killed", "[node 1] going on"]
+    assert "Node 0 is away. Following node 1." in captured.err

@@ -1,0 +1,304 @@
+"""What people see of a run on a cluster: tables, advice, what counts as output of which pod. Values in, text out."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from evergrad_operator import names
+from evergrad_trainer.cli.cluster import advice, refusals, runs
+from evergrad_trainer.cli.cluster.advice import advise
+from evergrad_trainer.cli.cluster.arguments import run_name, seconds_of
+from evergrad_trainer.cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
+from evergrad_trainer.cli.cluster.following import Line, Selection, choose, order_of, show_line, split_line
+from evergrad_trainer.cli.cluster.list import render as render_list
+from evergrad_trainer.cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run
+from evergrad_trainer.cli.cluster.status import Facts, render
+from evergrad_trainer.cli.cluster.text import age, bar, parse_short_count, parse_time, printable, table
+
+Make = Callable[..., dict[str, Any]]
+NOW = parse_time("2026-03-01T13:00:00Z") or 0.0
+
+
+def raw_condition(kind: str, status: str = "True", reason: str = "X", message: str = "") -> dict[str, Any]:
+    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": "2026-03-01T12:10:00Z"}
+
+
+# ---- contract with the operator --------------------------------------------------------------------------------------
+
+
+def test_labels_places_and_waiting_reasons_are_the_operators() -> None:
+    assert (runs.LABEL_RUN, runs.LABEL_INDEX) == (names.LABEL_RUN, names.LABEL_INDEX)
+    assert (runs.LABEL_ATTEMPT, runs.LABEL_ROLE) == (names.LABEL_ATTEMPT, names.LABEL_ROLE)
+    assert (runs.NODE, runs.COORDINATOR) == (names.ROLE_NODE, names.ROLE_COORDINATOR)
+    assert advice.VOLUME_PATH == names.VOLUME_PATH
+    assert set(advice._WAITING) | set(advice._FAILED) <= set(names.Reason)
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "–"), (0, "0s"), (119, "119s"), (125, "2m5s"), (600, "10m"), (9000, "150m"), (12600, "3h30m"), (200000, "2d7h")],
+)
+def test_ages_are_spelled_as_kubectl_does(seconds: float | None, text: str) -> None:
+    assert age(seconds) == text
+
+
+def test_only_a_finished_bar_is_full() -> None:
+    assert bar(0.999, width=10) == "█████████░"
+    assert bar(1.0, width=4, is_unicode=False) == "####"
+    assert bar(-1, width=4, is_unicode=False) == "...."
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("45", 45), ("0.5", 0.5), ("0", float("inf"))]
+)
+def test_timeouts_are_written_as_kubectl_takes_them(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-5s", "1d", "5x"])
+def test_what_is_no_timeout_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not a time"):
+        seconds_of(text)
+
+
+@pytest.mark.parametrize("text", ["docs-lm", "trun/docs-lm", "trainingrun.evergrad.dev/docs-lm"])
+def test_a_run_may_be_named_as_kubectl_prints_it(text: str) -> None:
+    assert run_name(text) == "docs-lm"
+
+
+def test_text_of_others_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[31mb\nc\u202ed\u2028e") == "a [31mb c d e"
+    assert table(("A", "B"), [("wide", "x\ny"), ("字", "z")]) == ["A      B", "wide   x y", "字     z"]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("41.2k", 41200.0), ("2.413", 2.413), (512, 512.0), ("1.5M", 1.5e6), ("–", None), (None, None), ("", None)],
+)
+def test_short_counts_become_numbers_again(text: Any, number: float | None) -> None:
+    assert parse_short_count(text) == number
+
+
+def test_times_are_read_with_and_without_fractions_and_offsets() -> None:
+    assert parse_time("2026-03-01T13:00:00.250000000Z") == NOW + 0.25
+    assert parse_time("2026-03-01T14:00:00+01:00") == NOW
+    assert parse_time("yesterday") is parse_time(None) is None
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_looks_as_kubectl_prints_runs(make_run: Make) -> None:
+    new = make_run("new")
+    del new["status"]
+    found = [parse_run(make_run()), parse_run(new)]
+    assert render_list(found, now=NOW) == [
+        "NAME      PHASE     NODES   STEP         LOSS    TOK/S   ETA     CHECKPOINT   RESTARTS   AGE",
+        "docs-lm   Running   3/4     1200/20000   2.413   41.2k   5h12m   1100         2          60m",
+        "new       Pending   –       –            –       –       –       –            0          60m",
+    ]
+    assert "REASON" in render_list(found, now=NOW, is_wide=True)[0]
+    assert render_list(found, now=NOW, with_namespace=True)[1].startswith("lab ")
+
+
+def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
+    for broken in (None, "text", [], {"nodes": 3, "progress": [], "conditions": {}, "restarts": "many", "lastFailure": "x"}):
+        raw = {**make_run(), "status": broken}
+        assert render(Facts(parse_run(raw), (), (), ()), now=NOW)
+
+
+def facts(run: dict[str, Any], *pods: dict[str, Any], events: tuple[dict[str, Any], ...] = ()) -> Facts:
+    return Facts(parse_run(run), tuple(parse_pods(pods)), tuple(parse_events(events)), ())
+
+
+def raw_pod(name: str, index: int | None, attempt: int, state: dict[str, Any], **more: Any) -> dict[str, Any]:
+    labels = {"evergrad.dev/attempt": str(attempt), "evergrad.dev/role": "coordinator" if index is None else "node"}
+    if index is not None:
+        labels["evergrad.dev/index"] = str(index)
+    phase = "Failed" if "terminated" in state else "Running" if "running" in state else "Pending"
+    return {
+        "metadata": {"name": name, "labels": labels, "creationTimestamp": "2026-03-01T12:58:00Z"},
+        "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
+        "status": {"phase": phase, "containerStatuses": [{"state": state, **more}]},
+    }
+
+
+def test_the_status_of_a_run_with_a_failure_tells_the_root_cause(make_run: Make) -> None:
+    failure = {
+        "cause": "WorkerCrash", "node": 1, "rank": 1, "step": 1180, "exitCode": 1, "at": "2026-03-01T12:59:00Z",
+        "message": "Traceback …\nValueError: \x1b[31mboom",
+    }  # fmt: skip
+    event = {
+        "type": "Warning", "reason": "Restarting", "message": "node 1 failed", "count": 3,
+        "lastTimestamp": "2026-03-01T12:59:30Z", "involvedObject": {"kind": "TrainingRun", "name": "docs-lm"},
+    }  # fmt: skip
+    shown = facts(
+        make_run(lastFailure=failure),
+        raw_pod("docs-lm-1-0", 1, 0, {"terminated": {"exitCode": 1, "reason": "Error"}}),
+        raw_pod("docs-lm-1-1", 1, 1, {"running": {}}),
+        raw_pod("docs-lm-coordinator-0", None, 0, {"running": {}}),
+        events=(event,),
+    )
+    text = "\n".join(render(shown, now=NOW))
+    assert "█░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  1,200/20,000  6%" in text
+    assert "Restarts:   2 (2 Preempted)" in text
+    assert "  WorkerCrash: node 1, rank 1, step 1180, exit code 1, 60s ago\n    Traceback …\n    ValueError:  [31mboom" in text
+    assert "   1             docs-lm-1-1             Running" in text
+    assert "docs-lm-1-0" not in text
+    assert "30s (x3)   Warning   Restarting" in text
+
+
+def test_the_status_of_a_thousand_nodes_fits_a_screen_or_two(make_run: Make) -> None:
+    many = [raw_pod(f"docs-lm-{index}-0", index, 0, {"running": {}}) for index in range(1000)]
+    lines = render(facts(make_run(), *many), now=NOW)
+    assert len(lines) < 80
+    assert any("and 968 more: kubectl get pods -l evergrad.dev/run=docs-lm" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("state", "shown"),
+    [
+        ({"running": {}}, "Running"),
+        ({"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}, "ImagePullBackOff"),
+        ({"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, "OOMKilled"),
+        ({"terminated": {"exitCode": 64, "reason": "Error"}}, "Error (64)"),
+    ],
+)
+def test_pods_are_shown_with_what_became_of_them(state: dict[str, Any], shown: str) -> None:
+    (pod,) = parse_pods([raw_pod("docs-lm-0-0", 0, 0, state)])
+    assert pod.phase == shown
+
+
+# ---- advice ----------------------------------------------------------------------------------------------------------
+
+
+def advice_of(raw: dict[str, Any]) -> str:
+    return "\n".join(advise(parse_run(raw), now=NOW))
+
+
+@pytest.mark.parametrize("reason", sorted(advice._WAITING))
+def test_every_reason_to_wait_has_advice(reason: str, make_run: Make) -> None:
+    text = advice_of(make_run(phase="Waiting", reason=reason))
+    assert text and "{name}" not in text and "{claim}" not in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("UserError", "evergrad restart docs-lm"),
+        ("OutOfMemory", "spec.resources.limits.memory"),
+        ("DeadlineExceeded", "spec.activeDeadlineSeconds"),
+        ("OutputConflict", "another spec.storage.path"),
+        ("WorkerCrash", "go on from the newest checkpoint"),
+        ("SomethingNew", "go on from the newest checkpoint"),
+    ],
+)
+def test_a_failed_run_is_told_how_to_go_on(reason: str, told: str, make_run: Make) -> None:
+    raw = make_run(phase="Failed", reason=reason, conditions=[raw_condition("Failed", reason=reason)], lastFailure={"node": 2})
+    text = advice_of(raw)
+    assert "evergrad logs docs-lm --node 2" in text and told in text
+
+
+def test_advice_knows_the_other_states(make_run: Make) -> None:
+    unseen = make_run()
+    del unseen["status"]
+    assert "No operator has looked at it for 60m" in advice_of(unseen)
+    deleted = make_run()
+    deleted["metadata"]["deletionTimestamp"] = "2026-03-01T12:59:00Z"
+    assert "keeps the checkpoints" in advice_of(deleted)
+    assert "evergrad resume" in advice_of(make_run(spec={"suspend": True}, phase="Suspended"))
+    stalled = make_run(conditions=[raw_condition("Progressing", "False", message="no step for 20m")])
+    assert "No step for long (no step for 20m)" in advice_of(stalled)
+    assert "complete.json" in advice_of(make_run(phase="Complete", conditions=[raw_condition("Complete")]))
+
+
+def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
+    waiting = raw_pod("docs-lm-0-0", 0, 0, {"waiting": {"reason": "ErrImagePull", "message": "no such image"}})
+    lines = advise(parse_run(make_run(phase="Waiting", reason="ImagePullFailed")), parse_pods([waiting]), now=NOW)
+    assert lines[-1] == "More about a pod that waits: kubectl describe pod docs-lm-0-0"
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind", "told"),
+    [
+        (404, b"404 page not found", NotFoundError, "does not know TrainingRuns"),
+        (404, b'{"kind":"Status","details":{"name":"lab","kind":"namespaces"}}', NotFoundError, "namespace lab: does not exist"),
+        (401, b'{"kind":"Status","message":"Unauthorized"}', RefusedError, "does not accept these credentials"),
+        (403, b'{"kind":"Status","message":"exceeded quota: q"}', RefusedError, "beyond the namespace's quota"),
+        (409, b'{"kind":"Status","message":"modified"}', RefusedError, "changed by somebody else"),
+        (400, b'{"kind":"Status","message":"strict decoding error: unknown field \\"spec.nods\\""}', RefusedError, "spec.nods"),
+        (429, b"slow down", UnreachableError, "slow down. Try again"),
+        (500, b"\xff<html>", UnreachableError, "answers with 500"),
+    ],
+)
+def test_answers_of_the_server_become_clear_errors(status: int, body: bytes, kind: type, told: str) -> None:
+    error = refusals.error_of(status, body, what="trainingrun docs-lm")
+    assert type(error) is kind
+    assert told in str(error)
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+def pod(index: int | None, attempt: int = 0, *, is_over: bool = False, has_started: bool = True, restarts: int = 0) -> Pod:
+    role = "coordinator" if index is None else "node"
+    name = f"docs-lm-{'coordinator' if index is None else index}-{attempt}"
+    return Pod(name, role, index, attempt, "", False, is_over, has_started, restarts, "n1", "c", "", None)
+
+
+COORDINATOR = pod(None, 1, restarts=1)
+PODS = [pod(0, 0, is_over=True), pod(0, 1), pod(1, 0), pod(2, 3, is_over=True), COORDINATOR, pod(None, 0, is_over=True)]
+
+
+@pytest.mark.parametrize(
+    ("selection", "is_previous", "chosen"),
+    [
+        (Selection(), False, ["docs-lm-0-1"]),
+        (Selection(is_all=True), False, ["docs-lm-0-1", "docs-lm-1-0", "docs-lm-2-3"]),
+        (Selection(index=1), False, ["docs-lm-1-0"]),
+        (Selection(index=7), False, []),
+        (Selection(is_coordinator=True), False, ["docs-lm-coordinator-1"]),
+        (Selection(is_all=True), True, ["docs-lm-0-0", "docs-lm-2-3"]),
+        (Selection(index=0), True, ["docs-lm-0-0"]),
+        (Selection(index=1), True, []),
+        (Selection(is_coordinator=True), True, ["docs-lm-coordinator-0"]),
+    ],
+)
+def test_which_pods_are_shown(selection: Selection, is_previous: bool, chosen: list[str]) -> None:
+    assert [one.name for one in choose(PODS, selection, is_previous=is_previous)] == chosen
+
+
+def test_a_node_that_has_not_started_is_passed_over_for_one_that_has() -> None:
+    assert [one.index for one in choose([pod(0, has_started=False), pod(1)], Selection())] == [1]
+    assert [one.index for one in choose([pod(0, has_started=False)], Selection())] == [0]
+
+
+def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
+    line = split_line(pod(3, 2), b"2026-03-01T12:00:00.5Z step 7 \xff")
+    assert (line.time, line.text) == ("2026-03-01T12:00:00.5Z", "step 7 \ufffd")
+    assert show_line(line, prefix=True, with_time=False, as_json=False) == "[node 3 #2] step 7 \ufffd"
+    assert show_line(line, prefix=False, with_time=True, as_json=False).startswith("2026-03-01T12:00:00.5Z step 7")
+    assert '"node": 3, "role": "node", "attempt": 2' in show_line(line, prefix=True, with_time=False, as_json=True)
+    coordinator = Line(pod(None), "", "hello")
+    assert show_line(coordinator, prefix=True, with_time=False, as_json=False) == "[coordinator] hello"
+    assert split_line(pod(0), b"no time").text == "no time"
+
+
+def test_times_of_lines_compare_although_zeros_are_dropped() -> None:
+    stamps = ["2026-03-01T12:00:00Z", "2026-03-01T12:00:00.000000001Z", "2026-03-01T12:00:00.1Z", "2026-03-01T12:00:00.11Z"]
+    assert sorted([stamps[2], stamps[0], stamps[3], stamps[1]], key=order_of) == stamps
+
+
+def test_a_run_without_a_status_is_pending(make_run: Make) -> None:
+    raw = make_run()
+    del raw["status"]
+    run: Run = parse_run(raw)
+    assert (run.phase, run.is_observed, run.is_current, run.is_over) == ("Pending", False, False, False)
