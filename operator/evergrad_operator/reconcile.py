@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
@@ -15,7 +15,7 @@ from evergrad_operator.kube import CLAIM, KINDS, POD, Kind, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim
 from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
-from evergrad_operator.plan import Plan, plan_children
+from evergrad_operator.plan import Deletion, Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
@@ -217,25 +217,26 @@ class Reconciler:
         if plan.claim is not None:
             manager = plan.claim_manager or names.FIELD_MANAGER
             await self._try(memory, done, plan.claim, lambda body: self._cluster.apply(body, manager=manager))
-        for body in plan.apply:
-            await self._try(memory, done, body, self._cluster.apply)
+        await _all(self._try(memory, done, body, self._cluster.apply) for body in plan.apply)
         if plan.bounds is not None:
             await self._coordinators.post_bounds(key, plan.bounds.min, plan.bounds.max)
-        for end in plan.delete:
-            kind = KINDS[end.kind]
-            if (
-                not await self._cluster.delete(kind, key[0], end.name, uid=end.uid, grace=end.grace_seconds)
-                and kind is POD
-                and end.uid
-            ):
-                self._mirror.forget_pod(key, end.name, end.uid)
-        for body in plan.create:
-            if done.is_pod_refused:
-                break
-            if await self._try(memory, done, body, self._cluster.create):
-                self._count_pod(seen, body)
-                done.created.append(str(body["metadata"]["name"]))
+        await _all(self._end(key, end) for end in plan.delete)
+        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about each.
+        for body in plan.create[:2]:
+            await self._create(seen, memory, done, body)
+        await _all(self._create(seen, memory, done, body) for body in plan.create[2:])
         return Outcome(created=tuple(done.created), failures=tuple(done.failures))
+
+    async def _end(self, key: Key, end: Deletion) -> None:
+        kind = KINDS[end.kind]
+        was_there = await self._cluster.delete(kind, key[0], end.name, uid=end.uid or None, grace=end.grace_seconds)
+        if not was_there and kind is POD and end.uid:
+            self._mirror.forget_pod(key, end.name, end.uid)
+
+    async def _create(self, seen: Observation, memory: Memory, done: "_Doing", body: Raw) -> None:
+        if not done.is_pod_refused and await self._try(memory, done, body, self._cluster.create):
+            self._count_pod(seen, body)
+            done.created.append(str(body["metadata"]["name"]))
 
     async def _try(self, memory: Memory, done: "_Doing", body: Raw, act: Callable[[Raw], Any]) -> bool:
         name = str(body["kind"]), str(body["metadata"]["name"])
@@ -328,6 +329,13 @@ class _Doing:
     def add(self, failure: ApplyFailure) -> None:
         self.failures.append(failure)
         self.is_pod_refused |= failure.kind == POD.kind
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
+    """All of it, whatever fails; then the first failure is raised."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result
 
 
 def _step(status: Raw) -> Any:
