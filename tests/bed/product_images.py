@@ -92,8 +92,8 @@ def build(target: str, chosen: Settings) -> str:
             name = name_of(target, "unsure")
     else:
         print(f"{time.strftime('%T')}  {name}: there already", flush=True)
-    _forget_others(target, name)
     run(["podman", "tag", name, name_of(target), name_of(target, version())], environment=images.environment())
+    _forget_others(target, name)
     return name
 
 

@@ -12,7 +12,7 @@ from bed import images, product_images
 from bed.requirements import unavailable
 
 pytestmark = pytest.mark.timeout(1800)  # the first build fetches and compiles everything
-PEOPLE = ("10001:10001", "12345:0", "4000000000:4000000000")
+PEOPLE = ("10001:10001", "12345:0", "2000000000:2000000000")
 MANIFEST: dict[str, Any] = {
     "apiVersion": "evergrad.dev/v1alpha1",
     "kind": "TrainingRun",
@@ -82,7 +82,8 @@ def run_in(
         "none",
         "--read-only",
         "--read-only-tmpfs=false",
-        "--user",
+        "--read-only-tmpfs=false",
+        "--passwd=false",  # as in a cluster, nobody knows the user
         user,
     ]
     command += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp:rw,mode=1777,size=256m"]
