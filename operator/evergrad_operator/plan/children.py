@@ -60,19 +60,19 @@ def plan_children(observation: Observation, decision: Decision, config: Config) 
     if decision.record is not None:
         claim = build_claim(run, decision.record, config, observation.claim)
     pods = tuple(Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete)
-    is_running = decision.action == Action.RUN
+    wanted = _build_wanted(observation, decision, config) if decision.action == Action.RUN else []
     return Plan(
         claim=claim,
         claim_manager=names.claim_field_manager(run.name),
-        apply=tuple(_plan_apply(observation, decision, config)) if is_running else (),
+        apply=tuple(_plan_apply(observation, wanted)),
         bounds=decision.bounds,
-        delete=(*pods, *_plan_leftovers(observation, decision, config)),
+        delete=(*pods, *_plan_leftovers(observation, decision, wanted)),
         create=tuple(_plan_pods(observation, decision, config)),
     )
 
 
-def _plan_apply(observation: Observation, decision: Decision, config: Config) -> Iterator[Object]:
-    for child in _build_wanted(observation, decision, config):
+def _plan_apply(observation: Observation, wanted: list[JsonObject]) -> Iterator[Object]:
+    for child in wanted:
         child = with_hash(child)
         applied = child["metadata"]["annotations"][names.ANNOTATION_HASH]
         if observation.hashes.get((child["kind"], child["metadata"]["name"])) != applied:
@@ -93,14 +93,14 @@ def _build_wanted(observation: Observation, decision: Decision, config: Config) 
     return wanted
 
 
-def _plan_leftovers(observation: Observation, decision: Decision, config: Config) -> Iterator[Deletion]:
+def _plan_leftovers(observation: Observation, decision: Decision, wanted: list[JsonObject]) -> Iterator[Deletion]:
     """Children that a run like this does not have any more: all of them at the end, or one that was switched off."""
     if decision.action == Action.CLEAN:
         yield from (Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS)
     elif decision.action == Action.RUN:
-        wanted = {(child["kind"], child["metadata"]["name"]) for child in _build_wanted(observation, decision, config)}
+        kept = {(child["kind"], child["metadata"]["name"]) for child in wanted}
         for kind, name in observation.hashes:
-            if kind in ("PodDisruptionBudget", "NetworkPolicy") and (kind, name) not in wanted:
+            if kind in ("PodDisruptionBudget", "NetworkPolicy") and (kind, name) not in kept:
                 yield Deletion(kind, name)
 
 

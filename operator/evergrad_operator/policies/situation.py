@@ -7,7 +7,7 @@ from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Finish, Memory
 from evergrad_operator.names import Phase, claim_annotation
-from evergrad_operator.observe import Observation, Progress, Record, build_record, hash_recipe
+from evergrad_operator.observe import Observation, Progress, Record, build_record
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.remember import is_current
 from evergrad_operator.spec import TrainingRun
@@ -82,7 +82,7 @@ class Situation:
         return Record(
             run=run.name,
             path=run.volume_path,
-            recipe=hash_recipe(run),
+            recipe=self.memory.recipe_hash,
             epoch=epoch,
             uid=run.uid,
             created_at=run.created_at,

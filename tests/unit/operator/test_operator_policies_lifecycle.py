@@ -1,0 +1,639 @@
+"""The life of a run: start, bounds, suspension, restart, deadline, completion, conflicts, cleaning."""
+
+import json
+from typing import Any
+
+import pytest
+from simulated_run import CONFIG, START, Simulation, make_progress, make_run
+
+from evergrad_operator import names
+from evergrad_operator.decision import Action, Bounds
+from evergrad_operator.names import Phase, Reason
+
+
+def kinds(world: Simulation) -> list[str]:
+    return [f"{child['kind']}/{child['metadata']['name']}" for child in world.plan.apply]
+
+
+def record_of(world: Simulation, claim: str = "docs-lm", run: str = "docs-lm") -> dict[str, Any]:
+    annotations = world.children["PersistentVolumeClaim", claim]["metadata"]["annotations"]
+    found: dict[str, Any] = json.loads(annotations[names.claim_annotation(run)])
+    return found
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -> None:
+    world = Simulation()
+    decision = world.reconcile()
+    assert (decision.action, decision.phase) == (Action.RUN, Phase.STARTING)
+    assert world.plan.claim is not None and world.plan.claim["metadata"]["name"] == "docs-lm"
+    assert kinds(world) == [
+        "ConfigMap/docs-lm-config",
+        "Service/docs-lm-coordinator",
+        "PodDisruptionBudget/docs-lm",
+        "NetworkPolicy/docs-lm",
+    ]
+    assert world.created == ["docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"]
+    world.reconcile()
+    assert world.plan.is_empty
+    assert world.writes == 1
+
+
+def test_a_quiet_run_needs_no_write_and_no_pass_of_its_own() -> None:
+    world = Simulation().run()
+    written = world.writes
+    for _ in range(5):
+        world.age(60)
+        assert world.reconcile().requeue_after is None
+        assert world.plan.is_empty
+    assert world.writes == written
+
+
+def test_a_restarted_operator_that_has_heard_no_coordinator_writes_nothing() -> None:
+    world = Simulation().run()
+    written = world.writes
+    world.progress = None
+    world.age(5)
+    world.reconcile()
+    assert world.plan.is_empty
+    assert world.writes == written
+
+
+def test_a_run_without_pods_of_a_lost_status_goes_on_under_the_same_images() -> None:
+    world = Simulation().run()
+    world.set_spec(restartNonce="given before")
+    world.raw.pop("status")
+    world.settle()
+    assert world.status["attempt"] == 0
+    assert len(world.created) == 4, "nothing is started anew"
+
+
+def test_an_upgrade_of_the_operator_never_mixes_images() -> None:
+    world = Simulation().run()
+    world.config = type(CONFIG)(trainer_image="registry.example/trainer:2", operator_image="registry.example/operator:2")
+    world.settle()
+    assert len(world.created) == 4, "no pod restarts"
+    world.age(100)
+    world.vanish("docs-lm-0-0")
+    world.vanish("docs-lm-coordinator-0")
+    world.reconcile()
+    images = [pod["spec"]["containers"][0]["image"] for pod in world.plan.create]
+    assert images == ["registry.example/operator:1", "registry.example/trainer:1"]
+    world.set_spec(restartNonce="now")
+    world.start()
+    for _ in range(6):
+        world.reconcile()
+        world.leave()
+    assert world.status["image"] == "registry.example/trainer:2"
+    world.reconcile()
+    assert {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()} == {
+        "registry.example/operator:2",
+        "registry.example/trainer:2",
+    }
+
+
+def test_a_run_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
+    world = Simulation().run()
+    world.raw["metadata"]["deletionTimestamp"] = "2030-03-17T17:46:40Z"
+    world.vanish("docs-lm-0-0")
+    assert world.reconcile().action == Action.HOLD
+    assert world.plan.is_empty
+
+
+def test_pods_of_an_older_namesake_are_not_taken_over() -> None:
+    world = Simulation()
+    world.reconcile()
+    for pod in world.pods.values():
+        pod["metadata"]["ownerReferences"][0]["uid"] = "another"
+    assert world.look().nodes == ()
+
+
+# ---- bounds ----------------------------------------------------------------------------------------------------------
+
+
+def test_more_nodes_are_made_and_the_coordinator_is_told() -> None:
+    world = Simulation().run()
+    world.set_spec(nodes={"min": 2, "max": 5})
+    decision = world.reconcile()
+    assert decision.nodes_to_create == ((3, 0), (4, 0))
+    assert world.plan.bounds == Bounds(2, 5)
+    world.train(20)
+    world.start()
+    assert world.reconcile().bounds is None
+    assert world.status["nodes"]["max"] == 5
+    assert [event.message for event in world.events if event.reason == "NodesChanged"] == ["nodes: min 2, max 5"]
+
+
+def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart() -> None:
+    world = Simulation(make_run(nodes={"min": 1, "max": 5})).run()
+    world.age(100)
+    world.set_spec(nodes={"min": 1, "max": 2})
+    decision = world.reconcile()
+    assert [pod.name for pod in decision.pods_to_delete] == ["docs-lm-4-0", "docs-lm-3-0", "docs-lm-2-0"]
+    assert {pod.grace_seconds for pod in decision.pods_to_delete} == {None}
+    assert world.plan.bounds == Bounds(1, 2)
+    world.reconcile()
+    world.leave()
+    world.train(20)
+    world.settle()
+    assert world.status["restarts"]["total"] == 0
+    world.set_spec(nodes={"min": 1, "max": 3})
+    assert world.reconcile().nodes_to_create == ((2, 1),)
+
+
+def test_of_two_live_pods_of_one_index_the_newer_stays() -> None:
+    world = Simulation().run()
+    twin = json.loads(json.dumps(world.pods["docs-lm-1-0"]).replace("docs-lm-1-0", "docs-lm-1-1"))
+    twin["metadata"]["labels"]["evergrad.dev/attempt"] = "1"
+    world.pods["docs-lm-1-1"] = twin
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-1-0"]
+
+
+def test_older_ended_pods_are_removed_and_the_newest_is_kept_for_its_logs() -> None:
+    world = Simulation().run()
+    for attempt in (0, 1):
+        world.age(100)
+        world.end(f"docs-lm-1-{attempt}", 75)
+        world.reconcile()
+        world.start()
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == []
+    assert "docs-lm-1-0" not in world.pods
+    assert world.pods["docs-lm-1-1"]["status"]["phase"] == "Failed"
+
+
+def test_priority_and_template_apply_to_pods_made_later() -> None:
+    world = Simulation().run()
+    world.set_spec(template={"priorityClassName": "high"}, resources={"limits": {"memory": "2Gi"}})
+    world.settle()
+    assert len(world.created) == 4
+    world.age(100)
+    world.vanish("docs-lm-0-0")
+    world.reconcile()
+    (pod,) = world.plan.create
+    assert pod["spec"]["priorityClassName"] == "high"
+    assert pod["spec"]["containers"][0]["resources"] == {"limits": {"memory": "2Gi"}}
+
+
+# ---- suspension ------------------------------------------------------------------------------------------------------
+
+
+def test_suspension_lets_the_nodes_save_before_the_coordinator_goes() -> None:
+    world = Simulation().run()
+    world.train(40, checkpointStep=40)
+    world.settle()
+    world.set_spec(suspend=True)
+    decision = world.reconcile()
+    assert (decision.action, decision.phase) == (Action.STOP, Phase.SUSPENDING)
+    assert [pod.name for pod in decision.pods_to_delete] == ["docs-lm-2-0", "docs-lm-1-0", "docs-lm-0-0"]
+    assert world.reconcile().pods_to_delete == ()
+    assert "docs-lm-coordinator-0" in world.live(role="coordinator")
+    world.leave()
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+    world.leave()
+    decision = world.settle()
+    assert (decision.phase, decision.reason) == (Phase.SUSPENDED, Reason.SUSPENDED)
+    assert "newest checkpoint is of step 40" in decision.message
+    assert world.pods == {}
+    assert world.condition("Suspended")["status"] == "True"
+    assert world.condition("Ready")["status"] == "False"
+    assert world.condition("Reconciling")["status"] == "False"
+    assert world.status["restarts"]["total"] == 0
+    assert world.status["nodes"]["summary"] == "0/3"
+    assert "startTime" not in world.status
+
+
+def test_resuming_has_new_pods_and_a_new_epoch() -> None:
+    world = Simulation().run()
+    world.set_spec(suspend=True)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    world.set_spec(suspend=False)
+    decision = world.reconcile()
+    assert decision.nodes_to_create == ((0, 1), (1, 1), (2, 1))
+    assert decision.coordinator_attempt == 1
+    world.start()
+    world.train(50)
+    world.settle()
+    assert world.condition("Suspended")["status"] == "False"
+    assert world.status["restarts"]["total"] == 0
+
+
+def test_resuming_while_pods_still_leave_waits_for_the_last_ones_save() -> None:
+    world = Simulation().run()
+    world.set_spec(suspend=True)
+    world.reconcile()
+    world.set_spec(suspend=False)
+    decision = world.reconcile()
+    assert decision.nodes_to_create == ()
+    world.leave()
+    assert world.reconcile().nodes_to_create == ((0, 1), (1, 1), (2, 1))
+    assert decision.coordinator_attempt is None, "the coordinator is still there"
+
+
+def test_a_run_that_is_born_suspended_makes_nothing() -> None:
+    world = Simulation(make_run(suspend=True))
+    assert world.settle().phase == Phase.SUSPENDED
+    assert world.children == {}
+    assert world.created == []
+
+
+def test_a_ghost_on_a_lost_node_does_not_hold_a_suspension_up() -> None:
+    world = Simulation().run()
+    world.set_spec(suspend=True)
+    world.reconcile()
+    world.vanish("docs-lm-0-0")
+    world.vanish("docs-lm-1-0")
+    assert world.reconcile().phase == Phase.SUSPENDING
+    world.age(world.decision.requeue_after or 0)
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+    world.vanish("docs-lm-coordinator-0")
+    assert world.reconcile().phase == Phase.SUSPENDED
+
+
+def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
+    world = Simulation().run()
+    world.train(50, phase="Stopped", reason="AfterStep", checkpointStep=50)
+    for name in world.live():
+        world.end(name, 75)
+    world.reconcile()
+    world.progress = None
+    world.leave()
+    world.settle()
+    assert (world.status["phase"], world.status["reason"]) == ("Suspended", "StoppedOnRequest")
+    assert "restartNonce" in world.status["message"]
+    assert len(world.created) == 4
+    world.set_spec(restartNonce="go on")
+    world.reconcile()
+    assert world.decision.action == Action.RUN
+    assert world.status["attempt"] == 1
+
+
+def test_suspending_and_resuming_takes_a_stop_back_too() -> None:
+    world = Simulation().run()
+    world.train(50, phase="Stopped", reason="StopFile")
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+        world.progress = None
+    world.set_spec(suspend=True)
+    world.settle()
+    world.set_spec(suspend=False)
+    assert world.reconcile().action == Action.RUN
+
+
+def test_all_nodes_leaving_is_no_stop() -> None:
+    world = Simulation().run()
+    world.age(100)
+    for name in world.live():
+        world.end(name, 75)
+    world.progress = make_progress(0, phase="Stopped", reason="AllNodesLeft")
+    assert world.reconcile().nodes_to_create == ((0, 1), (1, 1), (2, 1))
+
+
+# ---- restart ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_new_nonce_restarts_all_pods_gracefully_and_with_fresh_budgets() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.end("docs-lm-1-0", 1)
+    world.reconcile()
+    world.start()
+    world.set_spec(restartNonce="2")
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.RESTARTING, Reason.RESTARTING)
+    assert [pod.name for pod in decision.pods_to_delete] == ["docs-lm-2-0", "docs-lm-1-1", "docs-lm-0-0"]
+    assert world.status["attempt"] == 1
+    assert world.status["restartNonce"] == "2"
+    world.reconcile()
+    world.leave()
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-1-0", "docs-lm-coordinator-0"]
+    world.leave()
+    decision = world.reconcile()
+    assert decision.nodes_to_create == ((0, 1), (1, 2), (2, 1))
+    assert decision.coordinator_attempt == 1
+    world.start()
+    world.train(30)
+    world.settle()
+    assert world.status["failures"]["withoutProgress"] == 0
+    assert world.status["restarts"]["byCause"] == {"WorkerCrash": 1}
+    world.settle()
+    assert len(world.created) == 4 + 1 + 4
+
+
+def test_a_failed_run_tries_again_after_a_new_nonce() -> None:
+    world = Simulation().run()
+    world.end("docs-lm-1-0", 64, message="no such file")
+    world.settle()
+    world.age(60)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    assert world.status["phase"] == "Failed"
+    world.set_spec(restartNonce="mended")
+    for _ in range(3):
+        world.reconcile()
+        world.leave()
+    assert world.decision.action == Action.RUN
+    assert world.condition("Failed")["status"] == "False"
+    assert "completionTime" not in world.status
+    world.start()
+    world.train(10)
+    assert world.settle().phase == Phase.RUNNING
+
+
+def test_a_complete_run_never_trains_again_whatever_changes() -> None:
+    world = completed()
+    message = world.status["message"]
+    for spec in (
+        {"restartNonce": "again"},
+        {"nodes": {"min": 1, "max": 9}},
+        {"suspend": True},
+        {"suspend": False},
+        {"activeDeadlineSeconds": 1},
+    ):
+        world.set_spec(**spec)
+        world.age(1000)
+        decision = world.settle()
+        assert (decision.phase, decision.nodes_to_create, decision.coordinator_attempt) == (Phase.COMPLETE, (), None)
+    assert world.status["message"].startswith(message)
+    assert "spec.restartNonce has no effect on a complete run" in world.status["message"]
+    assert world.condition("Complete")["status"] == "True"
+    assert len(world.created) == 4
+
+
+# ---- completion ------------------------------------------------------------------------------------------------------
+
+
+def completed(run: dict[str, Any] | None = None) -> Simulation:
+    world = Simulation(run).run()
+    world.train(100, phase="Complete", reason="Complete")
+    for name in world.live():
+        world.end(name, 0)
+    world.reconcile()
+    world.leave()
+    world.settle()
+    return world
+
+
+def test_a_run_is_complete_when_its_nodes_have_ended_well() -> None:
+    world = completed()
+    assert (world.status["phase"], world.status["reason"]) == ("Complete", "Complete")
+    assert world.status["message"] == "all 100 steps are done"
+    assert world.condition("Complete")["status"] == "True"
+    assert world.condition("Ready")["status"] == "True"
+    assert world.live(role="coordinator") == []
+    assert record_of(world)["complete"] == {"at": world.status["completionTime"], "step": 100}
+    assert world.status["restarts"]["total"] == 0
+    assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], "kept for their logs"
+
+
+def test_a_node_that_still_writes_the_report_is_waited_for() -> None:
+    world = Simulation().run()
+    world.end("docs-lm-2-0", 0)
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.RUNNING, Reason.FINISHING)
+    assert decision.nodes_to_create == ()
+    world.age(5)
+    world.reconcile()
+    world.end("docs-lm-0-0", 0)
+    world.end("docs-lm-1-0", 0)
+    assert world.reconcile().phase == Phase.COMPLETE
+
+
+def test_a_node_that_never_ends_does_not_hold_completion_up_for_ever() -> None:
+    world = Simulation().run()
+    world.end("docs-lm-2-0", 0)
+    world.reconcile()
+    world.age(world.decision.requeue_after or 0)
+    decision = world.reconcile()
+    assert decision.phase == Phase.COMPLETE
+    assert {pod.name for pod in decision.pods_to_delete} == {"docs-lm-0-0", "docs-lm-1-0"}
+
+
+def test_completion_counts_although_another_node_fails_late() -> None:
+    world = Simulation().run()
+    world.end("docs-lm-0-0", 0)
+    world.end("docs-lm-1-0", 64)
+    world.end("docs-lm-2-0", 70)
+    assert world.reconcile().phase == Phase.COMPLETE
+
+
+def test_the_coordinators_word_is_enough_where_no_pod_is_left() -> None:
+    world = Simulation().run()
+    world.progress = make_progress(0, phase="Complete", step=100, totalSteps=100)
+    for name in world.live():
+        world.vanish(name)
+    assert world.reconcile().phase == Phase.COMPLETE
+
+
+def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_pod() -> None:
+    world = completed()
+    claim = world.children["PersistentVolumeClaim", "docs-lm"]
+    run = make_run()
+    run["metadata"]["uid"] = "another"
+    restored = Simulation(run)
+    restored.children["PersistentVolumeClaim", "docs-lm"] = claim
+    decision = restored.settle()
+    assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.ALREADY_COMPLETE)
+    assert "complete after step 100" in decision.message
+    assert restored.created == []
+    assert restored.condition("Complete")["status"] == "True"
+    assert restored.status["completionTime"] == world.status["completionTime"]
+
+
+def test_an_operator_that_dies_between_the_claims_record_and_the_status_completes_the_run_all_the_same() -> None:
+    world = Simulation().run()
+    world.train(100, phase="Complete")
+    for name in world.live():
+        world.end(name, 0)
+    world.reconcile(is_status_lost=True)
+    world.pods.clear()
+    world.progress = None
+    decision = world.settle()
+    assert (decision.phase, decision.reason) == (Phase.COMPLETE, Reason.COMPLETE)
+    assert len(world.created) == 4
+
+
+# ---- conflicts -------------------------------------------------------------------------------------------------------
+
+
+def shared(name: str, *, path: str | None = None, uid: str | None = None, **spec: Any) -> dict[str, Any]:
+    storage = {"claimName": "shared", **({"path": path} if path else {})}
+    run = make_run(name, storage=storage, **spec)
+    run["metadata"]["uid"] = uid or f"uid-{name}"
+    return run
+
+
+def with_claim(run: dict[str, Any], *others: Simulation) -> Simulation:
+    world = Simulation(run)
+    claim: dict[str, Any] = {"metadata": {"name": "shared", "annotations": {}}, "status": {"phase": "Bound"}}
+    for other in others:
+        found = other.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+        claim["metadata"]["annotations"] |= found
+    world.children["PersistentVolumeClaim", "shared"] = claim
+    return world
+
+
+def test_a_folder_that_another_run_has_is_refused() -> None:
+    first = with_claim(shared("first", path="runs/one")).run()
+    second = with_claim(shared("second", path="runs/one"), first)
+    decision = second.settle()
+    assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.OUTPUT_CONFLICT)
+    assert "runs/one on PersistentVolumeClaim shared holds the data of run first" in decision.message
+    assert second.created == []
+    assert "run.evergrad.dev/second" not in second.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    assert first.settle().phase == Phase.RUNNING
+
+
+@pytest.mark.parametrize(("one", "other"), [("runs", "runs/one"), ("runs/one", "runs"), ("runs//one/", "runs/one")])
+def test_folders_in_one_another_are_a_conflict_too(one: str, other: str) -> None:
+    first = with_claim(shared("first", path=one)).run()
+    assert with_claim(shared("second", path=other), first).settle().reason == Reason.OUTPUT_CONFLICT
+
+
+def test_two_folders_of_one_volume_are_none() -> None:
+    first = with_claim(shared("first")).run()
+    second = with_claim(shared("second"), first).run()
+    assert second.decision.phase == Phase.RUNNING
+    annotations = second.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    assert {"run.evergrad.dev/first", "run.evergrad.dev/second"} <= set(annotations)
+
+
+def test_the_older_of_two_runs_that_start_together_gets_the_folder() -> None:
+    older, younger = shared("older", path="x"), shared("younger", path="x")
+    older["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
+    world = with_claim(younger)
+    world.others = [older]
+    assert world.settle().reason == Reason.OUTPUT_CONFLICT
+    world = with_claim(older)
+    world.others = [younger]
+    assert world.reconcile().action == Action.RUN
+
+
+def test_of_two_that_both_believe_they_have_it_the_older_goes_on() -> None:
+    older, younger = shared("older", path="x"), shared("younger", path="x")
+    older["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
+    first, second = with_claim(older).run(), with_claim(younger).run()
+    both = first.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    both |= second.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    for world in (first, second):
+        world.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"] = both
+    assert first.settle().phase == Phase.RUNNING
+    assert second.settle().reason == Reason.OUTPUT_CONFLICT
+
+
+def test_a_running_run_is_not_ended_by_an_older_one_that_wakes_up() -> None:
+    older, younger = shared("older", path="x", suspend=True), shared("younger", path="x")
+    older["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
+    world = with_claim(younger).run()
+    world.others = [older]
+    assert world.settle().phase == Phase.RUNNING
+
+
+def test_a_refused_run_keeps_nobody_else_out() -> None:
+    refused = shared("refused", path="x")
+    refused["metadata"]["creationTimestamp"] = "2030-03-17T17:40:00Z"
+    refused["status"] = {"conditions": [{"type": "Failed", "status": "True", "reason": "OutputConflict"}]}
+    world = with_claim(shared("other", path="x"))
+    world.others = [refused]
+    assert world.reconcile().action == Action.RUN
+
+
+def test_the_same_name_with_another_recipe_is_a_conflict_and_with_the_same_goes_on() -> None:
+    first = with_claim(shared("docs-lm")).run()
+    other = {"recipe": "pretrain", "model": {"config": {"hidden_size": 16}}}
+    again = with_claim(shared("docs-lm", uid="later", training=other), first)
+    decision = again.settle()
+    assert decision.reason == Reason.OUTPUT_CONFLICT
+    assert "an earlier run docs-lm with another recipe" in decision.message
+    same = with_claim(shared("docs-lm", uid="later"), first)
+    assert same.reconcile().coordinator_attempt == 1
+
+
+def test_sections_that_do_not_decide_the_result_may_differ() -> None:
+    first = with_claim(shared("docs-lm")).run()
+    training = {**first.raw["spec"]["training"], "checkpoint": {"keep": 9}, "stop": {"afterStep": 3}}
+    again = with_claim(shared("docs-lm", uid="later", training=training), first)
+    assert again.reconcile().action == Action.RUN
+
+
+# ---- deadline, cleaning ----------------------------------------------------------------------------------------------
+
+
+def test_a_deadline_ends_the_run_with_its_state_saved() -> None:
+    world = Simulation(make_run(activeDeadlineSeconds=3600)).run()
+    assert world.reconcile().requeue_after == pytest.approx(3600)
+    world.age(3600)
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.DEADLINE_EXCEEDED)
+    assert {pod.name for pod in decision.pods_to_delete} == {"docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"}
+    assert "1h after its start" in decision.message
+    world.leave()
+    assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+
+
+def test_a_deadline_does_not_run_while_suspended() -> None:
+    world = Simulation(make_run(activeDeadlineSeconds=3600)).run()
+    world.set_spec(suspend=True)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    world.age(10_000)
+    assert world.reconcile().phase == Phase.SUSPENDED
+    world.set_spec(suspend=False)
+    assert world.reconcile().action == Action.RUN
+
+
+def test_after_its_time_to_live_only_the_run_and_its_volume_are_left() -> None:
+    world = completed(make_run(ttlSecondsAfterFinished=600))
+    assert world.decision.requeue_after == pytest.approx(600)
+    world.age(600)
+    assert world.reconcile().action == Action.CLEAN
+    assert {deletion.kind for deletion in world.plan.delete} == {
+        *("Pod", "ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
+    }
+    world.settle()
+    assert world.pods == {}
+    assert list(world.children) == [("PersistentVolumeClaim", "docs-lm")]
+    assert world.status["phase"] == "Complete"
+
+
+# ---- what the operator does not allow --------------------------------------------------------------------------------
+
+ABUSES: list[dict[str, Any]] = [
+    {"template": {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}},
+    {"template": {"volumes": [{"name": "a", "csi": {"driver": "x"}}]}},
+    {"template": {"volumes": [{"name": "a", "emptyDir": {}, "hostPath": {"path": "/"}}]}},
+    {"template": {"volumes": [{"name": "evergrad-volume", "emptyDir": {}}]}},
+    {"template": {"volumes": [{"name": "a", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]}},
+    {"template": {"volumeMounts": [{"name": "a", "mountPath": "/volume/x"}]}},
+    {"template": {"volumeMounts": [{"name": "a", "mountPath": "/"}]}},
+    {"template": {"volumeMounts": [{"name": "a", "mountPath": "/x", "mountPropagation": "Bidirectional"}]}},
+    {"template": {"volumeMounts": [{"name": "evergrad-config", "mountPath": "/x"}]}},
+    {"template": {"env": [{"name": "RANK", "value": "0"}]}},
+    {"template": {"env": [{"name": "EVERGRAD_POD_IP", "value": "0"}]}},
+    {"template": {"labels": {"evergrad.dev/run": "other"}}},
+    {"template": {"annotations": {"evergrad.dev/restart": "9"}}},
+    {"storage": {"path": "../other"}},
+    {"storage": {"path": "/other"}},
+    {"script": {"command": ["x" * 800_000]}, "training": None},
+]
+
+
+@pytest.mark.parametrize("spec", ABUSES, ids=lambda spec: json.dumps(spec)[:60])
+def test_what_a_run_must_not_say_is_told_and_makes_nothing(spec: dict[str, Any]) -> None:
+    world = Simulation(make_run(**spec))
+    decision = world.settle()
+    assert (decision.action, decision.reason) == (Action.HOLD, Reason.INVALID_SPEC)
+    assert decision.is_blocked
+    assert decision.message.startswith(("spec.", "spec:"))
+    assert world.created == []
+
+
+def test_time_is_an_argument() -> None:
+    assert Simulation().reconcile() == Simulation().reconcile()
+    assert Simulation(now=START + 1).reconcile().memory.start_time == START + 1
