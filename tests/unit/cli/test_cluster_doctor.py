@@ -200,7 +200,7 @@ def test_doctor_ends_with_0_when_nothing_fails(cluster: Api, capsys: pytest.Capt
     text = capsys.readouterr().out
     assert text.splitlines()[0].startswith("ok    api server       Kubernetes v1.34.4")
     assert "skip  images" in text and text.rstrip().endswith("11 ok, 1 warn, 2 skip")
-    assert "warn  operator lease   nobody holds it\n                        → Is the operator" in text
+    assert "warn  operator lease   nobody holds it\n                       → Is the operator" in text
     asked = cluster.sent("POST")[0].body["spec"]["resourceAttributes"]
     assert asked == {"namespace": "lab", "verb": "get", "group": "evergrad.dev", "resource": "trainingruns"}
 
