@@ -82,8 +82,8 @@ def run_in(
         "none",
         "--read-only",
         "--read-only-tmpfs=false",
-        "--read-only-tmpfs=false",
         "--passwd=false",  # as in a cluster, nobody knows the user
+        "--user",
         user,
     ]
     command += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp:rw,mode=1777,size=256m"]
