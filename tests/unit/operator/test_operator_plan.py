@@ -1,0 +1,373 @@
+"""Whole plans against YAML in tests/golden, and what holds for every pod that is ever planned."""
+
+import argparse
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pod_security import violations
+from simulated_run import CONFIG, Simulation, make_run
+
+from evergrad_coordinator.__main__ import find_problems, parse_arguments
+from evergrad_operator.config import Config
+from evergrad_operator.plan.common import escape
+from evergrad_trainer.cli import node as node_command
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+
+FULL_TEMPLATE: dict[str, Any] = {
+    "labels": {"team": "research"},
+    "annotations": {"note": "x"},
+    "nodeSelector": {"gpu": "h100"},
+    "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "volumes": [
+        {"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": "corpus", "readOnly": True}},
+        {"name": "token", "secret": {"secretName": "hub"}},
+    ],
+    "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}, {"name": "cache", "mountPath": "/tmp/cache"}],
+    "env": [
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        {"name": "HOME", "value": "/data"},
+    ],
+    "priorityClassName": "high",
+    "runtimeClassName": "nvidia",
+    "schedulerName": "scheduler-plugins-scheduler",
+    "imagePullSecrets": [{"name": "registry"}],
+}
+
+
+def minimal() -> Simulation:
+    return Simulation(make_run(nodes={"min": 1, "max": 1}))
+
+
+def full() -> Simulation:
+    run = make_run(
+        nodes={"min": 2, "max": 3},
+        workersPerNode=2,
+        storage={"claimName": "shared", "path": "runs/first"},
+        image="registry.example/team/trainer@sha256:" + "0" * 64,
+        imagePullPolicy="Always",
+        resources={"requests": {"cpu": "2"}, "limits": {"memory": "4Gi", "nvidia.com/gpu": "2"}},
+        template=FULL_TEMPLATE,
+        failurePolicy={"maxFailuresWithoutProgress": 5},
+    )
+    run["metadata"]["labels"] = {
+        "kueue.x-k8s.io/queue-name": "gpus",
+        "kueue.x-k8s.io/priority-class": "high",
+        "app.kubernetes.io/instance": "not passed on",
+    }
+    config = Config(
+        trainer_image=CONFIG.trainer_image,
+        operator_image=CONFIG.operator_image,
+        image_pull_secrets=("everywhere",),
+        operator_namespace="evergrad-system",
+        shared_memory_size="2Gi",
+    )
+    world = Simulation(run, config=config)
+    annotations = {"note": "the user's", "run.evergrad.dev/other": '{"path":"runs/other","recipe":"r","epoch":3}'}
+    world.children["PersistentVolumeClaim", "shared"] = {
+        "metadata": {"name": "shared", "annotations": annotations},
+        "status": {"phase": "Bound"},
+    }
+    return world
+
+
+def script() -> Simulation:
+    run = make_run(
+        nodes={"min": 2, "max": 2},
+        script={"command": ["train.py", "--note", "$(rm -rf /); `id` 'x'"], "gracePeriodSeconds": 120, "metrics": {"port": 9100}},
+        training=None,
+    )
+    return Simulation(run, config=Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False))
+
+
+WORLDS = {"minimal": minimal, "full": full, "script": script}
+
+
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_a_whole_plan_is_as_it_was(name: str) -> None:
+    # To accept a change: GOLDEN=write make test PYTEST=tests/unit/operator/test_operator_plan.py
+    world = WORLDS[name]()
+    world.reconcile()
+    plan = world.plan
+    built = {
+        "claim": plan.claim,
+        "claimManager": plan.claim_manager,
+        "apply": list(plan.apply),
+        "delete": [],
+        "create": list(plan.create),
+    }
+    built = json.loads(json.dumps(built))
+    path = GOLDEN / f"plan_{name}.yaml"
+    if os.environ.get("GOLDEN") == "write":
+        path.write_text(
+            "# What the operator makes of a run; written by test_operator_plan.py.\n" + yaml.safe_dump(built, sort_keys=False)
+        )
+    assert built == yaml.safe_load(path.read_text())
+
+
+@pytest.mark.parametrize("name", list(WORLDS))
+def test_every_planned_pod_may_run_where_pod_security_restricted_is_enforced(name: str) -> None:
+    world = WORLDS[name]()
+    world.reconcile()
+    assert len(world.plan.create) >= 2
+    for pod in world.plan.create:
+        assert violations(pod) == []
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        assert pod["spec"]["enableServiceLinks"] is False
+        assert "serviceAccountName" not in pod["spec"]
+        for container in pod["spec"]["containers"]:
+            assert container["securityContext"]["readOnlyRootFilesystem"] is True
+        assert pod["spec"]["securityContext"]["runAsUser"] == 10001
+
+
+def test_the_check_of_restricted_pods_finds_what_it_looks_for() -> None:
+    world = minimal()
+    world.reconcile()
+    pod = json.loads(json.dumps(world.plan.create[1]))
+    for change, said in [
+        (lambda spec: spec.update(hostNetwork=True), "hostNetwork"),
+        (lambda spec: spec["volumes"].append({"name": "x", "hostPath": {"path": "/"}}), "volume x"),
+        (lambda spec: spec["securityContext"].pop("runAsNonRoot"), "runAsNonRoot"),
+        (lambda spec: spec["securityContext"].pop("seccompProfile"), "seccompProfile"),
+        (lambda spec: spec["containers"][0]["securityContext"].pop("allowPrivilegeEscalation"), "allowPrivilegeEscalation"),
+        (lambda spec: spec["containers"][0]["securityContext"].update(capabilities={}), "capabilities"),
+        (lambda spec: spec["containers"][0]["ports"][0].update(hostPort=1), "hostPort"),
+    ]:
+        broken = copy.deepcopy(pod)
+        change(broken["spec"])
+        assert any(said in text for text in violations(broken)), said
+
+
+def test_the_coordinators_arguments_are_those_it_takes() -> None:
+    for build in WORLDS.values():
+        world = build()
+        world.reconcile()
+        arguments = world.plan.create[0]["spec"]["containers"][0]["args"]
+        options = parse_arguments(arguments)
+        assert find_problems(options) == []
+        nodes = world.raw["spec"]["nodes"]
+        assert (options.min, options.max, options.expect, options.epoch) == (nodes["min"], nodes["max"], nodes["max"], 0)
+        assert (options.port, options.status_port, options.run) == (29400, 29401, "docs-lm")
+        assert options.recovery == ("fresh" if build is script else "in-process")
+
+
+def test_the_nodes_arguments_are_those_the_trainer_takes() -> None:
+    for build in WORLDS.values():
+        world = build()
+        world.reconcile()
+        container = world.plan.create[1]["spec"]["containers"][0]
+        assert container["command"] == ["evergrad"]
+        parser = argparse.ArgumentParser()
+        node_command.add_arguments(parser)
+        assert container["args"][0] == node_command.NAME
+        options = parser.parse_args(container["args"][1:])
+        assert (options.join, options.node) == ("docs-lm-coordinator.team.svc:29400", 0)
+        assert str(options.run_directory).startswith("/volume/")
+        assert str(options.manifest) == "/etc/evergrad/run/trainingrun.json"
+        grace = world.plan.create[1]["spec"]["terminationGracePeriodSeconds"]
+        assert grace == options.grace + 5
+
+
+def test_what_nodes_read_is_the_run_without_what_only_concerns_the_operator() -> None:
+    world = full()
+    world.reconcile()
+    config = next(child for child in world.plan.apply if child["kind"] == "ConfigMap")
+    manifest = json.loads(config["data"]["trainingrun.json"])
+    assert manifest["metadata"] == {"name": "docs-lm"}
+    assert sorted(manifest["spec"]) == ["failurePolicy", "nodes", "training", "workersPerNode"]
+    assert manifest["spec"]["training"]["metrics"]["port"] == 29402
+    world = script()
+    world.reconcile()
+    config = next(child for child in world.plan.apply if child["kind"] == "ConfigMap")
+    told = json.loads(config["data"]["trainingrun.json"])["spec"]["script"]
+    assert told["command"] == ["train.py", "--note", "$(rm -rf /); `id` 'x'"]
+
+
+def test_no_text_of_a_user_is_in_a_pods_command_or_becomes_a_reference() -> None:
+    world = script()
+    world.reconcile()
+    assert "rm -rf" not in json.dumps(world.plan.create)
+    assert escape("runs/$(EVERGRAD_POD_IP)") == "runs/$$(EVERGRAD_POD_IP)"
+    world = Simulation(make_run(storage={"path": "runs/$(HF_TOKEN)"}))
+    world.reconcile()
+    arguments = world.plan.create[1]["spec"]["containers"][0]["args"]
+    assert "/volume/runs/$$(HF_TOKEN)" in arguments
+
+
+def test_secrets_are_only_ever_referred_to() -> None:
+    world = full()
+    world.reconcile()
+    variables = {item["name"]: item for pod in world.plan.create for item in pod["spec"]["containers"][0].get("env", ())}
+    assert variables["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    assert variables["HOME"] == {"name": "HOME", "value": "/data"}, "the user's own value counts"
+
+
+def test_labels_of_the_run_are_passed_on_by_an_allow_list_only() -> None:
+    world = full()
+    world.reconcile()
+    for pod in world.plan.create:
+        assert "app.kubernetes.io/instance" not in pod["metadata"]["labels"]
+    node = world.plan.create[1]["metadata"]["labels"]
+    assert node["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert node["team"] == "research"
+    assert node["scheduling.x-k8s.io/pod-group"] == "docs-lm"
+    assert "kueue.x-k8s.io/queue-name" not in world.plan.create[0]["metadata"]["labels"], "the coordinator is not queued"
+
+
+def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone() -> None:
+    world = full()
+    world.reconcile()
+    groups = [pod["metadata"]["labels"].get("kueue.x-k8s.io/pod-group-name") for pod in world.plan.create[1:]]
+    sizes = [pod["metadata"]["annotations"].get("kueue.x-k8s.io/pod-group-total-count") for pod in world.plan.create[1:]]
+    assert groups == ["docs-lm-0", "docs-lm-0", None]
+    assert sizes == ["2", "2", None]
+    # A group's size is fixed: live bounds do not touch it, a resumption makes a new group.
+    world.start()
+    world.train()
+    world.settle()
+    world.set_spec(nodes={"min": 1, "max": 3})
+    world.age(100)
+    world.vanish("docs-lm-1-0")
+    world.reconcile()
+    (pod,) = world.plan.create
+    assert pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] == "2"
+    world.set_spec(suspend=True)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    world.set_spec(suspend=False, nodes={"min": 3, "max": 3})
+    world.reconcile()
+    assert {pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in world.plan.create[1:]} == {"docs-lm-1"}
+    assert {pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for pod in world.plan.create[1:]} == {"3"}
+
+
+def test_the_users_tolerations_for_silent_nodes_take_the_place_of_ours() -> None:
+    patient = [{"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 600}]
+    world = Simulation(make_run(template={"tolerations": patient}))
+    world.reconcile()
+    found = world.plan.create[1]["spec"]["tolerations"]
+    assert [(one["key"], one["tolerationSeconds"]) for one in found] == [
+        ("node.kubernetes.io/unreachable", 600),
+        ("node.kubernetes.io/not-ready", 5),
+    ]
+    world = Simulation(make_run(template={"tolerations": [{"operator": "Exists"}]}))
+    world.reconcile()
+    assert world.plan.create[1]["spec"]["tolerations"] == [{"operator": "Exists"}]
+
+
+def test_children_are_owned_and_the_volume_is_not() -> None:
+    world = minimal()
+    world.reconcile()
+    for child in (*world.plan.apply, *world.plan.create):
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("uid-docs-lm", True, True)
+        assert child["metadata"]["namespace"] == "team"
+        assert child["metadata"]["labels"]["evergrad.dev/run"] == "docs-lm"
+    assert world.plan.claim is not None
+    assert "ownerReferences" not in world.plan.claim["metadata"]
+
+
+def test_an_existing_claim_gets_nothing_but_the_runs_record() -> None:
+    world = full()
+    world.reconcile()
+    claim = world.plan.claim
+    assert claim is not None
+    assert sorted(claim) == ["apiVersion", "kind", "metadata"]
+    assert sorted(claim["metadata"]) == ["annotations", "name", "namespace"]
+    assert list(claim["metadata"]["annotations"]) == ["run.evergrad.dev/docs-lm"]
+    assert world.plan.claim_manager == "evergrad-operator-docs-lm"
+
+
+def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
+    world = Simulation(make_run(storage={"size": "9Gi"}))
+    spec = {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": "1Gi"}},
+        "storageClassName": "old",
+        "volumeName": "v",
+    }
+    world.children["PersistentVolumeClaim", "docs-lm"] = {"metadata": {"name": "docs-lm"}, "spec": spec}
+    world.reconcile()
+    assert world.plan.claim is not None
+    assert world.plan.claim["spec"] == {key: value for key, value in spec.items() if key != "volumeName"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "fewest"),
+    [((1, 1), None), ((1, 4), 1), ((2, 2), 1), ((2, 4), 2), ((4, 4), 3)],
+)
+def test_a_drain_is_slowed_down_and_never_blocked_for_good(nodes: tuple[int, int], fewest: int | None) -> None:
+    world = Simulation(make_run(nodes={"min": nodes[0], "max": nodes[1]}))
+    world.reconcile()
+    budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
+    assert [budget["spec"]["minAvailable"] for budget in budgets] == ([] if fewest is None else [fewest])
+
+
+def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:
+    world = Simulation().run()
+    world.config = Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False, disruption_budgets=False)
+    world.reconcile()
+    assert {(deletion.kind, deletion.name) for deletion in world.plan.delete} == {
+        ("PodDisruptionBudget", "docs-lm"),
+        ("NetworkPolicy", "docs-lm"),
+    }
+
+
+def test_a_child_that_somebody_changed_is_applied_again() -> None:
+    world = Simulation().run()
+    world.children["Service", "docs-lm-coordinator"]["metadata"]["annotations"]["evergrad.dev/applied-hash"] = "another"
+    world.reconcile()
+    assert [child["kind"] for child in world.plan.apply] == ["Service"]
+    del world.children["ConfigMap", "docs-lm-config"]
+    world.reconcile()
+    assert [child["kind"] for child in world.plan.apply] == ["ConfigMap"]
+
+
+def test_names_of_children_fit_however_long_the_runs_name_and_the_numbers_are() -> None:
+    world = Simulation(make_run("x" * 45, nodes={"min": 1, "max": 1024}))
+    world.reconcile()
+    for child in (*world.plan.apply, *world.plan.create):
+        assert len(child["metadata"]["name"]) <= 59, "room for an attempt of five digits"
+    assert len(world.plan.create) == 1025
+
+
+def test_a_metrics_port_of_the_users_own_is_kept_and_any_free_port_is_not_declared() -> None:
+    world = script()
+    world.reconcile()
+    assert world.plan.create[1]["spec"]["containers"][0]["ports"] == [
+        {"name": "metrics", "containerPort": 9100, "protocol": "TCP"}
+    ]
+    training = {**make_run()["spec"]["training"], "metrics": {"port": 0}}
+    world = Simulation(make_run(training=training))
+    world.reconcile()
+    assert "ports" not in world.plan.create[1]["spec"]["containers"][0]
+
+
+def test_the_network_policy_lets_in_the_run_its_operator_and_its_metrics_only() -> None:
+    world = full()
+    world.reconcile()
+    policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")["spec"]
+    assert policy["policyTypes"] == ["Ingress"]
+    own, operator, metrics = policy["ingress"]
+    assert own == {"from": [{"podSelector": {"matchLabels": {"evergrad.dev/run": "docs-lm"}}}]}
+    assert operator["from"][0]["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "evergrad-system"}}
+    assert operator["ports"] == [{"port": 29401, "protocol": "TCP"}]
+    assert metrics == {"ports": [{"port": 29402, "protocol": "TCP"}]}
+
+
+def test_a_coordinator_that_is_replaced_expects_the_nodes_that_are_there() -> None:
+    world = Simulation(make_run(nodes={"min": 1, "max": 3})).run()
+    world.age(100)
+    world.vanish("docs-lm-coordinator-0")
+    world.vanish("docs-lm-2-0")
+    world.reconcile()
+    arguments = world.plan.create[0]["spec"]["containers"][0]["args"]
+    assert arguments[arguments.index("--expect") + 1] == "2"
