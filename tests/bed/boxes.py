@@ -17,6 +17,7 @@ from bed.places import BRIDGE_END, CONTROL_ADDRESS, HOST_ADDRESS, NODES, SERVICE
 from bed.shell import BedError, run, wait_until
 
 CONTROL = "cp"
+_STARTED: list["subprocess.Popen[bytes]"] = []  # they outlive us on purpose: Python would warn of each that it collects
 _NAMESPACES = ("-m", "-n", "-p", "-u", "-i")
 # bash reaps orphans while it waits; `sleep` alone as the first process would collect zombies.
 _IDLE = "trap '' TERM; while :; do sleep 3600 & wait $!; done"
@@ -159,10 +160,14 @@ def connect_control() -> None:
             "link set br0 up",
         ],
     )
-    network(None, [f"link add {BRIDGE_END} type veth peer name vhost netns {pid}", f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}"])
+    network(
+        None, [f"link add {BRIDGE_END} type veth peer name vhost netns {pid}", f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}"]
+    )
     network(pid, ["link set vhost master br0 up"])
     routes = [f"route replace {node.pods} via {node.address} dev {BRIDGE_END} onlink" for node in NODES]
-    network(None, [f"link set {BRIDGE_END} up", *routes, f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink"])
+    network(
+        None, [f"link set {BRIDGE_END} up", *routes, f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink"]
+    )
     network(pid, [f"route replace {node.pods} via {node.address} dev br0 onlink" for node in NODES])
 
 
@@ -185,7 +190,7 @@ def _log(name: str) -> BinaryIO:
 def _start(command: list[str], box: str, log: int, environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
     """Start detached from our terminal and session, inside the bed's cgroup from its first instruction on."""
     enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
-    return subprocess.Popen(
+    process = subprocess.Popen(
         ["bash", "-c", enter, "bash", *command],
         stdin=subprocess.DEVNULL,
         stdout=log,
@@ -193,3 +198,5 @@ def _start(command: list[str], box: str, log: int, environment: dict[str, str] |
         env={**os.environ, "PATH": os.environ.get("PATH", "") + ":/usr/sbin:/sbin", **(environment or {})},
         start_new_session=True,
     )
+    _STARTED.append(process)
+    return process

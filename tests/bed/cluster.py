@@ -141,7 +141,9 @@ def _start_workers(api: Api) -> None:
         node.start_kubelet(entry)
         node.start_proxy(entry)
     environment = {"PYTHONPATH": str(REPOSITORY / "tests"), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
-    boxes.spawn_outside("storage", [sys.executable, "-m", "bed.storage", keys() / "storage.kubeconfig"], environment)
+    boxes.spawn_outside(
+        "storage", [sys.executable, "-c", "import bed.storage; bed.storage.main()", keys() / "storage.kubeconfig"], environment
+    )
     control_plane.create_storage_class(api)
 
 

@@ -1,6 +1,6 @@
 """The provisioner behind the class `shared`: one directory per claim, the same in both nodes.
 
-Runs as a process of the bed (`python -m bed.storage`), for as long as the bed does. Volumes are of type `local`, for which
+Runs as a process of the bed, for as long as the bed does. Volumes are of type `local`, for which
 the kubelet applies fsGroup. A small or annotated claim gets a file system of its own size, so that it can be full.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from bed import boxes
 from bed.api import Api, ApiError, Object
-from bed.places import KUBECONFIG, NODES, STORAGE_CLASS, volumes
+from bed.places import NODES, STORAGE_CLASS, volumes
 from bed.shell import BedError, run
 
 PROVISIONER = "bed.local/dir"
@@ -24,7 +24,7 @@ _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 1
 
 def main() -> None:
     """Serve until killed."""
-    api = Api(Path(sys.argv[1]) if len(sys.argv) > 1 else KUBECONFIG)
+    api = Api(Path(sys.argv[1]))
     volumes().mkdir(parents=True, exist_ok=True)
     threading.Thread(target=_follow, args=(api, "/api/v1/persistentvolumes", delete_if_released), daemon=True).start()
     _follow(api, "/api/v1/persistentvolumeclaims", provision)
@@ -143,7 +143,3 @@ def _volume(name: str, path: Path, claim: Object) -> Object:
             "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": terms}]}},
         },
     }
-
-
-if __name__ == "__main__":
-    main()
