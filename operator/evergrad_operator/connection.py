@@ -58,6 +58,8 @@ async def connect(environ: Mapping[str, str], *, service_account: Path = SERVICE
     """The connection of a pod, or, outside a cluster, of ``$KUBECONFIG`` or ~/.kube/config. Raises SettingsError."""
     configuration = Configuration()
     configuration.trace_configs = [build_trace()]
+    # Else each request asks a thread for proxies and ~/.netrc; a kubeconfig's own proxy is taken all the same.
+    configuration.client_session_kwargs = {"trust_env": False}
     loader = None
     try:
         if environ.get("KUBERNETES_SERVICE_HOST") and not environ.get("KUBECONFIG"):

@@ -1,14 +1,30 @@
 """Raw runs → what is exported of them as metrics. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
-from evergrad_operator.metrics import RunFacts
 from evergrad_operator.names import Phase
 from evergrad_operator.times import parse_time
 
 FINISHED_SECONDS: Final = 86400.0
 """So long a run that is over is still exported."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is exported of one run. Times are epoch seconds, None where it has not happened."""
+
+    namespace: str
+    name: str
+    phase: str
+    restarts: Mapping[str, int]
+    created_at: float | None
+    started_at: float | None
+    completed_at: float | None
+    progress: float | None
+    """Of 1."""
+    progressed_at: float | None
 
 
 def read_runs(runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float) -> tuple[RunFacts, ...]:

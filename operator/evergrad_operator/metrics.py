@@ -10,27 +10,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
+from evergrad_operator.facts import RunFacts
 from evergrad_operator.names import Phase
 
 PREFIX: Final = "evergrad_operator_"
 _FAST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _SLOW = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-
-
-@dataclass(frozen=True)
-class RunFacts:
-    """What is exported of one run. Times are epoch seconds, None where it has not happened."""
-
-    namespace: str
-    name: str
-    phase: str
-    restarts: Mapping[str, int]
-    created_at: float | None
-    started_at: float | None
-    completed_at: float | None
-    progress: float | None
-    """Of 1."""
-    progressed_at: float | None
 
 
 @dataclass(frozen=True)
