@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bed import loading
+from bed import loading, product_images, toolbox
 from bed.api import Api
 from bed.cluster import Bed
 from bed.faults import Faults
@@ -16,6 +16,7 @@ from bed.requirements import unavailable
 
 OTHER_CLUSTER = "EVERGRAD_E2E_KUBECONFIG"
 OTHER_CLASS = "EVERGRAD_E2E_STORAGE_CLASS"
+OTHER_IMAGES = "EVERGRAD_E2E_IMAGES"  # the operator's and the trainer's, with a comma between them
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,24 @@ class Cluster:
     api: Api
     is_bed: bool
     storage_class: str | None  # ReadWriteMany; None: the cluster's default
+
+    @property
+    def helm(self) -> Path:
+        """Helm; built first where the cache does not have it."""
+        return toolbox.binary("helm")
+
+    @property
+    def kubectl(self) -> Path:
+        """kubectl; built first where the cache does not have it."""
+        return toolbox.binary("kubectl")
+
+    def product_images(self) -> tuple[str, str]:
+        """The operator's and the trainer's image: built and loaded into the bed; another cluster can pull those that are named."""
+        if self.is_bed:
+            operator, trainer = product_images.ensure()
+        else:
+            operator, trainer = os.environ[OTHER_IMAGES].split(",")
+        return operator, trainer
 
     def load(self, images: Sequence[str | Path]) -> None:
         """Bring images into the bed's nodes. Another cluster must have them already."""

@@ -73,7 +73,7 @@ def _wait_for_refusal(apply: Callable[[], str]) -> None:
 
 
 def test_helm_test_finds_the_crd_the_rights_and_a_healthy_operator(cluster: Any, operator: Any) -> None:
-    said = helm(cluster, operator.namespace, "test", "evergrad", "--logs", "--timeout", "120s")
+    said = helm(cluster, operator.namespace, "test", "evergrad", "--timeout", "120s")
     assert "Phase:          Succeeded" in said
 
 
