@@ -39,7 +39,7 @@ class Cluster:
         return toolbox.binary("kubectl")
 
     def product_images(self) -> tuple[str, str]:
-        """The operator's and the trainer's image: built and loaded into the bed; another cluster can pull those that are named."""
+        """The operator's and the trainer's image: built and loaded into the bed; elsewhere those that are named."""
         if self.is_bed:
             operator, trainer = product_images.ensure()
         else:
