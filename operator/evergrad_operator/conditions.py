@@ -7,11 +7,12 @@ from typing import Any, Final
 from evergrad_operator.decision import Decision
 from evergrad_operator.names import Cause, Condition, Phase, Reason
 from evergrad_operator.observe import Observation
-from evergrad_operator.raw import get_text
+from evergrad_operator.pods import MAX_MESSAGE
+from evergrad_operator.raw import get_text, keep_start
 from evergrad_operator.times import format_time, parse_time
 
 _SHORT: Final = 256
-"""Longest message of a condition that only repeats another's, in characters."""
+"""Longest message of a condition that only repeats another's, in bytes."""
 _ON_ITS_WAY: Final = frozenset({Phase.PENDING, Phase.STARTING, Phase.RESTARTING, Phase.SUSPENDING, Phase.WAITING})
 _WITHOUT_PODS: Final = frozenset({Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED})
 
@@ -52,7 +53,7 @@ def _build(kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: 
         "type": kind.value,
         "status": status,
         "reason": str(said.reason),
-        "message": said.message,
+        "message": keep_start(said.message, MAX_MESSAGE),
         "observedGeneration": generation,
         "lastTransitionTime": since if parse_time(since) is not None else format_time(now),
     }
@@ -60,7 +61,7 @@ def _build(kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: 
 
 def _say_ready(decision: Decision) -> _Said:
     is_ready = decision.phase in (Phase.RUNNING, Phase.COMPLETE)
-    return _Said(is_ready, decision.reason, decision.message[:_SHORT])
+    return _Said(is_ready, decision.reason, keep_start(decision.message, _SHORT))
 
 
 def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
@@ -83,10 +84,10 @@ def _say_pods(observation: Observation, decision: Decision) -> _Said:
         return _Said(False, Reason.NO_PODS)
     ready, nodes = decision.memory.training.ready, observation.run.spec.nodes
     if decision.phase != Phase.RUNNING:
-        return _Said(False, decision.reason, decision.message[:_SHORT])
+        return _Said(False, decision.reason, keep_start(decision.message, _SHORT))
     if ready >= nodes.max:
         return _Said(True, Reason.ALL_READY, f"{ready} of {nodes.max} nodes train")
-    return _Said(False, Reason.SOME_READY, decision.message[:_SHORT])
+    return _Said(False, Reason.SOME_READY, keep_start(decision.message, _SHORT))
 
 
 def _say_progressing(decision: Decision, *, now: float, timeout: float) -> _Said:
@@ -113,7 +114,7 @@ def _say_checkpoint(decision: Decision) -> _Said:
 
 def _say_stalled(decision: Decision) -> _Said:
     if decision.is_blocked or decision.phase == Phase.FAILED:
-        return _Said(True, decision.reason, decision.message[:_SHORT])
+        return _Said(True, decision.reason, keep_start(decision.message, _SHORT))
     return _Said(False, Reason.NOTHING_IN_THE_WAY)
 
 

@@ -26,6 +26,8 @@ class Config:
     """So long a pod may stay on a node that is not ready."""
     coordinator_cpu: str = "20m"
     coordinator_memory: str = "64Mi"
+    coordinator_cpu_limit: str = "1"
+    """A namespace's quota may ask for limits, which a run can give for its nodes only."""
     coordinator_memory_limit: str = "256Mi"
     shared_memory_size: str = ""
     """Most of /dev/shm; empty: what the pod's memory limit allows."""

@@ -8,11 +8,11 @@ from typing import Any, Final
 from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
 from evergrad_operator.names import Cause
-from evergrad_operator.raw import NOTHING, get_map, get_maps
+from evergrad_operator.raw import NOTHING, get_map, get_maps, keep_end, keep_start
 from evergrad_operator.times import parse_time
 
 MAX_MESSAGE: Final = 1024
-"""Longest text taken from a pod, in characters."""
+"""Longest text taken from a pod, in bytes."""
 
 _BY_DISRUPTION: Final[Mapping[str, Cause]] = {
     "PreemptionByScheduler": Cause.PREEMPTED,
@@ -149,7 +149,7 @@ def _find_end(
     cause = _find_cause(str(terminated.get("reason") or ""), status, exit_code, disruption, is_deleting=is_deleting, text=message)
     if phase == "Succeeded" and exit_code is None:
         cause = Cause.DONE
-    return PodEnd(cause, exit_code, message[-MAX_MESSAGE:], parse_time(terminated.get("finishedAt")))
+    return PodEnd(cause, exit_code, keep_end(message, MAX_MESSAGE), parse_time(terminated.get("finishedAt")))
 
 
 def _find_cause(
@@ -187,10 +187,10 @@ def _disruption(status: Mapping[str, Any]) -> Cause | None:
 def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[str, str]:
     waiting = get_map(container, "state", "waiting")
     if waiting.get("reason"):
-        return str(waiting["reason"]), str(waiting.get("message") or "")[:MAX_MESSAGE]
+        return str(waiting["reason"]), keep_start(str(waiting.get("message") or ""), MAX_MESSAGE)
     for condition in get_maps(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("reason") or "Unschedulable"), str(condition.get("message") or "")[:MAX_MESSAGE]
+            return str(condition.get("reason") or "Unschedulable"), keep_start(str(condition.get("message") or ""), MAX_MESSAGE)
     return "", ""
 
 

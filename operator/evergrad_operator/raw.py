@@ -46,3 +46,14 @@ def get_float(raw: Mapping[str, Any], key: str) -> float | None:
         return None
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+def keep_end(text: str, most: int) -> str:
+    """The end of ``text``, where the cause of a failure stands, within so many bytes of UTF-8; what is no text becomes ``?``."""
+    data = text.encode("utf-8", errors="replace")
+    return data.decode() if len(data) <= most else data[-most:].decode("utf-8", errors="ignore")
+
+
+def keep_start(text: str, most: int) -> str:
+    """The beginning of ``text`` within so many bytes of UTF-8."""
+    return text.encode("utf-8", errors="replace")[:most].decode("utf-8", errors="ignore")

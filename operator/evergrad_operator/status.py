@@ -9,14 +9,14 @@ from evergrad_operator.conditions import build_conditions
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, format_rate, without_empty
 from evergrad_operator.observe import ApplyFailure, Observation
-from evergrad_operator.raw import get_map, get_text
+from evergrad_operator.pods import MAX_MESSAGE
+from evergrad_operator.raw import get_map, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
 
 PROGRESS_SECONDS: Final = 10.0
 """Between two writes that only tell of progress."""
 PROGRESS_TIMEOUT_SECONDS: Final = 900.0
 """Without a step for so long a training group counts as stalled."""
-MAX_MESSAGE: Final = 1024
 _PROGRESS: Final = ("progress", "checkpoint", "lostSeconds")
 
 
@@ -52,7 +52,7 @@ def build_status(observation: Observation, decision: Decision, outcome: Outcome,
         "observedGeneration": run.generation,
         "phase": decision.phase.value,
         "reason": str(decision.reason),
-        "message": decision.message[:MAX_MESSAGE],
+        "message": keep_start(decision.message, MAX_MESSAGE),
         **built,
         "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(memory.training, is_running=not is_at_rest),

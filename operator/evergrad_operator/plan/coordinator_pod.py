@@ -60,7 +60,7 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attemp
         },
         "resources": {
             "requests": {"cpu": config.coordinator_cpu, "memory": config.coordinator_memory},
-            "limits": {"memory": config.coordinator_memory_limit},
+            "limits": {"cpu": config.coordinator_cpu_limit, "memory": config.coordinator_memory_limit},
         },
         "securityContext": build_container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -54,7 +54,7 @@ def _hold_if_wrong(situation: Situation) -> Decision | None:
     problems = find_problems(situation.run, situation.observation.raw)
     if not problems:
         return None
-    return replace(situation.hold(Phase.WAITING, Reason.INVALID_SPEC, "; ".join(problems)[:1024]), is_blocked=True)
+    return replace(situation.hold(Phase.WAITING, Reason.INVALID_SPEC, "; ".join(problems)), is_blocked=True)
 
 
 def _finish_up(situation: Situation) -> Decision:

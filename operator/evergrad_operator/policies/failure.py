@@ -5,6 +5,7 @@ from typing import Final
 from evergrad_operator.memory import LastFailure
 from evergrad_operator.names import Cause, Phase, Reason
 from evergrad_operator.policies.situation import Situation
+from evergrad_operator.raw import keep_end
 
 _REASONS: Final = {
     Cause.USER_ERROR: Reason.USER_ERROR,
@@ -21,14 +22,15 @@ _REMEDIES: Final = {
     Reason.WORKER_CRASH: f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}.",
 }
 MAX_CAUSE: Final = 640
-"""Longest quotation of a root cause in a message, in characters."""
+"""Longest quotation of a root cause in a message, in bytes."""
 
 
 def quote(text: str, longest: int = MAX_CAUSE) -> str:
     """The end of a text, where the cause stands, on few lines."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     joined = " | ".join(lines)
-    return joined if len(joined) <= longest else f"…{joined[-longest:]}"
+    kept = keep_end(joined, longest)
+    return kept if len(kept) >= len(joined) else f"…{kept}"
 
 
 def fail_if_due(situation: Situation) -> Situation | None:

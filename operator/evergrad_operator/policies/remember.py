@@ -21,7 +21,8 @@ from evergrad_operator.memory import (
 )
 from evergrad_operator.names import Cause
 from evergrad_operator.observe import Observation, Progress, hash_recipe
-from evergrad_operator.pods import PodState, describe_cause
+from evergrad_operator.pods import MAX_MESSAGE, PodState, describe_cause
+from evergrad_operator.raw import keep_end
 
 IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed")
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
@@ -171,7 +172,7 @@ def _describe_failure(pod: PodState, memory: Memory, now: float) -> LastFailure:
     return LastFailure(
         cause=describe_cause(pod),
         node=pod.index,
-        message=(end.message if end else "")[-1024:],
+        message=end.message if end else "",
         at=(end and end.at) or now,
         step=memory.training.step,
         exit_code=end.exit_code if end else None,
@@ -220,7 +221,7 @@ def _note_progress(memory: Memory, observation: Observation, now: float) -> Memo
             described = LastFailure(
                 cause=_CAUSES.get(failure.cause, Cause.WORKER_CRASH),
                 node=int(failure.node) if failure.node.isdecimal() else None,
-                message=failure.message[-1024:],
+                message=keep_end(failure.message, MAX_MESSAGE),
                 at=at,
                 rank=failure.rank,
                 step=failure.step,
