@@ -68,7 +68,7 @@ def test_the_operator_must_run_and_be_of_one_version_with_the_command() -> None:
 
 def lease(renewed: str | None, holder: str = "evergrad-abc") -> dict[str, Any]:
     spec = {"renewTime": renewed, "holderIdentity": holder, "leaseDurationSeconds": 15}
-    return {"metadata": {"name": "evergrad-operator", "namespace": "evergrad-system"}, "spec": spec}
+    return {"metadata": {"name": "evergrad", "namespace": "evergrad-system"}, "spec": spec}
 
 
 def test_a_lease_that_nobody_renews_fails() -> None:

@@ -204,7 +204,11 @@ def connect(args: argparse.Namespace) -> KubernetesCluster:
     # A peer that is gone without a word ends a stream. A lost connection is tried again at once; anything slower is the command's
     # own business.
     settings.keep_alive = True
-    settings.retries = importlib.import_module("urllib3").util.Retry(total=2, connect=2, read=0, redirect=0, backoff_factor=0.2)
+    urllib3 = importlib.import_module("urllib3")
+    settings.retries = urllib3.util.Retry(total=2, connect=2, read=0, redirect=0, backoff_factor=0.2)
+    if not settings.verify_ssl:
+        # The kubeconfig says so (insecure-skip-tls-verify); to be told at each request helps nobody.
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     return KubernetesCluster(client.ApiClient(settings), namespace=args.namespace or namespace or "default")
 
 

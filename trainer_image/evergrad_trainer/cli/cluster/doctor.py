@@ -23,7 +23,7 @@ EXAMPLES = """\
   evergrad doctor --json | jq -r '.checks[] | select(.state == "fail") | .remedy'
 
 exit codes: 0 nothing fails (warnings are allowed) · 1 something fails · 64 no kubeconfig · 70 the cluster does not answer"""
-_OPERATOR: Final = {"labelSelector": "app.kubernetes.io/name=evergrad"}
+_OPERATOR: Final = {"labelSelector": "app.kubernetes.io/part-of=evergrad,app.kubernetes.io/component=operator"}
 Objects = list[dict[str, Any]]
 
 
@@ -109,9 +109,10 @@ def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list
     deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
     found = [checks.check_operator(deployments, __version__)]
     if deployments:
-        place = deployments[0]["metadata"]["namespace"]
+        place, names = deployments[0]["metadata"]["namespace"], {raw["metadata"]["name"] for raw in deployments}
         leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
-        ours = None if leases is None else [raw for raw in leases if "evergrad" in raw["metadata"]["name"]]
+        # The chart names the lease as the Deployment.
+        ours = None if leases is None else [raw for raw in leases if raw["metadata"]["name"] in names]
         found.append(checks.check_lease(ours, now=now))
     return found
 

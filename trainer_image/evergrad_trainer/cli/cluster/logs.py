@@ -99,4 +99,6 @@ def _no_pod(args: argparse.Namespace, phase: str, *, has_pods: bool) -> Problem:
         return Problem(where, "has no earlier attempt whose pod still exists", "", "Older output is on its volume, in logs/")
     if args.node is not None and has_pods:
         return Problem("--node", f"there is no pod of node {args.node}", "", f"evergrad status {args.name} shows those there are")
+    if phase in ("Pending", "Starting", "Waiting"):
+        return Problem(where, "has no pods yet", f"it is {phase}", f"See why: evergrad status {args.name}")
     return Problem(where, "has no pods", f"it is {phase}", "What it printed earlier is on its volume, in logs/")

@@ -1,0 +1,133 @@
+"""The commands for a cluster on a real one: a run from its submission to its end, with everything a user asks on the way."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_runs import Runs, make_manifest, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+EVERGRAD = Path(sys.executable).with_name("evergrad")
+
+
+class Cli:
+    """``evergrad`` in the namespace of a test."""
+
+    def __init__(self, runs: Runs, folder: Path) -> None:
+        self._place = ["--kubeconfig", str(runs.cluster.kubeconfig), "-n", runs.namespace]
+        self._folder = folder
+
+    def command(self, name: str, *arguments: str) -> list[str]:
+        return [str(EVERGRAD), name, *arguments, *self._place]
+
+    def call(self, name: str, *arguments: str, code: int = 0, seconds: float = 240.0) -> subprocess.CompletedProcess[str]:
+        """Run a command that ends with ``code``."""
+        command = self.command(name, *arguments)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        assert done.returncode == code, f"{name} {arguments}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert "Traceback" not in done.stderr
+        return done
+
+    def ask(self, name: str, *arguments: str, code: int = 0) -> Any:
+        """The JSON document of a command."""
+        return json.loads(self.call(name, *arguments, "--json", code=code).stdout)
+
+    def write(self, manifest: dict[str, Any]) -> str:
+        """A manifest as a file; JSON is YAML."""
+        path = self._folder / f"{manifest['metadata']['name']}.yaml"
+        path.write_text(json.dumps(manifest))
+        return str(path)
+
+
+@pytest.fixture
+def cli(runs: Runs, tmp_path: Path) -> Cli:
+    return Cli(runs, tmp_path)
+
+
+def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: Cli) -> None:
+    file = cli.write(make_manifest("whole", steps=60))
+    assert cli.ask("submit", file, "--dry-run")["result"] == "created"
+    assert runs.get("trainingrun", "whole") is None
+    assert cli.ask("submit", file)["result"] == "created"
+    runs.adopt("whole")
+    followed = cli.call("logs", "whole", "-f")
+    assert "trainingrun/whole is complete" in followed.stderr
+    assert re.search(r"^\[node \d\] .*60/60", followed.stdout, re.MULTILINE), followed.stdout
+    assert cli.call("wait", "whole").stdout.startswith("trainingrun/whole is complete")
+    status = cli.ask("status", "whole")
+    assert (status["run"]["phase"], status["run"]["step"], status["run"]["percent"]) == ("Complete", 60, 100.0)
+    assert {event["object"] for event in status["events"]} >= {"trainingrun/whole"}
+    assert [run["name"] for run in cli.ask("list", "--phase", "complete")["runs"]] == ["whole"]
+    checkpoints = cli.ask("checkpoints", "whole")
+    assert (checkpoints["newestStep"], checkpoints["complete"], checkpoints["claimPhase"]) == (60, True, "Bound")
+    assert cli.ask("submit", file)["result"] == "unchanged"
+    assert "never trains again" in cli.call("restart", "whole", code=64).stderr
+    assert "has failed" not in cli.call("wait", "whole", "--for", "failed", code=70).stderr
+
+
+def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) -> None:
+    cli.call("submit", cli.write(make_manifest("long", steps=100000)))
+    run = runs.adopt("long")
+    cli.call("wait", "long", "--for", "running", "--timeout", "3m")
+    run.wait_for_step(5)
+    with subprocess.Popen(cli.command("logs", "long", "--all", "-f"), stdout=subprocess.PIPE, text=True) as following:
+        try:
+            assert "long" in [one["name"] for one in cli.ask("top")["runs"]]
+            cli.call("suspend", "long", "--wait", "--timeout", "2m")
+            assert run.live_pods() == {}
+            step = run.newest_step()
+            assert "was suspended already" in cli.call("suspend", "long").stdout
+            cli.call("resume", "long", "--wait", "--timeout", "3m")
+            run.wait_for_step(step + 1)
+            before = {pod["metadata"]["name"] for pod in run.live_pods().values()}
+            cli.call("restart", "long", "--wait", "--timeout", "3m")
+            wait_for(
+                lambda: (live := run.live_pods()) and not before & {pod["metadata"]["name"] for pod in live.values()}, "new pods"
+            )
+            assert run.repeated_steps() == 0
+            runs.kubectl("delete", "trainingrun", "long", "--wait=false")
+            output, _ = following.communicate(timeout=90)
+        finally:
+            following.kill()
+    assert following.returncode == 0
+    attempts = set(re.findall(r"^\[node 0(?: #(\d+))?\]", output, re.MULTILINE))
+    assert len(attempts) >= 3, output
+
+
+def test_what_cannot_work_is_told_with_its_place_and_what_to_do(runs: Runs, cli: Cli) -> None:
+    manifest = make_manifest("wrong", steps=20, changes={"training": {"data": {"sources": [{"name": "docs", "type": "jsonl"}]}}})
+    manifest["spec"]["training"]["data"]["sources"][0]["path"] = "documents.jsonl"
+    assert (
+        "spec.training.data.sources[0].path: documents.jsonl is a relative path"
+        in cli.call("submit", cli.write(manifest), code=64).stderr
+    )
+    manifest["spec"]["training"]["data"]["sources"][0]["path"] = "/documents/nothing.jsonl"
+    cli.call("submit", cli.write(manifest), "--wait", "--timeout", "3m", code=64)
+    run = runs.adopt("wrong")
+    manifest["spec"]["training"]["horizon"]["steps"] = 30
+    assert "spec.training" in cli.call("submit", cli.write(manifest), code=64).stderr
+    status = cli.ask("status", "wrong")
+    assert (status["run"]["phase"], status["lastFailure"]["exitCode"]) == ("Failed", 64)
+    assert "/documents/nothing.jsonl" in status["lastFailure"]["message"]
+    assert any("evergrad restart wrong" in line for line in status["next"])
+    assert "/documents/nothing.jsonl" in cli.call("logs", "wrong").stdout
+    assert run.is_so("Failed")
+
+
+def test_doctor_finds_nothing_wrong_and_tells_a_user_what_lacks(runs: Runs, cli: Cli, tmp_path: Path) -> None:
+    found = {check["name"]: check["state"] for check in cli.ask("doctor")["checks"]}
+    assert {name for name, state in found.items() if state == "fail"} == set(), found
+    assert (found["crd"], found["operator"], found["operator lease"]) == ("ok", "ok", "ok")
+    runs.kubectl("create", "serviceaccount", "nobody")
+    token = runs.kubectl("create", "token", "nobody").strip()
+    config = json.loads(runs.kubectl("config", "view", "--raw", "--minify", "-o", "json"))
+    config["users"][0]["user"] = {"token": token}
+    (tmp_path / "nobody").write_text(json.dumps(config))
+    command = [str(EVERGRAD), "doctor", "--kubeconfig", str(tmp_path / "nobody"), "-n", runs.namespace]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "fail  your rights" in done.stdout and "skip  storage" in done.stdout
