@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field
 
 from evergrad_trainer.config.base import Section, Switch
 from evergrad_trainer.config.numbers import Count
-from evergrad_trainer.config.quantities import DNS_LABEL, LONGEST_LABEL, LONGEST_RUN_NAME, Quantity
+from evergrad_trainer.config.quantities import DNS_LABEL, LONGEST_LABEL, LONGEST_RUN_NAME, RUN_NAME, Quantity
 from evergrad_trainer.config.script import Script
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.errors import ConfigurationError, Problem
@@ -20,8 +20,8 @@ LONGEST_SECONDS: Final = 2**31 - 1
 class Metadata(Section):
     """The part of Kubernetes' object metadata that a file sets."""
 
-    name: str = Field(min_length=1, max_length=LONGEST_RUN_NAME, pattern=DNS_LABEL)
-    """Name of the run: lower-case letters, digits and dashes, at most 45, so that what it makes can be named after it."""
+    name: str = Field(min_length=1, max_length=LONGEST_RUN_NAME, pattern=RUN_NAME)
+    """Name of the run: lower-case letters, digits and dashes, a letter first, at most 45: what it makes is named after it."""
     namespace: str | None = Field(default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL)
     """Kubernetes namespace; has no meaning for ``evergrad run``."""
     labels: dict[str, str] = Field(default_factory=dict)

@@ -21,7 +21,7 @@ from evergrad_trainer.config.fields import (
 )
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.numbers import NumberError, show
-from evergrad_trainer.config.quantities import DNS_LABEL
+from evergrad_trainer.config.quantities import DNS_LABEL, RUN_NAME
 from evergrad_trainer.config.training import NAME_PATTERN
 from evergrad_trainer.errors import Problem
 
@@ -38,6 +38,7 @@ _SET_BY_CLUSTER: Final = (
     "ownerReferences",
 )
 _PATTERNS: Final = {
+    RUN_NAME: "lower-case letters, digits and '-' are allowed, a letter first and a letter or digit last",
     DNS_LABEL: "lower-case letters, digits and '-' are allowed, a letter or digit first and last",
     NAME_PATTERN: "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last",
 }

@@ -36,6 +36,8 @@ LONGEST_RUN_NAME: Final = 45
 """A label less the longest suffix of what is named after a run: ``-coordinator-`` and its attempt."""
 
 DNS_LABEL: Final = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
+RUN_NAME: Final = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
+"""A label that a Service can have, too."""
 _LABEL_RULE = "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last"
 _LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
 _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
@@ -45,7 +47,10 @@ def parse_quantity(value: Any) -> str:
     """A Kubernetes quantity as text: ``4Gi``, ``500m``, ``2`` (a plain number is taken too). Raises NumberError."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise NumberError(f"{show(value)} is not a quantity", "", "Write a number with a unit, such as 4Gi, 500m or 2")
-    text = repr(value) if isinstance(value, float) else value if isinstance(value, str) else show(value)
+    if isinstance(value, float) and not value.is_integer():
+        why = "without quotes a quantity is a whole number, as the API server has it"
+        raise NumberError(f"{show(value)} is not a Kubernetes quantity", why, f'Put it in quotes: "{show(value)}"')
+    text = value if isinstance(value, str) else show(int(value))
     if len(text) > _LONGEST or _QUANTITY.fullmatch(text) is None:
         raise _not_a_quantity(value, text)
     if quantity_value(text) > LARGEST_QUANTITY:
@@ -75,7 +80,7 @@ def _not_a_quantity(value: Any, text: str) -> NumberError:
 
 class _QuantitySchema:
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "pattern": f"^{_PATTERN}$"}]}
+        return {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": f"^{_PATTERN}$"}]}
 
 
 Quantity = Annotated[str, BeforeValidator(parse_quantity), _QuantitySchema()]

@@ -6,7 +6,7 @@ from typing import Final
 from evergrad_trainer.config.crd.cel import DNS_SUBDOMAIN, exactly_one, number, quoted, unchanged
 from evergrad_trainer.config.crd.nodes import Schema, rule
 from evergrad_trainer.config.crd.rules_training import RULES as RULES_OF_TRAINING
-from evergrad_trainer.config.quantities import LONGEST_RUN_NAME
+from evergrad_trainer.config.quantities import LONGEST_RUN_NAME, RUN_NAME
 from evergrad_trainer.config.rules_envelope import FOLDER, IMAGE
 from evergrad_trainer.config.rules_template import (
     OUR_MOUNTS,
@@ -43,7 +43,7 @@ def _object_rules() -> tuple[Schema, ...]:
             "Shorten it.",
         ),
         rule(
-            "self.metadata.name.matches('^[a-z]([a-z0-9-]*[a-z0-9])?$')",
+            "self.metadata.name.matches('" + RUN_NAME + "')",
             "metadata.name: is not a valid name; lower-case letters, digits and '-' are allowed, a letter first and a letter or "
             "digit last. Rename it.",
         ),

@@ -105,7 +105,6 @@ def _name_rules() -> tuple[Schema, ...]:
             once.format(list=sources),
             "two sources have one name; names are unique, whatever the case of their letters. Rename one of them.",
             at=".data.sources",
-            reason="FieldValueDuplicate",
         ),
         rule(
             f"!{_HAS_EVALUATION} || ({once.format(list=evaluated)} && {evaluated}.all(one, "
@@ -113,7 +112,6 @@ def _name_rules() -> tuple[Schema, ...]:
             "a source has the name of another; names are unique over data and evaluation, whatever the case of their letters. "
             "Rename one of them.",
             at=".evaluation.sources",
-            reason="FieldValueDuplicate",
         ),
         rule(
             f"!{_HAS_SPLIT} || !{_HAS_EVALUATION} || {evaluated}.all(one, one.name.lowerAscii() != '{folded}')",

@@ -22,8 +22,10 @@ from evergrad_trainer.config.crd.template import build_fragments
 from evergrad_trainer.config.describe import describe_default, describe_type
 from evergrad_trainer.config.fields import Field, choices_of, fields_of, shape_of
 from evergrad_trainer.config.numbers import LARGEST_COUNT, Human
+from evergrad_trainer.config.quantities import LONGEST_LABEL
 
 _LONGEST_NUMBER: Final = 64
+_LABEL_VALUE: Final = r"^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$"
 _MOST_ENTRIES: Final = 128
 _BOUNDS: Final = {"ge": ("minimum", False), "gt": ("minimum", True), "le": ("maximum", False), "lt": ("maximum", True)}
 _QUANTITY_PATTERN: Final = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3}|[numkMGTPE]|[KMGTPE]i)?$"
@@ -173,6 +175,8 @@ def _dict_schema(field: Field, annotation: Any) -> Schema:
     item = {"description": "Its value.", **scalar_schema(inner, metadata)}
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
+        if field.key in ("labels", "nodeSelector"):
+            item |= {"maxLength": LONGEST_LABEL, "pattern": _LABEL_VALUE}
     most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
     return {"type": "object", "maxProperties": most, "additionalProperties": item}
 
