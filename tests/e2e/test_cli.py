@@ -48,6 +48,10 @@ def cli(runs: Runs, tmp_path: Path) -> Cli:
     return Cli(runs, tmp_path)
 
 
+def name_of(pod: dict[str, Any]) -> str:
+    return str(pod["metadata"]["name"])
+
+
 def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: Cli) -> None:
     file = cli.write(make_manifest("whole", steps=60))
     assert cli.ask("submit", file, "--dry-run")["result"] == "created"
@@ -83,7 +87,7 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
             assert "was suspended already" in cli.call("suspend", "long").stdout
             cli.call("resume", "long", "--wait", "--timeout", "3m")
             run.wait_for_step(step + 1)
-            before = {pod["metadata"]["name"] for pod in run.live_pods().values()}
+            before = {name_of(pod) for pod in run.live_pods().values()}
             cli.call("restart", "long", "--wait", "--timeout", "3m")
             wait_for(
                 lambda: (live := run.live_pods()) and not before & {pod["metadata"]["name"] for pod in live.values()}, "new pods"

@@ -1,7 +1,9 @@
 """What people see of a run on a cluster: tables, advice, what counts as output of which pod. Values in, text out."""
 
 import argparse
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +12,13 @@ from evergrad_operator import names
 from evergrad_trainer.cli.cluster import advice, refusals, runs
 from evergrad_trainer.cli.cluster.advice import advise
 from evergrad_trainer.cli.cluster.arguments import run_name, seconds_of
+from evergrad_trainer.cli.cluster.checkpoints import document as describe_checkpoints
 from evergrad_trainer.cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
 from evergrad_trainer.cli.cluster.following import Line, Selection, choose, order_of, show_line, split_line
 from evergrad_trainer.cli.cluster.list import render as render_list
-from evergrad_trainer.cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run
+from evergrad_trainer.cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run, row_of
 from evergrad_trainer.cli.cluster.status import Facts, render
+from evergrad_trainer.cli.cluster.status import document as status_document
 from evergrad_trainer.cli.cluster.text import age, bar, parse_short_count, parse_time, printable, table
 
 Make = Callable[..., dict[str, Any]]
@@ -302,3 +306,29 @@ def test_a_run_without_a_status_is_pending(make_run: Make) -> None:
     del raw["status"]
     run: Run = parse_run(raw)
     assert (run.phase, run.is_observed, run.is_current, run.is_over) == ("Pending", False, False, False)
+
+
+# ---- documents -------------------------------------------------------------------------------------------------------
+
+
+def documented(command: str) -> set[str]:
+    """The keys that docs/cluster-cli.md gives for a command's document."""
+    text = (Path(__file__).resolve().parents[3] / "docs/cluster-cli.md").read_text().partition("## JSON")[2]
+    (line,) = (line for line in text.splitlines() if line.startswith((f"| `{command}`", f"{command}: ")))
+    shape = line.rpartition(" | ")[2].partition("`; ")[0]
+    return set(re.findall(r"[a-zA-Z]+", shape.replace("null or", "").replace("RUN +", "").replace("RUN", "", 1)))
+
+
+def test_the_documents_have_the_keys_that_are_documented(make_run: Make) -> None:
+    run = parse_run(make_run())
+    assert set(row_of(run, now=NOW)) == documented("RUN")
+    assert set(describe_checkpoints(run, None, None)) == documented("checkpoints")
+    failure = {"cause": "WorkerCrash", "message": "boom"}
+    attempt = {"pod": "docs-lm-0-0", "cause": "WorkerCrash", "exitCode": 1, "at": "2026-03-01T12:59:00Z"}
+    event = {"reason": "Restarting", "involvedObject": {"kind": "TrainingRun", "name": "docs-lm"}}
+    raw = make_run(lastFailure=failure, attempts=[attempt])
+    shown = status_document(facts(raw, raw_pod("docs-lm-0-0", 0, 0, {"running": {}}), events=(event,)), now=NOW)
+    keys = {*shown, *(set(shown["run"]) - set(row_of(run, now=NOW)))}
+    for part in ("conditions", "pods", "attempts", "events"):
+        keys |= set(shown[part][0])
+    assert keys | set(shown["lastFailure"]) == documented("status") - {"what", "this", "user", "may", "not", "read", "sentence"}

@@ -162,7 +162,7 @@ def check_rights(allowed: Mapping[Right, bool], namespace: str) -> Check:
     if not lacking:
         return Check("your rights", State.OK, f"all commands are allowed in namespace {namespace}")
     shown = ", ".join(f"{right} (for {right.purpose})" for right in lacking)
-    remedy = "Ask for a RoleBinding to the chart's edit role in this namespace"
+    remedy = "Ask for a RoleBinding to the ClusterRole edit in this namespace"
     state = State.FAIL if any(right.is_needed for right in lacking) else State.WARN
     return Check("your rights", state, f"not allowed in namespace {namespace}: {shown}", remedy)
 
