@@ -7,10 +7,11 @@ from pathlib import Path
 from bed import boxes, cgroups, toolbox
 from bed.api import Api, ApiError
 from bed.places import CONTROL_ADDRESS, PODS, Node, logs, pki, work
-from bed.shell import run
+from bed.shell import run, wait_until
 
 SOCKET = "/run/containerd/containerd.sock"  # of the node's own /run
 PAUSE = "localhost/pause:local"
+READY = b"Start streaming server"  # the last thing it says before its answers to the kubelet are no refusals
 _OFF = ("aufs", "btrfs", "devmapper", "zfs")
 CONTAINERD = """\
 version = 2
@@ -91,11 +92,16 @@ def start_box(node: Node) -> None:
     """The box, its cable and its containerd: everything that needs no API server."""
     boxes.start(node.name, init_script(node))
     boxes.connect_node(node)
+    log = log_of(node, "containerd")
+    (work() / node.name / "containerd.begun").write_text(str(log.stat().st_size if log.exists() else 0))
     boxes.spawn(node.name, "containerd", ["containerd", "--config", work() / node.name / "containerd.toml"])
 
 
 def start_kubelet(node: Node) -> None:
-    """The kubelet, which registers the node."""
+    """The kubelet, which registers the node. It would end at once if it came before containerd can answer it."""
+    begun = int((work() / node.name / "containerd.begun").read_text())
+    log = log_of(node, "containerd")
+    wait_until(f"containerd of {node.name}", lambda: READY in log.read_bytes()[begun:], seconds=90)
     home = work() / node.name
     command: list[object] = [toolbox.binary("kubelet"), f"--config={home}/kubelet.yaml", f"--node-ip={node.address}"]
     command += [f"--kubeconfig={pki()}/{node.name}-client.kubeconfig", f"--hostname-override={node.name}"]
@@ -114,6 +120,11 @@ def is_ready(api: Api, node: Node) -> bool:
     except (ApiError, OSError):
         return False
     return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in found["status"].get("conditions", []))
+
+
+def log_of(node: Node, name: str) -> Path:
+    """The log of one of the node's daemons."""
+    return logs() / f"{node.name}-{name}.log"
 
 
 def ctr(node: Node, *words: str | Path) -> str:
@@ -192,8 +203,3 @@ def _proxy(node: Node) -> dict[str, object]:
         "hostnameOverride": node.name,
         "conntrack": {"maxPerCore": 0, "min": 0},
     }
-
-
-def log_of(node: Node, name: str) -> Path:
-    """The log of one of the node's daemons."""
-    return logs() / f"{node.name}-{name}.log"
