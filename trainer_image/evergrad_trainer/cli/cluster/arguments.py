@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from evergrad_trainer.config.quantities import DNS_LABEL
-from evergrad_trainer.observers.formatting import duration
 
 _KINDS: Final = ("trun", "trainingrun", "trainingruns", "trainingruns.evergrad.dev", "trainingrun.evergrad.dev")
 _DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
@@ -62,11 +61,6 @@ def seconds_of(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 90s, 30m or 1h30m")
     hours, minutes, seconds = (float(part or 0) for part in match.groups())
     return hours * 3600 + minutes * 60 + seconds or float("inf")
-
-
-def show_timeout(seconds: float) -> str:
-    """A timeout as a message names it."""
-    return duration(seconds)
 
 
 def say(text: str, *, file: TextIO | None = None) -> None:
