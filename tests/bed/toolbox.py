@@ -25,6 +25,7 @@ class Tool:
     links: tuple[str, ...] = ()  # further names of the (only) binary
     link_flags: str = "-s -w"
     minutes: str = "under a minute"
+    sources: Path = SOURCES  # where the folder is
 
 
 TOOLS = {
@@ -106,7 +107,7 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
     with open(log, "w") as out:
         code = subprocess.call(
             [*command, package],
-            cwd=SOURCES / name,
+            cwd=tool.sources / name,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -119,7 +120,7 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
 def key(name: str) -> str:
     """A digest of everything that decides what the binary is, but for Go's version."""
     digest = hashlib.sha256(repr(TOOLS[name].packages).encode() + TOOLS[name].link_flags.encode())
-    for file in sorted((SOURCES / name).iterdir()):
+    for file in sorted((TOOLS[name].sources / name).iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
 
