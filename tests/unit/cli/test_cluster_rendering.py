@@ -291,6 +291,8 @@ def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
     assert show_line(line, prefix=True, with_time=False, as_json=False) == "[node 3 #2] step 7 \ufffd"
     assert show_line(line, prefix=False, with_time=True, as_json=False).startswith("2026-03-01T12:00:00.5Z step 7")
     assert '"node": 3, "role": "node", "attempt": 2' in show_line(line, prefix=True, with_time=False, as_json=True)
+    spoken = Line(pod(3, 2), "", "[node 3 rank 1] step 7")
+    assert show_line(spoken, prefix=True, with_time=True, as_json=False) == "[node 3 #2 rank 1] step 7"
     coordinator = Line(pod(None), "", "hello")
     assert show_line(coordinator, prefix=True, with_time=False, as_json=False) == "[coordinator] hello"
     assert split_line(pod(0), b"no time").text == "no time"

@@ -83,16 +83,22 @@ def order_of(stamp: str) -> str:
 
 
 def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> str:
-    """How a line is printed. The prefix names the node, and the attempt once it is not the first."""
+    """How a line is printed. The prefix names the node, as its supervisor does, and the attempt once it is not the first."""
     pod = line.pod
     if as_json:
         facts = {"node": pod.index, "role": pod.role, "attempt": pod.attempt, "pod": pod.name, "time": line.time}
         return json.dumps({**facts, "line": line.text})
-    text = f"{line.time} {line.text}" if with_time else line.text
-    if not prefix:
-        return text
+    text = _prefixed(pod, line.text) if prefix else line.text
+    return f"{line.time} {text}" if with_time and line.time else text
+
+
+def _prefixed(pod: Pod, text: str) -> str:
     place = COORDINATOR if pod.index is None else f"node {pod.index}"
-    return f"[{place}{f' #{pod.attempt}' if pod.attempt else ''}] {text}"
+    attempt = f" #{pod.attempt}" if pod.attempt else ""
+    said = f"[{place}"
+    if text.startswith((f"{said} ", f"{said}]")):
+        return f"{said}{attempt}{text[len(said) :]}"
+    return f"{said}{attempt}] {text}"
 
 
 class Reader:
