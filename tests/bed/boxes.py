@@ -25,6 +25,8 @@ _IDLE = "trap '' TERM; while :; do sleep 3600 & wait $!; done"
 
 def start(box: str, script: str) -> int:
     """Start a box whose first process runs `script` and then only waits. Returns its pid, which is the box."""
+    # A machine that boots has no cgroups of its last life; a kubelet looks for the container behind each, for seconds.
+    cgroups.remove_below(box)
     cgroups.make(box)
     cgroups.make(cgroups.HOST)
     folder = work() / box
@@ -82,6 +84,7 @@ def kill(box: str) -> None:
     """Power off: the first process dies and with it everything inside."""
     pid = pid_of(box)
     os.kill(pid, signal.SIGKILL)
+    cgroups.set_frozen(box, False)  # a frozen process dies when it is thawed, before it does anything else
     wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=20, pause=0.01)
     wait_until(f"the end of what ran in box {box}", lambda: not _living(box), seconds=20, pause=0.01)
 

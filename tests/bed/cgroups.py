@@ -102,9 +102,14 @@ def end_everything(seconds: float = 20) -> int:
 
 def remove(seconds: float = 10) -> None:
     """Delete the cgroups, deepest first; the kernel needs a moment after the last process."""
+    remove_below(seconds=seconds)
+
+
+def remove_below(*parts: str, seconds: float = 10) -> None:
+    """Delete one of them with all below it, in every hierarchy."""
     deadline = time.monotonic() + seconds
     for hierarchy in hierarchies():
-        for folder in _deepest_first(hierarchy / NAME):
+        for folder in _deepest_first(hierarchy.joinpath(NAME, *parts)):
             while not _try_remove(folder):
                 if time.monotonic() > deadline:
                     raise BedError(f"{folder}: the cgroup cannot be removed.")

@@ -189,6 +189,10 @@ def _say_that_it_is_up(profile: str) -> None:
         raise BedError(
             f"A bed of the profile {current} is up, and there is one bed at a time. Take it down first: make cluster-down"
         )
+    api = Api(KUBECONFIG)
+    if not api.is_there("/readyz"):
+        _say("it is up, but its API server does not answer: putting everything back")
+        Faults(api).restore()
     _say(f"up already; KUBECONFIG={KUBECONFIG}")
 
 

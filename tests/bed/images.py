@@ -5,12 +5,14 @@ digest is the same everywhere: a node is sent only the layers it does not hold. 
 "golden" containerd folder too, which later beds clone.
 """
 
+import fcntl
 import json
 import os
 import shutil
 import ssl
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from bed import toolbox
@@ -150,6 +152,11 @@ def archive(image: str) -> Path:
     current = identity(image)
     if current is None:
         raise BedError(f"{image}: no such image in {folder() / 'storage'}. Build it first, in the environment of bed.images.")
+    with _lock():
+        return _export(image, current)
+
+
+def _export(image: str, current: str) -> Path:
     layout = layout_of(image)
     stamp = layout / "image-id"
     if not stamp.exists() or stamp.read_text() != current:
@@ -160,7 +167,20 @@ def archive(image: str) -> Path:
         run(["skopeo", *options, f"containers-storage:{image}", f"oci:{layout}:image"], environment=environment())
         (layout / "name").write_text(image)
         stamp.write_text(current)
+        _prune()
     return layout
+
+
+def _prune() -> None:
+    """Delete the blobs that no layout names any more."""
+    named: set[str] = set()
+    for index in (folder() / "layouts").glob("*/index.json"):
+        digest = digest_of(index.parent)
+        manifest = json.loads(_blob(digest).read_text())
+        named |= {digest, manifest["config"]["digest"], *(layer["digest"] for layer in manifest["layers"])}
+    for blob in (_blobs() / "sha256").iterdir():
+        if f"sha256:{blob.name}" not in named:
+            blob.unlink()
 
 
 def digest_of(layout: Path) -> str:
@@ -200,13 +220,23 @@ def wanted() -> dict[str, str]:
 def want(image: str) -> Path:
     """Have the image in every later bed; returns its layout."""
     layout = archive(image)
-    _write_if_other(folder() / "wanted.json", json.dumps({**wanted(), image: digest_of(layout)}, indent=1))
+    with _lock():
+        _write_if_other(folder() / "wanted.json", json.dumps({**wanted(), image: digest_of(layout)}, indent=1))
     return layout
 
 
 def layout_of(image: str) -> Path:
     """Where the image's layout lies, written or not."""
     return folder() / "layouts" / image.replace("/", "_").replace(":", "_")
+
+
+@contextmanager
+def _lock() -> Iterator[None]:
+    """One process at a time changes layouts, blobs and the list of wanted images."""
+    folder().mkdir(parents=True, exist_ok=True)
+    with open(folder() / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _blobs() -> Path:

@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 
+from bed import toolbox
 from bed.places import CGROUPS
 
 # Command → the Debian package that brings it.
@@ -50,4 +51,6 @@ def unavailable() -> str | None:
     missing = missing_packages()
     if missing:
         return f"The bed needs packages that are not installed: apt-get install {' '.join(missing)}"
+    if shutil.which("go") is None and toolbox.missing(toolbox.NEEDED["full"]):
+        return "The bed's programs are not built, and there is no `go` to build them. Install Go 1.24 or newer."
     return None

@@ -73,8 +73,8 @@ def delete_if_released(api: Api, volume: Object) -> None:
     """Delete the directory and the volume of a claim that is gone."""
     if volume["spec"].get("storageClassName") != STORAGE_CLASS or volume["spec"]["persistentVolumeReclaimPolicy"] != "Delete":
         return
-    name = volume["metadata"]["name"]
-    if volume.get("status", {}).get("phase") not in ("Released", "Failed") or not name.startswith("pvc-"):
+    name, is_going = volume["metadata"]["name"], "deletionTimestamp" in volume["metadata"]
+    if volume.get("status", {}).get("phase") not in ("Released", "Failed") or is_going or not name.startswith("pvc-"):
         return
     if _image(name).exists():
         for box in (*(node.name for node in NODES), boxes.CONTROL):

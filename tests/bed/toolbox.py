@@ -25,7 +25,7 @@ class Tool:
     links: tuple[str, ...] = ()  # further names of the (only) binary
     link_flags: str = "-s -w"
     minutes: str = "under a minute"
-    sources: Path = SOURCES  # where the folder is
+    sources: Path | None = None  # where the folder is, if not in tools/
 
 
 TOOLS = {
@@ -107,7 +107,7 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
     with open(log, "w") as out:
         code = subprocess.call(
             [*command, package],
-            cwd=tool.sources / name,
+            cwd=_folder(name),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -120,9 +120,13 @@ def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
 def key(name: str) -> str:
     """A digest of everything that decides what the binary is, but for Go's version."""
     digest = hashlib.sha256(repr(TOOLS[name].packages).encode() + TOOLS[name].link_flags.encode())
-    for file in sorted((TOOLS[name].sources / name).iterdir()):
+    for file in sorted(_folder(name).iterdir()):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:12]
+
+
+def _folder(name: str) -> Path:
+    return (TOOLS[name].sources or SOURCES) / name
 
 
 def _built(name: str) -> Path | None:
