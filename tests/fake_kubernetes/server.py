@@ -21,6 +21,10 @@ class FakeServer:
         self.tokens: set[str] = set()
         self.delay = 0.0
         self.requests: list[tuple[str, str]] = []
+        self.writers: list[tuple[str, str]] = []
+        """Token and path of each request that was meant to change something, but for leases and questions about rights."""
+        self.refused: set[str] = set()
+        """Resources that are answered with 403."""
         self.answers: list[Callable[[], web.Response]] = []
         """Given instead of what would be, once each."""
         self._watchers: list[asyncio.Queue[tuple[str, str, Any] | None]] = []
@@ -61,10 +65,14 @@ class FakeServer:
             return _refuse(RefusedError(401, "Unauthorized"))
         if self.answers:
             return self.answers.pop(0)()
+        if request.method != "GET" and "/leases" not in request.path and "/selfsubject" not in request.path:
+            self.writers.append((token, request.path))
         parts = request.path.strip("/").split("/")
         try:
             if parts[-1] == "selfsubjectaccessreviews":
-                return web.json_response({**await request.json(), "status": {"allowed": True}}, status=201)
+                asked = await request.json()
+                allowed = asked["spec"]["resourceAttributes"]["resource"] not in self.refused
+                return web.json_response({**asked, "status": {"allowed": allowed}}, status=201)
             if found := _discover(parts):
                 return web.json_response(found)
             return await self._serve(request, *_locate(parts))
@@ -73,6 +81,8 @@ class FakeServer:
 
     async def _serve(self, request: web.Request, plural: str, namespace: str, name: str, subresource: str) -> web.StreamResponse:
         method, query, store = request.method, request.query, self.store
+        if plural in self.refused:
+            raise RefusedError(403, "Forbidden", f"{plural} is forbidden")
         if method == "GET" and name:
             return web.json_response(store.get(plural, namespace, name))
         if method == "GET" and query.get("watch"):
@@ -108,6 +118,8 @@ class FakeServer:
                 which, text, raw = told
                 if which == plural and namespace in ("", raw["metadata"].get("namespace")) and matches(raw, selector):
                     await response.write(text.encode() + b"\n")
+        except ConnectionError:
+            pass  # who watched is gone
         finally:
             self._watchers.remove(queue)
         return response

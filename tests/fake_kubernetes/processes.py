@@ -1,0 +1,148 @@
+"""Operators as processes, and an API server of the test's own in a thread beside them."""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fake_kubernetes.server import FakeServer
+from fake_kubernetes.store import Store
+
+T = TypeVar("T")
+SPEC = {"nodes": {"min": 1, "max": 2}, "training": {"recipe": "causal-lm", "steps": 10}}
+
+
+class ServerThread:
+    """A FakeServer whose event loop runs in a thread; ``do`` runs a function there."""
+
+    def __init__(self) -> None:
+        self.server = FakeServer(Store())
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="fake API server")
+
+    def __enter__(self) -> "ServerThread":
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self.server.listen(), self.loop).result(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(20)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(10)
+        self.loop.close()
+
+    async def _close(self) -> None:
+        await self.server.close()
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def do(self, act: Callable[[Store], T]) -> T:
+        """Run ``act`` with the store, in the server's thread."""
+        done: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                done.set_result(act(self.server.store))
+            except Exception as error:  # noqa: BLE001
+                done.set_exception(error)
+
+        self.loop.call_soon_threadsafe(run)
+        return done.result(10)
+
+    def create_run(self, name: str, **spec: Any) -> None:
+        body = {"metadata": {"name": name, "namespace": "ns"}, "spec": {**SPEC, **spec}}
+        self.do(lambda store: store.create("trainingruns", body))
+
+    def pods(self) -> list[str]:
+        return self.do(lambda store: [raw["metadata"]["name"] for raw in store.list("pods")])
+
+    def status(self, name: str) -> dict[str, Any]:
+        return self.do(lambda store: dict(store.get("trainingruns", "ns", name).get("status") or {}))
+
+
+class OperatorProcess:
+    """``python -m evergrad_operator`` against a server."""
+
+    def __init__(self, folder: Path, url: str, *arguments: str, token: str = "t", environ: dict[str, str] | None = None) -> None:
+        self.log = folder / f"operator-{time.monotonic_ns()}.log"
+        kubeconfig = folder / f"{token}.kubeconfig"
+        content = {
+            "current-context": "c",
+            "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
+            "clusters": [{"name": "k", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {"token": token}}],
+        }
+        kubeconfig.write_text(json.dumps(content))
+        options = ["--namespace", "ns", "--host", "127.0.0.1", "--port", "0", "--trainer-image", "t:1", "--operator-image", "o:1"]
+        options += ["--no-network-policies", "--no-disruption-budgets"]
+        options += [] if "--lease" in arguments else ["--no-lease"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "evergrad_operator", *options, *arguments],
+                stderr=log,
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **(environ or {}), "KUBECONFIG": str(kubeconfig)},
+            )
+
+    def wait_ready(self) -> None:
+        """Until /readyz says so."""
+        wait_for(lambda: self.get("/readyz")[0] == 200, f"readiness: {self.text()}")
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body; 0 where nobody listens."""
+        found = re.search(r"on port (\d+)", self.text())
+        if not found:
+            return 0, ""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}{path}", timeout=5) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, seconds: float = 60.0) -> int:
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait(30)
+
+
+def wait_for(is_true: Callable[[], bool], what: str, *, seconds: float = 60.0) -> None:
+    """Until it is true. Fails after so many seconds."""
+    end = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < end, f"did not come: {what}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def running(*processes: OperatorProcess) -> Iterator[None]:
+    """Nothing is left behind."""
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()

@@ -1,0 +1,273 @@
+"""The operator as a process: kopf, client, queue and reconcile together, killed, stopped, restarted and doubled."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_kubernetes.processes import SPEC, OperatorProcess, ServerThread, running, wait_for
+from fake_kubernetes.server import FakeServer
+from fake_kubernetes.store import Store
+
+from evergrad_operator.connection import connect
+from evergrad_operator.service import Service
+from evergrad_operator.settings import Settings, parse_settings
+
+CHILDREN = ["r-0-0", "r-1-0", "r-coordinator-0"]
+
+
+@pytest.fixture
+def api() -> Iterator[ServerThread]:
+    with ServerThread() as server:
+        yield server
+
+
+def has_status(api: ServerThread, name: str) -> bool:
+    return api.status(name).get("phase") == "Starting"
+
+
+def test_a_run_that_is_applied_gets_its_children_and_a_status(api: ServerThread, tmp_path: Path) -> None:
+    operator = OperatorProcess(tmp_path, api.server.url)
+    with running(operator):
+        operator.wait_ready()
+        api.create_run("r")
+        wait_for(lambda: has_status(api, "r"), "a status")
+        assert api.pods() == CHILDREN
+        status, text = operator.get("/metrics")
+        assert status == 200
+        assert 'evergrad_operator_runs{phase="Starting"} 1.0' in text
+        assert 'evergrad_operator_run_phase{phase="Starting",run="r",run_namespace="ns"} 1.0' in text
+        assert operator.get("/healthz") == (200, "ok\n")
+    asked = {path for _, path in api.server.requests}
+    # Trap 4: a namespaced operator asks for nothing of the whole cluster but what there is.
+    assert not [path for path in asked if path.endswith(("/customresourcedefinitions", "/api/v1/namespaces"))]
+
+
+def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: Path) -> None:
+    operator = OperatorProcess(tmp_path, api.server.url)
+    with running(operator):
+        operator.wait_ready()
+        wait_for(lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "metrics")
+        api.create_run("first")
+        wait_for(lambda: has_status(api, "first"), "a status")
+        api.do(lambda store: store.remove("trainingruns", "ns", "first"))
+        wait_for(lambda: 'run="first"' not in operator.get("/metrics")[1], "no series")
+        before = len(operator.get("/metrics")[1].splitlines())
+        for number in range(20):
+            api.create_run(f"r{number}")
+        wait_for(lambda: all(has_status(api, f"r{number}") for number in range(20)), "all statuses")
+        assert len(operator.get("/metrics")[1].splitlines()) > before + 20
+        for number in range(20):
+            api.do(lambda store, number=number: store.remove("trainingruns", "ns", f"r{number}"))
+        wait_for(lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "all gone")
+        assert len(operator.get("/metrics")[1].splitlines()) <= before + 5
+
+
+def test_an_operator_that_starts_again_over_unchanged_runs_writes_nothing_and_ends_in_order(
+    api: ServerThread, tmp_path: Path
+) -> None:
+    operator = OperatorProcess(tmp_path, api.server.url)
+    with running(operator):
+        operator.wait_ready()
+        for number in range(30):
+            api.create_run(f"r{number}")
+        wait_for(lambda: all(has_status(api, f"r{number}") for number in range(30)), "all statuses")
+        started = time.monotonic()
+        operator.signal(signal.SIGTERM)
+        assert operator.wait() == 0, operator.text()
+        assert time.monotonic() - started < 30
+    before = len(api.server.writers)
+    again = OperatorProcess(tmp_path, api.server.url)
+    with running(again):
+        again.wait_ready()
+        wait_for(lambda: 'reconcile_total{result="success"} 3' in again.get("/metrics")[1].replace("3.0", "3"), "reconciles")
+        time.sleep(1.0)
+        assert api.server.writers[before:] == []
+
+
+@pytest.mark.parametrize("write", [0, 2, 4, 6])
+def test_an_operator_killed_at_a_write_is_followed_by_one_that_goes_on(write: int, api: ServerThread, tmp_path: Path) -> None:
+    operator = OperatorProcess(tmp_path, api.server.url)
+    with running(operator):
+        operator.wait_ready()
+        count = [-1]
+
+        def kill(_: Any) -> None:
+            count[0] += 1
+            if count[0] == write:
+                operator.process.kill()
+
+        api.server.store.after = kill
+        api.create_run("r")
+        operator.wait()
+    again = OperatorProcess(tmp_path, api.server.url)
+    with running(again):
+        wait_for(lambda: has_status(api, "r"), "a status")
+        assert api.pods() == CHILDREN
+
+
+def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_again(api: ServerThread, tmp_path: Path) -> None:
+    options = ("--lease", "--lease-namespace", "ns", "--lease-seconds", "4")
+    first = OperatorProcess(tmp_path, api.server.url, *options, token="first")
+    with running(first):
+        first.wait_ready()
+        wait_for(lambda: "holding the lease" in first.text(), "the lease")
+        second = OperatorProcess(tmp_path, api.server.url, *options, token="second")
+        with running(second):
+            second.wait_ready()
+            api.create_run("r")
+            wait_for(lambda: has_status(api, "r"), "a status")
+            assert {token for token, _ in api.server.writers} == {"first"}
+            first.signal(signal.SIGSTOP)
+            for number in range(5):
+                api.create_run(f"more{number}")
+            wait_for(lambda: "holding the lease" in second.text(), "the lease of the second")
+            taken = len(api.server.writers)
+            first.signal(signal.SIGCONT)
+            assert first.wait() == 1, first.text()
+            wait_for(lambda: all(has_status(api, f"more{number}") for number in range(5)), "all statuses")
+            assert {token for token, _ in api.server.writers[taken:]} == {"second"}
+            assert second.get("/healthz")[0] == 200
+
+
+def test_a_leader_that_ends_in_order_is_followed_at_once(api: ServerThread, tmp_path: Path) -> None:
+    options = ("--lease", "--lease-namespace", "ns", "--lease-seconds", "60")
+    first = OperatorProcess(tmp_path, api.server.url, *options)
+    with running(first):
+        wait_for(lambda: "holding the lease" in first.text(), "the lease")
+        first.wait_ready()
+        second = OperatorProcess(tmp_path, api.server.url, *options)
+        with running(second):
+            second.wait_ready()
+            first.signal(signal.SIGTERM)
+            assert first.wait() == 0
+            wait_for(lambda: "holding the lease" in second.text(), "the lease of the second", seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("refused", "text"),
+    [
+        ("pods", "may not list pods, watch pods, create pods, delete pods in namespace ns"),
+        ("trainingruns", "trainingruns/status"),
+    ],
+)
+def test_missing_rights_are_said_at_once(refused: str, text: str, api: ServerThread, tmp_path: Path) -> None:
+    api.server.refused = {refused}
+    operator = OperatorProcess(tmp_path, api.server.url)
+    with running(operator):
+        assert operator.wait() == 64
+        assert text in operator.text()
+
+
+def settings(**more: str) -> Settings:
+    options = [
+        "--namespace",
+        "ns",
+        "--no-lease",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        "0",
+        "--trainer-image",
+        "t",
+        "--operator-image",
+        "o",
+    ]
+    return parse_settings(
+        [*options, *(word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", value))], {}
+    )
+
+
+def in_one_process(tmp_path: Path, story: Any, **options: str) -> None:
+    """``story`` with a server and a service whose token stands in a file."""
+    import certifi
+
+    async def main() -> None:
+        server = FakeServer(Store())
+        await server.listen()
+        (tmp_path / "token").write_text("first")
+        (tmp_path / "ca.crt").write_text(Path(certifi.where()).read_text())
+        surroundings = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": "1"}
+        connection = await connect(surroundings, service_account=tmp_path)
+        assert connection._loader is not None
+        connection._loader.host = connection.configuration.host = server.url
+        service = Service(settings(**options), connection)
+        task = asyncio.create_task(service.run())
+        try:
+            await until(lambda: service._is_synced)
+            await story(server, service)
+        finally:
+            service._stop.set()
+            await asyncio.wait_for(task, 30)
+            await server.close()
+
+    asyncio.run(main())
+
+
+async def until(is_true: Any, seconds: float = 40.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not is_true():
+            await asyncio.sleep(0.02)
+
+
+def create(store: Store, name: str) -> None:
+    store.create("trainingruns", {"metadata": {"name": name, "namespace": "ns"}, "spec": SPEC})
+
+
+def pods_of(store: Store) -> list[str]:
+    return [raw["metadata"]["name"] for raw in store.list("pods")]
+
+
+def test_watches_and_writes_go_on_after_the_token_was_rotated(tmp_path: Path) -> None:
+    async def story(server: FakeServer, service: Service) -> None:
+        server.tokens = {"first"}
+        create(server.store, "a")
+        await until(lambda: len(pods_of(server.store)) == 3)
+        (tmp_path / "token").write_text("second")
+        server.tokens = {"second"}
+        server.drop_watches()
+        create(server.store, "b")
+        await until(lambda: len(pods_of(server.store)) == 6)
+
+    in_one_process(tmp_path, story)
+
+
+def test_what_vanished_while_the_watch_was_away_is_found_by_the_next_list(tmp_path: Path) -> None:
+    async def story(server: FakeServer, service: Service) -> None:
+        create(server.store, "a")
+        await until(lambda: len(pods_of(server.store)) == 3)
+        server.store.remove("pods", "ns", "a-1-0", is_silent=True)
+        await until(lambda: "a-1-1" in pods_of(server.store))
+
+    in_one_process(tmp_path, story, resync_seconds="1")
+
+
+def test_a_worker_that_stands_still_shows_in_the_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(server: FakeServer, service: Service) -> None:
+        monkeypatch.setattr("evergrad_operator.service.STALLED_SECONDS", 0.2)
+        assert service._find_stall() is None
+
+        async def hang(*_: Any, **__: Any) -> Any:
+            await asyncio.sleep(60)
+
+        service.kube.apply = hang  # type: ignore[method-assign]
+        create(server.store, "a")
+        await until(lambda: service._find_stall() is not None)
+        assert "work stands still" in str(service._find_stall())
+
+    in_one_process(tmp_path, story)
+
+
+def test_a_watch_that_is_behind_shows_in_the_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(server: FakeServer, service: Service) -> None:
+        monkeypatch.setattr("evergrad_operator.service.STALLED_SECONDS", 0.3)
+        server.store.on_change = lambda *_: None
+        create(server.store, "a")
+        service.queue.add(("ns", "a"))
+        await service._resync()
+        await until(lambda: "watch is behind" in str(service._find_stall()))
+
+    in_one_process(tmp_path, story)
