@@ -255,6 +255,16 @@ def test_submit_applies_the_file_as_it_was_written(
     assert "reproducibility" not in patch.body["spec"]["training"]
 
 
+def test_whole_numbers_are_sent_as_integers_however_they_were_written(api: Api, manifest: Path, make_run: Make) -> None:
+    missing(api)
+    api.on("PATCH", RUN, make_run(), status=201)
+    manifest.write_text(manifest.read_text().replace("horizon: {steps: 300}", "horizon: {steps: 1.5e+3}"))
+    assert call(api, "submit", str(manifest)) == 0
+    training = api.sent("PATCH")[0].body["spec"]["training"]
+    assert json.dumps(training["horizon"]) == '{"steps": 1500}'
+    assert training["optimizer"]["learningRate"] == 0.003
+
+
 def test_a_dry_run_creates_nothing(api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
     missing(api)
     api.on("PATCH", RUN, make_run(), status=201)

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
 from evergrad_coordinator.contract import ExitCode
@@ -83,7 +84,7 @@ def submit(cluster: Cluster, loaded: LoadedManifest, *, is_dry: bool = False, is
     Raises RefusedError with every field the cluster refuses.
     """
     name = loaded.run.metadata.name
-    body: dict[str, Any] = without_nulls(loaded.raw)
+    body: dict[str, Any] = with_whole_numbers(without_nulls(loaded.raw))
     body["metadata"] = {**body["metadata"], "namespace": cluster.namespace}
     path, what = runs_path(cluster.namespace, name), f"trainingrun {name}"
     before = find(cluster, path, what=what)
@@ -99,6 +100,15 @@ def submit(cluster: Cluster, loaded: LoadedManifest, *, is_dry: bool = False, is
         return "created", parse_run(after)
     is_same = _without_bookkeeping(before) == _without_bookkeeping(after)
     return "unchanged" if is_same else "configured", parse_run(after)
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """``1e6``, which YAML reads as a float, as the integer it is: the API server's rules know no float where a count stands."""
+    if isinstance(value, Mapping):
+        return {key: with_whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def _apply(
