@@ -56,7 +56,7 @@ def texts_by_name(description: str, *, most: int = 128, longest: int = LONGEST_T
         "type": "object",
         "description": description,
         "maxProperties": most,
-        "additionalProperties": {"type": "string", "maxLength": longest},
+        "additionalProperties": {"type": "string", "description": "Its value.", "maxLength": longest},
     }
 
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import Annotated, Any, Final, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -78,7 +79,7 @@ _FURTHER: Final[Mapping[str, Schema]] = {
     },
 }
 """Path of a field → what its schema says besides what the model says."""
-_TEXT_LENGTHS: Final = {"spec.script.env": 32768}
+_TEXT_LENGTHS: Final = {"spec.script.env": 32768, "spec.script.command": 32768}
 
 
 def section_schema(section: type[Section], prefix: str = "") -> Schema:
@@ -96,7 +97,7 @@ def field_schema(field: Field) -> Schema:
     found: Schema = {"description": describe(field)}
     fragments = build_fragments()
     if field.path in fragments:
-        return {**found, **fragments[field.path]}
+        return {**found, **deepcopy(fragments[field.path])}
     if field.shape.section is None:
         found |= _plain_schema(field)
     elif field.shape.is_list:
@@ -106,7 +107,7 @@ def field_schema(field: Field) -> Schema:
     else:
         found |= section_schema(field.shape.section, f"{field.path}.")
     if field.path in _FURTHER:
-        found |= _FURTHER[field.path]
+        found |= deepcopy(_FURTHER[field.path])
     if field.path in SHOWN_DEFAULTS:
         found["default"] = field.info.default
     return found
@@ -148,6 +149,8 @@ def _tuple_schema(field: Field, annotation: Any) -> Schema:
     arguments = [item for item in get_args(annotation) if item is not Ellipsis]
     inner, metadata = _unwrapped(arguments[0], [])
     item = {"description": "One of them.", **scalar_schema(inner, metadata)}
+    if field.path in _TEXT_LENGTHS:
+        item["maxLength"] = _TEXT_LENGTHS[field.path]
     if Ellipsis not in get_args(annotation):
         bounds: Schema = {"minItems": len(arguments), "maxItems": len(arguments)}
     else:

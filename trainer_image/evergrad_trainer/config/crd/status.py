@@ -37,7 +37,7 @@ def _progress() -> Schema:
         {
             "step": integer("Optimizer steps done.", least=0, large=True),
             "totalSteps": integer("Optimizer steps of the whole run.", least=0, large=True),
-            "summary": text("step/totalSteps.", longest=64),
+            "summary": text("Steps done, of all: 1200/20000.", longest=64),
             "percent": integer("Share of the steps that is done, in percent.", least=0, most=100),
             "loss": text("Training loss of the newest step, in nats a token.", longest=32),
             "tokensPerSecond": text("Tokens a second of all nodes together, shortened (41.2k).", longest=32),
@@ -53,7 +53,7 @@ def _nodes() -> Schema:
     return mapping(
         "The nodes that train.",
         {
-            "summary": text("ready/max.", longest=32),
+            "summary": text("Ready nodes, of the most it may use: 3/4.", longest=32),
             "min": integer("Bounds in force: the fewest nodes.", least=0),
             "max": integer("Bounds in force: the most nodes.", least=0),
             "ready": integer("Nodes that are part of the group.", least=0),

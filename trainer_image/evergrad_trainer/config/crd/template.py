@@ -1,6 +1,7 @@
 """The allowed part of a pod template as structural schemas: Kubernetes' own fields, in short words."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any, Final
 
 from evergrad_trainer.config.crd.nodes import (
@@ -314,8 +315,9 @@ def _listed(item: Schema, *, most: int = _MOST_ITEMS, keys: Sequence[str] = ()) 
     return found
 
 
+@cache
 def build_fragments() -> Mapping[str, Schema]:
-    """Path of a field of the manifest → the words of its schema besides its description."""
+    """Path of a field of the manifest → the words of its schema besides its description. Not to be changed."""
     where = "spec.template."
     return {
         f"{where}tolerations": _listed(_toleration()),
