@@ -1,0 +1,358 @@
+"""Runs on a cluster: apply a TrainingRun, watch it, look into its volume, compare it with an undisturbed local run."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+QUICKSTART = ROOT / "examples/quickstart"
+PATIENCE = 120.0
+"""Longest wait for anything that should happen at once, in seconds; machines are shared."""
+GROUP = "evergrad.dev"
+Rows = dict[int, dict[str, Any]]
+
+STEPS = 500
+"""Long enough for a lost pod to come back; a step takes about a tenth of a second on one core."""
+MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TRAINING: dict[str, Any] = {
+    "recipe": "pretrain",
+    "model": {"config": MODEL},
+    "tokenizer": {"type": "byte"},
+    "data": {
+        "sources": [{"name": "docs", "type": "jsonl", "path": "/documents/documents.jsonl"}],
+        "sequenceLength": 128,
+    },
+    "batching": {"globalBatchSize": 16, "microBatchSize": 4},
+    "optimizer": {"type": "adamw", "learningRate": 1e-3},
+    "schedule": {"type": "wsd", "warmup": "5%"},
+    "checkpoint": {"every": {"steps": 50}, "keep": 2},
+    "logging": {"every": {"steps": 50}},
+    "runtime": {"precision": "fp32"},
+    "reproducibility": {"elastic": "exact"},
+}
+SPEC: dict[str, Any] = {
+    "nodes": {"min": 1, "max": 2},
+    "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
+    "storage": {"size": "1Gi"},
+    "template": {
+        "volumes": [{"name": "documents", "configMap": {"name": "documents"}}],
+        "volumeMounts": [{"name": "documents", "mountPath": "/documents"}],
+        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+    },
+}
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """``changes`` laid over ``base``: mappings are merged, None removes a key, all else is replaced."""
+    result = copy.deepcopy(dict(base))
+    for key, value in changes.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = copy.deepcopy(value)
+    return result
+
+
+def make_manifest(name: str, *, steps: int, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A TrainingRun of ``steps`` quick steps with ``changes`` laid over its spec."""
+    spec = {**SPEC, "training": {**TRAINING, "horizon": {"steps": steps}}}
+    return {
+        "apiVersion": f"{GROUP}/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": name},
+        "spec": merged(spec, changes or {}),
+    }
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text("utf-8").split("\n")[:-1]]
+
+
+def last_rows(rows: list[dict[str, Any]]) -> Rows:
+    """Step → its last row."""
+    return {row["step"]: row for row in rows}
+
+
+def start_locally(folder: Path, *, steps: int) -> subprocess.Popen[bytes]:
+    """Begin the same run, undisturbed, on this machine, as one process."""
+    manifest = make_manifest("reference", steps=steps)
+    manifest["spec"]["training"]["data"]["sources"][0]["path"] = str(folder / "documents.jsonl")
+    for key in ("resources", "storage", "template"):
+        del manifest["spec"][key]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "documents.jsonl").write_text(documents())
+    (folder / "run.yaml").write_text(json.dumps(manifest))
+    command = [Path(sys.executable).with_name("evergrad"), "run", folder / "run.yaml", "--run-directory", folder / "run"]
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def documents() -> str:
+    """Some real text: the documents of the quickstart."""
+    text = (QUICKSTART / "documents.yaml").read_text("utf-8").split("\n", 1)[1]
+    return str(json.loads(text)["data"]["documents.jsonl"])
+
+
+def wait_for(is_so: Callable[[], Any], what: str, *, seconds: float = PATIENCE, every: float = 0.2) -> Any:
+    """The first true answer. Fails after ``seconds``, naming ``what`` and, if it is a function's, its last answer."""
+    until, answer = time.monotonic() + seconds, None
+    while time.monotonic() < until:
+        if answer := is_so():
+            return answer
+        time.sleep(every)
+    raise AssertionError(f"{what}: not within {seconds:g} s (last answer: {answer!r})")
+
+
+@dataclass
+class Runs:
+    """The TrainingRuns of one namespace."""
+
+    cluster: Any
+    namespace: str
+    scratch: Path
+    made: list["Run"] = field(default_factory=list)
+
+    def apply(self, manifest: Mapping[str, Any]) -> "Run":
+        """Server-side apply, with strict fields."""
+        run = Run(self, str(manifest["metadata"]["name"]))
+        self.kubectl("apply", "--server-side", "-f", "-", text=json.dumps(manifest))
+        self.made.append(run)
+        return run
+
+    def adopt(self, name: str) -> "Run":
+        """A run that somebody else applied."""
+        self.made.append(Run(self, name))
+        return self.made[-1]
+
+    def start(self, name: str, *, steps: int, **changes: Any) -> "Run":
+        """Apply a run of ``make_manifest``."""
+        return self.apply(make_manifest(name, steps=steps, changes=changes))
+
+    def kubectl(self, *arguments: str, text: str | None = None, check: bool = True, seconds: float = 60.0) -> str:
+        """What kubectl prints; its standard error too if it fails and that is allowed."""
+        done = subprocess.run(
+            [*self._kubectl, *arguments],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done.stdout if done.returncode == 0 else done.stdout + done.stderr
+
+    def volume(self, claim: str) -> Path:
+        """Where this machine sees what a PVC holds. The bed's volumes are folders here; those of another cluster are copied."""
+        if self.cluster.is_bed:
+            bound = (self.get("pvc", claim) or {}).get("spec", {}).get("volumeName")
+            if bound is None:
+                raise LookupError(f"PVC {claim} has no volume yet")
+            volume = json.loads(self.kubectl("get", "pv", bound, "-o", "json"))
+            return Path(volume["spec"]["local"]["path"])
+        reader = f"reader-{claim}"
+        if self.get("pod", reader) is None:
+            image, _ = self.cluster.product_images()
+            self.kubectl("apply", "-f", "-", text=json.dumps(_reader(reader, claim, image)))
+            self.kubectl("wait", "--for=condition=Ready", f"pod/{reader}", "--timeout=60s", seconds=70)
+        folder = self.scratch / claim
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["exec", reader, "--", "tar", "-c", "-f", "-", "-C", "/volume", "--ignore-failed-read", "."]
+        done = subprocess.run([*self._kubectl, *command], capture_output=True, timeout=60, check=False)
+        subprocess.run(["tar", "-x", "-C", str(folder)], input=done.stdout, check=False, timeout=60)
+        return folder
+
+    @property
+    def _kubectl(self) -> list[str]:
+        return [str(self.cluster.kubectl), "--kubeconfig", str(self.cluster.kubeconfig), "--namespace", self.namespace]
+
+    def describe(self) -> str:
+        """What there is, for the log of a test that failed."""
+        parts = [
+            self.kubectl(*what, check=False)
+            for what in (
+                ("get", "trun,pods,pvc", "-o", "wide"),
+                ("get", "trun", "-o", "yaml"),
+                ("get", "events", "--sort-by=.lastTimestamp"),
+            )
+        ]
+        parts += [self.kubectl("logs", "-l", f"{GROUP}/run", "--tail=15", "--prefix", check=False)]
+        return "\n".join(parts)
+
+    def get(self, kind: str, name: str) -> dict[str, Any] | None:
+        """One object as it is now, None if it is not there."""
+        found = self.kubectl("get", kind, name, "-o", "json", "--ignore-not-found")
+        return json.loads(found) if found else None
+
+    def list(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
+        """Objects of a kind."""
+        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, "-l", selector, "-o", "json"))["items"]
+        return found
+
+
+def _reader(name: str, claim: str, image: str) -> dict[str, Any]:
+    """A pod that can look into a volume."""
+    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+    container = {
+        "name": "reader",
+        "image": image,
+        "command": ["sleep", "3600"],
+        "securityContext": security,
+        "volumeMounts": [{"name": "volume", "mountPath": "/volume", "readOnly": True}],
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": 10001,
+                "runAsGroup": 10001,
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [container],
+            "volumes": [{"name": "volume", "persistentVolumeClaim": {"claimName": claim}}],
+        },
+    }
+
+
+@dataclass
+class Run:
+    """One TrainingRun."""
+
+    runs: Runs
+    name: str
+
+    def get(self) -> dict[str, Any]:
+        """The object."""
+        found = self.runs.get("trainingrun", self.name)
+        assert found is not None, f"TrainingRun {self.name} is not there"
+        return found
+
+    def status(self) -> dict[str, Any]:
+        """Its status, empty before the first."""
+        status: dict[str, Any] = self.get().get("status", {})
+        return status
+
+    def patch(self, spec: Mapping[str, Any]) -> None:
+        """Change its spec, as a user would."""
+        self.runs.kubectl("patch", "trainingrun", self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        """A condition; empty if there is none."""
+        return next((one for one in self.status().get("conditions", []) if one["type"] == kind), {})
+
+    def is_so(self, kind: str) -> bool:
+        """Whether a condition is True."""
+        return self.condition(kind).get("status") == "True"
+
+    def wait_for_phase(self, *phases: str, seconds: float = PATIENCE) -> dict[str, Any]:
+        """The status once it is in one of ``phases``. Fails at once in a final phase that was not asked for."""
+
+        def reached() -> dict[str, Any] | None:
+            status = self.status()
+            phase = status.get("phase")
+            assert phase in phases or phase not in ("Complete", "Failed"), f"{phase}: {json.dumps(status, indent=1)}"
+            return status if phase in phases else None
+
+        found: dict[str, Any] = wait_for(reached, f"{self.name}: phase {' or '.join(phases)}", seconds=seconds)
+        return found
+
+    def wait_for_step(self, step: int, *, seconds: float = PATIENCE) -> None:
+        """Until this step stands in the run's own records."""
+        wait_for(lambda: self.newest_step() >= step, f"{self.name}: step {step}", seconds=seconds)
+
+    # ---- pods ----------------------------------------------------------------------------------------------------------
+
+    def pods(self, *, role: str = "node") -> list[dict[str, Any]]:
+        """Its pods, by index and attempt."""
+        found = self.runs.list("pods", f"{GROUP}/run={self.name},{GROUP}/role={role}")
+        return sorted(
+            found, key=lambda pod: [int(pod["metadata"]["labels"].get(f"{GROUP}/{key}", 0)) for key in ("index", "attempt")]
+        )
+
+    def live_pods(self, *, role: str = "node") -> dict[int, dict[str, Any]]:
+        """Index → the pod that runs and is not being deleted."""
+        return {
+            int(pod["metadata"]["labels"].get(f"{GROUP}/index", 0)): pod
+            for pod in self.pods(role=role)
+            if "deletionTimestamp" not in pod["metadata"] and pod["status"].get("phase") == "Running"
+        }
+
+    def wait_for_pods(self, *indices: int, seconds: float = PATIENCE) -> dict[int, dict[str, Any]]:
+        """Until just these indices run."""
+        found: dict[int, dict[str, Any]] = wait_for(
+            lambda: pods if sorted(pods := self.live_pods()) == sorted(indices) else None,
+            f"{self.name}: pods {indices} running",
+            seconds=seconds,
+        )
+        return found
+
+    def wait_for_world(self, size: int, *, seconds: float = PATIENCE) -> None:
+        """Until ``size`` workers have written a step together."""
+        wait_for(lambda: (self.rows() or [{}])[-1].get("world_size") == size, f"{self.name}: a world of {size}", seconds=seconds)
+
+    # ---- the volume ----------------------------------------------------------------------------------------------------
+
+    def directory(self) -> Path:
+        """The run directory, as this machine sees it."""
+        return self.runs.volume(self.claim()) / self.path()
+
+    def claim(self) -> str:
+        """Name of its PVC."""
+        return str(self.get()["spec"].get("storage", {}).get("claimName", self.name))
+
+    def path(self) -> str:
+        """Its folder in the volume."""
+        return str(self.get()["spec"].get("storage", {}).get("path", self.name))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """metrics.jsonl."""
+        try:
+            return read_rows(self.directory() / "metrics.jsonl")
+        except (LookupError, OSError):
+            return []
+
+    def newest_step(self) -> int:
+        """The last step that was written down; -1 before the first."""
+        return max((row["step"] for row in self.rows()), default=-1)
+
+    def checkpoints(self) -> list[str]:
+        """Names of its checkpoints."""
+        return sorted(one.name for one in (self.directory() / "checkpoints").glob("step-*"))
+
+    # ---- what must hold ------------------------------------------------------------------------------------------------
+
+    def repeated_steps(self) -> int:
+        """Rows of steps that were trained again."""
+        rows = self.rows()
+        return len(rows) - len({row["step"] for row in rows})
+
+    def expect_same_as(self, reference: Rows) -> None:
+        """Every step took the samples of the undisturbed run and, in exact mode, came to the same loss."""
+        rows = last_rows(self.rows())
+        assert sorted(rows) == sorted(step for step in reference if step <= max(rows))
+        for step, row in rows.items():
+            assert row["sample_hash"] == reference[step]["sample_hash"], f"other samples in step {step}"
+            assert row["loss"] == reference[step]["loss"], f"another loss in step {step}"
+
+    def generations(self) -> Iterator[int]:
+        """Generations in the order in which they wrote."""
+        last = None
+        for row in self.rows():
+            if row["generation"] != last:
+                last = row["generation"]
+                yield last

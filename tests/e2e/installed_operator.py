@@ -1,0 +1,126 @@
+"""The operator in a cluster, installed by Helm as a user would: killed, upgraded and taken away by tests."""
+
+import contextlib
+import json
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster_runs import wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+RELEASE, NAMESPACE = "evergrad", "evergrad-system"
+SELECTOR = "app.kubernetes.io/name=evergrad,app.kubernetes.io/component=operator"
+
+
+@dataclass
+class Operator:
+    """One release of the chart."""
+
+    cluster: Any
+    operator_image: str
+    trainer_image: str
+    namespace: str = NAMESPACE
+
+    def helm(self, *arguments: str, seconds: float = 180) -> str:
+        """Run helm; what it prints."""
+        command = [
+            str(self.cluster.helm),
+            "--kubeconfig",
+            str(self.cluster.kubeconfig),
+            "--namespace",
+            self.namespace,
+            *arguments,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+        assert done.returncode == 0, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def upgrade(self, *, trainer_image: str | None = None) -> None:
+        """Install or upgrade, and wait until the operator is ready."""
+        images = {"image": self.operator_image, "trainer.image": trainer_image or self.trainer_image}
+        values = []
+        for key, image in images.items():
+            repository, _, tag = image.rpartition(":")
+            values += ["--set", f"{key}.repository={repository}", "--set-string", f"{key}.tag={tag}"]
+        self.helm(
+            "upgrade",
+            "--install",
+            RELEASE,
+            str(ROOT / "charts/evergrad"),
+            "--create-namespace",
+            "--wait",
+            "--timeout",
+            "120s",
+            *values,
+        )
+
+    def kubectl(self, *arguments: str, check: bool = True) -> str:
+        """Run kubectl in the operator's namespace."""
+        command = [
+            str(self.cluster.kubectl),
+            "--kubeconfig",
+            str(self.cluster.kubeconfig),
+            "--namespace",
+            self.namespace,
+            *arguments,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stderr}"
+        return done.stdout
+
+    def pod(self) -> dict[str, Any]:
+        """Its newest pod."""
+        items = json.loads(self.kubectl("get", "pods", "-l", SELECTOR, "-o", "json"))["items"]
+        assert items, "the operator has no pod"
+        newest: dict[str, Any] = max(items, key=lambda pod: pod["metadata"]["creationTimestamp"])
+        return newest
+
+    def is_ready(self) -> bool:
+        """Whether a pod of it is ready."""
+        with contextlib.suppress(AssertionError):
+            pod = self.pod()
+            conditions = {one["type"]: one["status"] for one in pod["status"].get("conditions", [])}
+            return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+        return False
+
+    def wait_until_ready(self) -> None:
+        """After it was killed or upgraded."""
+        wait_for(self.is_ready, "the operator's readiness")
+
+    @contextlib.contextmanager
+    def gone(self) -> Iterator[None]:
+        """Without any operator inside the block."""
+        self.kubectl("scale", "deployment", "-l", SELECTOR, "--replicas=0")
+        wait_for(lambda: not json.loads(self.kubectl("get", "pods", "-l", SELECTOR, "-o", "json"))["items"], "the operator's end")
+        try:
+            yield
+        finally:
+            self.kubectl("scale", "deployment", "-l", SELECTOR, "--replicas=1")
+            self.wait_until_ready()
+
+    def logs(self) -> str:
+        """What it has logged."""
+        return self.kubectl("logs", "-l", SELECTOR, "--tail=-1")
+
+    def metrics(self) -> str:
+        """Its /metrics."""
+        pod = self.pod()
+        with urllib.request.urlopen(f"http://{pod['status']['podIP']}:8080/metrics", timeout=20) as answer:
+            return str(answer.read().decode())
+
+    def close(self) -> None:
+        """Take the release away; on a cluster that is torn down anyway nobody waits for it."""
+        if not self.cluster.is_bed:
+            self.helm("uninstall", RELEASE)
+
+
+def install(cluster: Any) -> Operator:
+    """Images into the cluster, chart installed, operator ready."""
+    operator_image, trainer_image = cluster.product_images()
+    one = Operator(cluster, operator_image, trainer_image)
+    one.upgrade()
+    return one

@@ -1,0 +1,104 @@
+"""The operator, the API server and etcd fail; runs are deleted; the operator is upgraded. Training never notices."""
+
+import time
+from typing import Any
+
+import pytest
+from cluster_runs import STEPS, Rows, Run, Runs, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
+
+
+def uids(run: Run) -> dict[str, str]:
+    """Name → uid of all its pods."""
+    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for role in ("node", "coordinator") for pod in run.pods(role=role)}
+
+
+def start(runs: Runs, name: str) -> Run:
+    run = runs.start(name, steps=STEPS)
+    run.wait_for_pods(0, 1)
+    run.wait_for_world(2)
+    return run
+
+
+def test_09_a_killed_operator_changes_nothing_and_its_successor_writes_nothing_new(
+    runs: Runs, operator: Any, faults: Any, reference: Rows
+) -> None:
+    run = start(runs, "orphan")
+    before = uids(run)
+    for _ in range(3):
+        faults.kill_container(operator.namespace, operator.pod()["metadata"]["name"])
+        operator.wait_until_ready()
+    run.wait_for_step(run.newest_step() + 20)
+    assert uids(run) == before
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+
+
+def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(runs: Runs, operator: Any, faults: Any) -> None:
+    for number in range(3):
+        run = runs.start(f"early-{number}", steps=20)
+        time.sleep(0.15 * number)
+        faults.kill_container(operator.namespace, operator.pod()["metadata"]["name"])
+        operator.wait_until_ready()
+        run.wait_for_pods(0, 1)
+        assert sorted(uids(run)) == [f"early-{number}-0-0", f"early-{number}-1-0", f"early-{number}-coordinator-0"]
+        runs.kubectl("delete", "trun", run.name, "--wait=false")
+
+
+def test_11_a_restarted_api_server_and_etcd_are_not_noticed(runs: Runs, faults: Any, reference: Rows) -> None:
+    run = start(runs, "undisturbed")
+    before, step = uids(run), run.newest_step()
+    faults.kill_apiserver()
+    time.sleep(2)
+    faults.start_apiserver()
+    faults.kill_etcd()
+    time.sleep(1)
+    faults.start_etcd()
+    wait_for(lambda: run.newest_step() > step + 20, "more steps")
+    assert uids(run) == before
+    wait_for(lambda: run.status()["progress"]["step"] > step, "the operator's next status")
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+
+
+def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
+    run = start(runs, "deleted")
+    directory, step = run.directory(), run.newest_step()
+    runs.kubectl("delete", "trun", "deleted", "--wait=true", seconds=60)
+    wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the pods' end")
+    for kind in ("configmap", "service"):
+        wait_for(lambda kind=kind: not runs.list(kind, "evergrad.dev/run=deleted"), f"the {kind}'s end")
+    assert runs.get("pvc", "deleted") is not None
+    saved = [int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*")]
+    assert max(saved) >= step, "the pods left without saving"
+
+
+def test_13_a_namespace_is_deleted_while_the_operator_is_gone(runs: Runs, operator: Any) -> None:
+    start(runs, "forsaken")
+    with operator.gone():
+        runs.kubectl("delete", "namespace", runs.namespace, "--wait=true", "--timeout=120s", seconds=130)
+
+
+def test_14_an_upgraded_operator_restarts_no_pod(runs: Runs, operator: Any, reference: Rows) -> None:
+    run = start(runs, "upgraded")
+    before = uids(run)
+    operator.upgrade(trainer_image="localhost/evergrad-trainer:another")
+    wait_for(lambda: operator.pod() is not None, "the new operator")
+    operator.wait_until_ready()
+    try:
+        run.wait_for_step(run.newest_step() + 30)
+        assert uids(run) == before
+        image = run.live_pods()[0]["spec"]["containers"][0]["image"]
+        runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
+        successor = wait_for(
+            lambda: next((pod for pod in run.pods() if pod["metadata"]["name"] == "upgraded-1-1"), None), "its successor"
+        )
+        assert successor["spec"]["containers"][0]["image"] == image, "an upgrade mixed images in one run"
+        run.wait_for_pods(0, 1)
+        run.wait_for_world(2)
+    finally:
+        operator.upgrade()
+        operator.wait_until_ready()
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)

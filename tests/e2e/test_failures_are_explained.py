@@ -1,0 +1,149 @@
+"""Each way to fail has its condition, its reason and a message that says what to do; and nothing is tried in a storm."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cluster_runs import Run, Runs, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+
+def expect_failed(run: Run, reason: str, *words: str) -> None:
+    """The run has failed with this reason; each of ``words`` stands in the message; nothing is left that trains."""
+    run.wait_for_phase("Failed", seconds=180)
+    condition = run.condition("Failed")
+    assert (condition["status"], condition["reason"]) == ("True", reason), condition
+    assert run.is_so("Stalled") and not run.is_so("Ready")
+    for word in words:
+        assert word in condition["message"], condition["message"]
+    wait_for(lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end")
+
+
+def expect_waiting(run: Run, reason: str, *words: str) -> None:
+    """The run waits, says why, and makes no more pods while it does."""
+
+    def says_so() -> Any:
+        text = json.dumps(run.status().get("conditions", []))
+        return reason in text and all(word in text for word in words)
+
+    wait_for(says_so, f"{run.name}: {reason}")
+    assert run.status()["phase"] not in ("Failed", "Complete")
+    pods = len(run.pods())
+    time.sleep(5)
+    assert len(run.pods()) <= max(pods, 2)
+
+
+def count_pods_ever(runs: Runs, run: Run) -> int:
+    """So many pods of the run were ever made, by their events."""
+    events = runs.list("events")
+    names = {event["involvedObject"]["name"] for event in events if event["involvedObject"]["kind"] == "Pod"}
+    return len({name for name in names if name.startswith(f"{run.name}-")})
+
+
+def test_12_a_wrong_data_path_fails_at_once_and_names_the_field(runs: Runs) -> None:
+    sources = [{"name": "docs", "type": "jsonl", "path": "/documents/nowhere.jsonl"}]
+    run = runs.start("wrong-path", steps=20, training={"data": {"sources": sources}})
+    expect_failed(run, "UserError", "/documents/nowhere.jsonl")
+    assert len(run.pods()) <= 2, "a wrong configuration was tried again"
+
+
+def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
+    run = runs.start("wrong-shape", steps=20, training={"model": {"config": {"num_attention_heads": 3}}})
+    expect_failed(run, "UserError", "num_attention_heads")
+    assert len(run.pods()) <= 2
+
+
+def test_12_out_of_memory_ends_after_its_budget_and_says_so(runs: Runs) -> None:
+    run = runs.start(
+        "small-memory",
+        steps=20,
+        nodes={"min": 1, "max": 1},
+        resources={"requests": {"memory": "64Mi"}, "limits": {"memory": "150Mi"}},
+        failurePolicy={"maxFailuresWithoutProgress": 1},
+    )
+    expect_failed(run, "OutOfMemory", "150Mi", "memory")
+    assert count_pods_ever(runs, run) <= 5
+
+
+def test_12_an_image_that_does_not_exist_is_waited_for_with_a_reason(runs: Runs) -> None:
+    run = runs.start("no-image", steps=20, image="localhost/no-such-image:v1")
+    expect_waiting(run, "ImagePullFailed", "localhost/no-such-image:v1")
+
+
+def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(runs: Runs) -> None:
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": {"pods": "0"}}}
+    runs.kubectl("apply", "-f", "-", text=json.dumps(quota))
+    wait_for(lambda: "hard" in (runs.get("resourcequota", "small") or {}).get("status", {}), "the quota")
+    run = runs.start("poor", steps=20)
+    expect_waiting(run, "QuotaExceeded", "small")
+    runs.kubectl("delete", "resourcequota", "small")
+    run.wait_for_phase("Complete", seconds=200)
+
+
+def test_12_no_node_that_fits_is_waited_for_with_the_schedulers_words(runs: Runs) -> None:
+    run = runs.start("unschedulable", steps=20, template={"nodeSelector": {"no-such": "label"}})
+    expect_waiting(run, "Unschedulable", "node affinity/selector")
+
+
+def test_12_a_missing_volume_is_waited_for_by_name(runs: Runs) -> None:
+    run = runs.start("no-volume", steps=20, storage={"size": None, "claimName": "no-such-claim"})
+    expect_waiting(run, "VolumeMissing", "no-such-claim")
+
+
+def test_12_a_full_volume_fails_with_the_size_in_the_message(runs: Runs) -> None:
+    run = runs.start(
+        "full",
+        steps=400,
+        nodes={"min": 1, "max": 1},
+        storage={"size": "16Mi"},
+        training={
+            "model": {"config": {"hidden_size": 256, "intermediate_size": 1024}},
+            "checkpoint": {"every": {"steps": 5}, "keep": 50},
+        },
+        failurePolicy={"maxFailuresWithoutProgress": 1},
+    )
+    expect_failed(run, "VolumeFull", "space")
+
+
+def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(runs: Runs) -> None:
+    text = "import os, sys\nif os.environ['RANK'] == '1':\n    raise ValueError('the eighth sin')\nimport time\ntime.sleep(600)\n"
+    runs.kubectl("create", "configmap", "script", f"--from-literal=bad.py={text}")
+    run = runs.start(
+        "raises",
+        steps=1,
+        training=None,
+        script={"command": ["/script/bad.py"], "gracePeriodSeconds": 2},
+        template={
+            "volumes": [{"name": "script", "configMap": {"name": "script"}}],
+            "volumeMounts": [{"name": "script", "mountPath": "/script"}],
+        },
+        failurePolicy={"maxFailuresWithoutProgress": 1},
+    )
+    expect_failed(run, "WorkerCrash", "ValueError: the eighth sin", "rank 1")
+    assert run.status()["lastFailure"]["rank"] == 1
+
+
+@pytest.mark.parametrize("secret", ["canary-s3cr3t"])
+def test_secrets_are_only_ever_referred_to(runs: Runs, operator: Any, secret: str, tmp_path: Any) -> None:
+    del tmp_path
+    runs.kubectl("create", "secret", "generic", "token", f"--from-literal=token={secret}")
+    env = [
+        {"name": "OMP_NUM_THREADS", "value": "1"},
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "token", "key": "token"}}},
+    ]
+    run = runs.start("discreet", steps=20, template={"env": env})
+    run.wait_for_phase("Complete", seconds=200)
+    places: dict[str, Callable[[], str]] = {
+        "status and spec": lambda: json.dumps(run.get()),
+        "events": lambda: json.dumps(runs.list("events")),
+        "config maps": lambda: json.dumps(runs.list("configmaps")),
+        "the operator's log": operator.logs,
+        "the operator's metrics": operator.metrics,
+        "the pods' logs": lambda: runs.kubectl("logs", "-l", "evergrad.dev/run=discreet", "--tail=-1", "--prefix"),
+        "the run directory": lambda: "".join(path.read_text("utf-8", "replace") for path in run.directory().rglob("*.json*")),
+    }
+    for place, read in places.items():
+        assert secret not in read(), place

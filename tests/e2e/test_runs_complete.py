@@ -1,0 +1,131 @@
+"""Runs from their beginning to their end: the quickstart, a finished run, a script, two runs that want one directory."""
+
+import json
+import subprocess
+import time
+from typing import Any
+
+import pytest
+from cluster_runs import QUICKSTART, ROOT, STEPS, Rows, Runs, make_manifest, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+
+def test_01_the_quickstart_trains_to_complete_and_applied_again_does_nothing(runs: Runs) -> None:
+    import yaml
+
+    runs.kubectl("apply", "-f", str(QUICKSTART))
+    run = runs.adopt("quickstart")
+    runs.kubectl("wait", "--for=condition=Complete", "trun/quickstart", "--timeout=240s", seconds=260)
+    status = run.status()
+    assert status["phase"] == "Complete"
+    assert status["progress"]["step"] == status["progress"]["totalSteps"] == 200
+    files = {path.name for path in run.directory().iterdir()}
+    assert {"run.json", "provenance.json", "metrics.jsonl", "events.jsonl", "report.html", "report.md", "complete.json"} <= files
+    assert run.checkpoints()
+    wait_for(lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end")
+    before = (run.get()["metadata"]["resourceVersion"], [pod["metadata"]["uid"] for pod in run.pods()], len(run.rows()))
+    runs.kubectl("apply", "-f", str(QUICKSTART))
+    time.sleep(5)
+    after = run.get()
+    assert after["metadata"]["generation"] == 1
+    assert (after["metadata"]["resourceVersion"], [pod["metadata"]["uid"] for pod in run.pods()], len(run.rows())) == before
+    assert yaml.safe_load((QUICKSTART / "trainingrun.yaml").read_text())["metadata"]["name"] == "quickstart"
+
+
+def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_pod(runs: Runs) -> None:
+    run = runs.start("restored", steps=20)
+    run.wait_for_phase("Complete", seconds=200)
+    rows = len(run.rows())
+    manifest = run.get()
+    runs.kubectl("delete", "trainingrun", "restored", "--wait=true")
+    wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the garbage collection")
+    clean = {key: manifest[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "restored"}}
+    runs.apply(clean)
+    status = run.wait_for_phase("Complete")
+    assert run.condition("Complete")["reason"] == "AlreadyComplete"
+    time.sleep(3)
+    assert run.pods() == [] and run.pods(role="coordinator") == []
+    assert len(run.rows()) == rows
+    assert status["progress"]["step"] == 20
+
+
+def test_16_an_unmodified_ddp_script_survives_a_killed_pod(runs: Runs, faults: Any) -> None:
+    script = (ROOT / "examples/scripts/ddp.py").read_text()
+    runs.kubectl("create", "configmap", "script", f"--from-literal=ddp.py={script}")
+    manifest = make_manifest("script", steps=1)
+    del manifest["spec"]["training"]
+    manifest["spec"]["script"] = {"command": ["/script/ddp.py", "--steps", "600"]}
+    manifest["spec"]["template"] = {
+        "volumes": [{"name": "script", "configMap": {"name": "script"}}],
+        "volumeMounts": [{"name": "script", "mountPath": "/script"}],
+        "env": [{"name": "OMP_NUM_THREADS", "value": "1"}],
+    }
+    run = runs.apply(manifest)
+    pods = run.wait_for_pods(0, 1)
+    wait_for(lambda: run.status().get("nodes", {}).get("running") == 2, "both nodes in the group")
+    time.sleep(3)
+    faults.kill_container(runs.namespace, pods[1]["metadata"]["name"])
+    status = run.wait_for_phase("Complete", seconds=240)
+    assert sum(status["restarts"]["byCause"].values()) >= 1
+
+
+def test_18_a_second_run_on_the_same_path_is_refused(runs: Runs, reference: Rows) -> None:
+    del reference
+    runs.kubectl("apply", "-f", "-", text=json.dumps(_claim("common", runs.cluster.storage_class)))
+    first = runs.start("first", steps=STEPS, storage={"size": None, "claimName": "common", "path": "experiment"})
+    first.wait_for_step(5)
+    second = runs.start("second", steps=STEPS, storage={"size": None, "claimName": "common", "path": "experiment"})
+    status = second.wait_for_phase("Failed")
+    assert second.condition("Failed")["reason"] == "OutputConflict"
+    assert "first" in status["message"] and "experiment" in status["message"]
+    assert second.pods() == [] and second.pods(role="coordinator") == []
+    first.wait_for_step(first.newest_step() + 10)
+
+
+def _claim(name: str, storage_class: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": storage_class,
+            "resources": {"requests": {"storage": "1Gi"}},
+        },
+    }
+
+
+def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
+    """The rows of what users expect of kubectl: wait for Failed, logs by label, get -w with few lines, events in their order."""
+    run = runs.start("watched", steps=150)
+    watch = subprocess.Popen(
+        [
+            str(runs.cluster.kubectl),
+            "--kubeconfig",
+            str(runs.cluster.kubeconfig),
+            "-n",
+            runs.namespace,
+            "get",
+            "trun",
+            "watched",
+            "-w",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        began = time.monotonic()
+        run.wait_for_step(20)
+        assert "step" in runs.kubectl("logs", "-l", "evergrad.dev/run=watched,evergrad.dev/index=0", "--tail=-1")
+        run.wait_for_phase("Complete", seconds=240)
+        seconds = time.monotonic() - began
+    finally:
+        watch.terminate()
+        lines = watch.communicate(timeout=10)[0].splitlines()
+    assert lines[0].split()[:4] == ["NAME", "PHASE", "NODES", "STEP"]
+    phases = len({line.split()[1] for line in lines[1:]})
+    assert len(lines) - 1 <= seconds / 10 + 2 * phases + 2, "\n".join(lines)
+    reasons = [event["reason"] for event in sorted(runs.list("events"), key=lambda one: one["metadata"]["creationTimestamp"])
+               if event["involvedObject"]["kind"] == "TrainingRun"]  # fmt: skip
+    assert len(reasons) == len(set(reasons)) and reasons[-1] == "Complete", reasons

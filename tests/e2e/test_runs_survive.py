@@ -1,0 +1,175 @@
+"""What happens to pods of a run: deleted, killed, evicted, preempted, suspended; and to its coordinator."""
+
+import time
+from typing import Any
+
+import pytest
+from cluster_runs import STEPS, Rows, Run, Runs, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+
+
+def start(runs: Runs, name: str, **changes: Any) -> Run:
+    """A run that trains on two pods and has done some steps."""
+    run = runs.start(name, steps=STEPS, **changes)
+    run.wait_for_pods(0, 1)
+    run.wait_for_world(2)
+    return run
+
+
+def go_on(run: Run, *, steps: int = 20) -> None:
+    """Some more steps are trained."""
+    run.wait_for_step(run.newest_step() + steps)
+
+
+def test_02_a_pod_deleted_in_grace_costs_no_step(runs: Runs, reference: Rows) -> None:
+    run = start(runs, "graceful")
+    victim = run.live_pods()[1]["metadata"]["name"]
+    runs.kubectl("delete", "pod", victim, "--wait=false")
+    run.wait_for_world(1)
+    pods = run.wait_for_pods(0, 1)
+    assert pods[1]["metadata"]["name"] == "graceful-1-1"
+    run.wait_for_world(2)
+    go_on(run)
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+    assert run.status()["restarts"]["byCause"] == {"Deleted": 1}
+    assert run.status()["failures"]["withoutProgress"] == 0
+
+
+def test_03_a_killed_container_costs_no_finished_step_and_is_replaced(runs: Runs, faults: Any, reference: Rows) -> None:
+    run = start(runs, "killed")
+    faults.kill_container(runs.namespace, run.live_pods()[0]["metadata"]["name"])
+    run.wait_for_world(1)
+    assert run.wait_for_pods(0, 1)[0]["metadata"]["name"] == "killed-0-1"
+    run.wait_for_world(2)
+    go_on(run)
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+    attempt = run.status()["attempts"][-1]
+    assert (attempt["pod"], attempt["exitCode"]) == ("killed-0-0", 137)
+
+
+def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(runs: Runs, reference: Rows) -> None:
+    run = start(runs, "drained")
+    pod = run.live_pods()[1]
+    runs.kubectl("create", "--raw", f"/api/v1/namespaces/{runs.namespace}/pods/{pod['metadata']['name']}/eviction", "-f", "-",
+                 text=_eviction(runs.namespace, pod["metadata"]["name"]))  # fmt: skip
+    wait_for(lambda: run.live_pods().get(1, pod)["metadata"]["uid"] != pod["metadata"]["uid"], "the evicted pod's successor")
+    run.wait_for_world(2)
+    node = run.live_pods()[0]["spec"]["nodeName"]
+    try:
+        runs.kubectl("drain", node, "--force", "--ignore-daemonsets", "--delete-emptydir-data", f"--pod-selector=evergrad.dev/run={run.name}", "--timeout=90s", seconds=120)  # fmt: skip
+        wait_for(
+            lambda: {one["spec"]["nodeName"] for one in run.live_pods().values()} == {_other(node)}, "pods on the other node"
+        )
+        run.wait_for_world(2)
+    finally:
+        runs.kubectl("uncordon", node)
+    go_on(run)
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+    assert run.status()["restarts"]["byCause"].get("Evicted", 0) >= 2
+
+
+def _eviction(namespace: str, pod: str) -> str:
+    return f'{{"apiVersion":"policy/v1","kind":"Eviction","metadata":{{"name":"{pod}","namespace":"{namespace}"}}}}'
+
+
+def _other(node: str) -> str:
+    return {"n1": "n2", "n2": "n1"}.get(node, "another node")
+
+
+def test_06_a_preempted_pod_comes_back_when_there_is_room(runs: Runs, reference: Rows) -> None:
+    spread = [{"maxSkew": 1, "topologyKey": "kubernetes.io/hostname", "whenUnsatisfiable": "DoNotSchedule"}]
+    run = start(
+        runs,
+        "preempted",
+        resources={"requests": {"cpu": "900m"}},
+        template={"priorityClassName": "evergrad-e2e-low", "topologySpreadConstraints": spread},
+    )
+    node = run.live_pods()[1]["spec"]["nodeName"]
+    runs.kubectl("apply", "-f", "-", text=_intruder(node))
+    wait_for(lambda: run.status().get("restarts", {}).get("byCause", {}).get("Preempted"), "the preemption in the status")
+    run.wait_for_world(1)
+    go_on(run)
+    wait_for(lambda: "nschedulable" in str(run.status()), "the missing room in the status")
+    runs.kubectl("delete", "pod", "intruder", "--now")
+    run.wait_for_pods(0, 1)
+    run.wait_for_world(2)
+    go_on(run)
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+
+
+def _intruder(node: str) -> str:
+    return f"""
+apiVersion: v1
+kind: Pod
+metadata: {{name: intruder}}
+spec:
+  priorityClassName: evergrad-e2e-high
+  nodeSelector: {{kubernetes.io/hostname: {node}}}
+  automountServiceAccountToken: false
+  securityContext: {{runAsNonRoot: true, runAsUser: 10001, seccompProfile: {{type: RuntimeDefault}}}}
+  containers:
+  - name: pause
+    image: localhost/pause:local
+    imagePullPolicy: IfNotPresent
+    resources: {{requests: {{cpu: 1500m}}}}
+    securityContext: {{allowPrivilegeEscalation: false, capabilities: {{drop: [ALL]}}}}
+"""
+
+
+def test_07_node_bounds_change_live_down_and_up(runs: Runs, reference: Rows) -> None:
+    run = start(runs, "resized")
+    uid = run.live_pods()[0]["metadata"]["uid"]
+    run.patch({"nodes": {"min": 1, "max": 1}})
+    run.wait_for_pods(0)
+    run.wait_for_world(1)
+    run.patch({"nodes": {"min": 1, "max": 2}})
+    pods = run.wait_for_pods(0, 1)
+    run.wait_for_world(2)
+    go_on(run)
+    assert pods[0]["metadata"]["uid"] == uid, "a pod that was to stay was replaced"
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+
+
+def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(runs: Runs, reference: Rows) -> None:
+    run = start(runs, "suspended")
+    run.patch({"suspend": True})
+    run.wait_for_phase("Suspended")
+    assert run.is_so("Suspended")
+    assert run.pods() == [] or not run.live_pods()
+    assert run.live_pods(role="coordinator") == {}
+    step = run.newest_step()
+    assert run.status()["checkpoint"]["step"] == step
+    assert any(name.startswith(f"step-{step:08d}") or str(step) in name for name in run.checkpoints())
+    time.sleep(3)
+    assert run.newest_step() == step
+    run.patch({"suspend": False})
+    run.wait_for_pods(0, 1)
+    run.wait_for_step(step + 20)
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+    generations = list(run.generations())
+    assert generations == sorted(generations)
+
+
+def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(runs: Runs, faults: Any, reference: Rows) -> None:
+    run = start(runs, "headless")
+    workers = {index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()}
+    faults.kill_container(runs.namespace, run.live_pods(role="coordinator")[0]["metadata"]["name"])
+    go_on(run)
+    first = run.live_pods(role="coordinator")[0]["metadata"]["name"]
+    runs.kubectl("delete", "pod", first, "--now")
+    wait_for(
+        lambda: run.live_pods(role="coordinator").get(0, {}).get("metadata", {}).get("name", first) != first, "a new coordinator"
+    )
+    go_on(run, steps=60)
+    assert {index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()} == workers
+    assert run.repeated_steps() == 0
+    run.expect_same_as(reference)
+    generations = list(run.generations())
+    assert generations == sorted(generations)
