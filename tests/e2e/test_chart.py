@@ -93,7 +93,7 @@ def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(cluste
             == "no"
         )
     finally:
-        helm(cluster, namespace, "uninstall", "narrow", "--wait")
+        helm(cluster, namespace, "uninstall", "narrow", "--wait", "--cascade", "foreground")
     left = kubectl(cluster, "get", "all,roles,rolebindings,serviceaccounts", "--namespace", namespace, "--output", "name")
     assert [name for name in left.split() if "narrow" in name] == []
 
