@@ -18,7 +18,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -26,7 +26,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench and bench-recovery), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery and bench-cluster), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
 
@@ -99,6 +99,9 @@ bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Tra
 
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
+
+bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a control plane with made-up nodes (as root)
+	PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests $(BIN)/python benchmarks/cluster_scale.py $(BENCH)
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (needs buildah, skopeo, root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images

@@ -24,6 +24,8 @@ def _speed(precision: str, *, compiled: bool, rounds: int) -> Callable[[], list[
 
 RECOVERY = "recovery"
 """Takes as long as all others together, and options: ``make bench-recovery``; not among those that run by default."""
+CLUSTER = "cluster"
+"""Needs the control plane of tests/bed and has options: ``make bench-cluster``."""
 
 
 def _simple(module: str) -> Callable[[], list[Row]]:
@@ -44,7 +46,9 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "prepare": _simple("prepare"),
     "coordinator": _simple("coordinator"),
     RECOVERY: _simple(RECOVERY),
+    CLUSTER: _simple("cluster_scale"),
 }
+_NOT_BY_DEFAULT = (RECOVERY, CLUSTER)
 
 
 def describe_machine() -> dict[str, object]:
@@ -107,11 +111,13 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Run those that were named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but {RECOVERY}")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but {', '.join(_NOT_BY_DEFAULT)}"
+    )
     recovery = importlib.import_module(RECOVERY)
     recovery.add_options(parser)
     options = parser.parse_args()
-    names = options.names or [name for name in BENCHMARKS if name != RECOVERY]
+    names = options.names or [name for name in BENCHMARKS if name not in _NOT_BY_DEFAULT]
     BENCHMARKS[RECOVERY] = partial(recovery.measure, only=options.only, events=options.events)
     for name in names:
         machine = describe_machine()

@@ -117,7 +117,7 @@ def start_controllers(*, grace_seconds: int) -> None:
         "--node-monitor-period=1s",
         f"--node-monitor-grace-period={grace_seconds}s",
     ]
-    manager += ["--pvclaimbinder-sync-period=1s", "--kube-api-qps=200", "--kube-api-burst=400", f"--cert-dir={work()}/kcm"]
+    manager += ["--pvclaimbinder-sync-period=1s", "--kube-api-qps=1000", "--kube-api-burst=2000", f"--cert-dir={work()}/kcm"]
     boxes.spawn(BOX, "kube-controller-manager", manager)
     own = f"{keys}/kube-scheduler.kubeconfig"
     scheduler: list[object] = [toolbox.binary("kube-scheduler"), f"--kubeconfig={own}", f"--authentication-kubeconfig={own}"]

@@ -1,0 +1,312 @@
+"""``make bench-cluster``: Evergrad's operator beside Kubeflow Trainer with JobSet, on a control plane with made-up nodes.
+
+Each load has a fresh control plane on each side, and leaves its samples in a file, so that parts may be taken one by one.
+How to read the rows: see README.md beside this file.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+import cluster_meters as meters
+from cluster_evergrad import Evergrad
+from cluster_kubeflow import Kubeflow
+from cluster_load import NODES, LoadError, Watcher, post, quantile
+from cluster_plane import DAEMONS, NAMESPACE, Plane, Usage, busy_seconds, collection, fresh
+from common import Row, print_rows
+
+SAMPLES_FILE = Path(__file__).with_name("results") / "cluster-samples.json"
+SETTLE_SECONDS = 4.0
+"""From the last pod's start to the end of the measurement: statuses are written after it."""
+QUIET_CORES = 0.1
+"""An operator that uses less for the rest of the measurement is steady."""
+WATCHED_SECONDS = 40.0
+Sample = dict[str, Any]
+
+
+class Side(Protocol):
+    """What a comparison needs of an operator."""
+
+    name: str
+    processes: tuple[str, ...]
+    path: str
+
+    def prepare(self, *, runs: int) -> None:
+        """Install and start it."""
+
+    def start(self) -> None:
+        """Start it again."""
+
+    def body(self, number: int) -> dict[str, Any]:
+        """One run."""
+
+    def run_of(self, labels: dict[str, str]) -> str | None:
+        """Whose node a pod is."""
+
+    def owns(self, verb: str, resource: str) -> bool:
+        """What only operators write."""
+
+    def count_events(self) -> float:
+        """Events it has posted."""
+
+
+SIDES: dict[str, Callable[[Plane], Side]] = {"evergrad": Evergrad, "kubeflow": Kubeflow}
+
+
+@dataclass(frozen=True)
+class Load:
+    """So many runs at so many a second. ``restarts``: the operator is started again over all of them."""
+
+    runs: int
+    rate: float
+    restarts: bool = False
+
+
+PARTS = {
+    "latency": Load(100, 2.0),
+    "sustained-200": Load(200, 10.0),
+    "sustained-500": Load(500, 10.0),
+    "thousand": Load(1000, 10.0, restarts=True),
+}
+
+
+def take(side_name: str, load: Load) -> Sample:
+    """One load on one side, on a control plane of its own. Raises BedError, LoadError."""
+    with fresh() as plane:
+        side = SIDES[side_name](plane)
+        side.prepare(runs=load.runs)
+        daemons = (*DAEMONS, *side.processes)
+        plane.wait_until_quiet(daemons)
+        sample = _measure(plane, side, load, daemons)
+        if load.restarts:
+            sample["restart"] = _measure_restart(plane, side)
+        return sample
+
+
+def _measure(plane: Plane, side: Side, load: Load, daemons: Sequence[str]) -> Sample:
+    watcher = Watcher(plane.kubeconfig, collection("v1", "pods", NAMESPACE), side.run_of)
+    try:
+        bodies = [side.body(number) for number in range(load.runs)]
+        writes, events = meters.read_writes(plane.api), side.count_events()
+        usage, busy = _read(plane, daemons), busy_seconds()
+        posted = post(plane.kubeconfig, side.path, bodies, rate=load.rate)
+        watcher.wait(load.runs, seconds=60 + load.runs)
+        busy = busy_seconds()[0] - busy[0], busy_seconds()[1] - busy[1]
+        time.sleep(SETTLE_SECONDS)
+        after = _read(plane, daemons)
+        seen = watcher.finish()
+    finally:
+        watcher.close()
+    done = meters.read_writes(plane.api) - writes
+    events = side.count_events() - events
+    created, running = seen.whole(seen.created), seen.whole(seen.running)
+    first = min(posted.at.values())
+    return {
+        "runs": load.runs,
+        "rate": load.rate,
+        "created": [created[run] - at for run, at in posted.at.items()],
+        "running": [running[run] - at for run, at in posted.at.items()],
+        "created_seconds": max(created.values()) - first,
+        "running_seconds": max(running.values()) - first,
+        "post": posted.took,
+        "extra_pods": seen.extra,
+        "other_pods": seen.others,
+        "deleted_pods": seen.deleted,
+        "busy": busy[0] / busy[1],
+        "writes": sum(done.values()) / load.runs,
+        "writers": {name: count / load.runs for name, count in meters.by_writer(done, side.owns, events=events).items()},
+        "requests": meters.describe(done, load.runs),
+        "usage": {name: asdict(Usage(now.cpu - usage[name].cpu, now.rss, now.peak)) for name, now in after.items()},
+    }
+
+
+def _read(plane: Plane, daemons: Sequence[str]) -> dict[str, Usage]:
+    return {name: plane.usage(name) for name in daemons}
+
+
+def _measure_restart(plane: Plane, side: Side) -> Sample:
+    """The operator is asked to end, and two seconds later started again, while nothing else happens."""
+    plane.wait_until_quiet((*DAEMONS, *side.processes), level=0.5)
+    before = meters.read_writes(plane.api)
+    for name in side.processes:
+        plane.stop(name)
+    time.sleep(2.0)
+    begun = time.monotonic()
+    side.start()
+    ready = time.monotonic() - begun
+    times, totals = [time.monotonic() - begun], [_total(plane, side)]
+    while times[-1] < WATCHED_SECONDS:
+        time.sleep(1.0)
+        times.append(time.monotonic() - begun)
+        totals.append(_total(plane, side))
+    writes = meters.read_writes(plane.api) - before
+    return {
+        "ready": ready,
+        "steady": find_steady(times, totals),
+        "cpu": totals[-1],
+        "writes": sum(writes.values()),
+        "requests": meters.describe(writes, 1),
+        "usage": {name: asdict(plane.usage(name)) for name in side.processes},
+        "cpu_by_second": [round(total, 2) for total in totals],
+    }
+
+
+def _total(plane: Plane, side: Side) -> float:
+    return sum(plane.usage(name).cpu for name in side.processes)
+
+
+def find_steady(times: Sequence[float], totals: Sequence[float]) -> float:
+    """The time after which CPU seconds grow by less than ``QUIET_CORES`` a second; infinite if they never do."""
+    end = times[0]
+    pairs = list(zip(times, totals, strict=True))
+    for (at, total), (later, more) in pairwise(pairs):
+        if (more - total) / (later - at) > QUIET_CORES:
+            end = later
+    return end if end < times[-1] else float("inf")
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------
+
+
+def make_rows(samples: dict[str, dict[str, Sample]]) -> list[Row]:
+    """Rows of all that is there, the two sides next to each other."""
+    makers = {"latency": _latency_rows, "thousand": _thousand_rows}
+    return [
+        row
+        for name, load in PARTS.items()
+        if name in samples
+        for row in makers.get(name, _sustained_rows)(f"{load.runs:,} runs, {load.rate:g}/s", samples[name])
+    ]
+
+
+def _latency_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
+    theirs = sides.get("kubeflow")
+    limit = f"<= {quantile(theirs['created'], 0.99):.4g}" if theirs else ""
+    for share in (0.5, 0.95, 0.99):
+        for side, sample in sides.items():
+            goal = limit if (side, share) == ("evergrad", 0.99) else ""
+            note = f"Running {quantile(sample['running'], share):.2f} s"
+            yield Row(
+                f"{what}: apply → all 4 pods created, {side}",
+                f"p{share * 100:g}",
+                quantile(sample["created"], share),
+                "s",
+                goal,
+                note,
+            )
+    yield from _write_rows(what, sides)
+
+
+def _write_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
+    for side, sample in sides.items():
+        writers = sorted(sample["writers"].items(), key=lambda item: -item[1])
+        note = ", ".join(f"{name} {count:.1f}" for name, count in writers if count)
+        yield Row(f"{what}: API writes a run, {side}", "mean", sample["writes"], "", "", note)
+    if len(sides) == len(SIDES):
+        yield Row(
+            f"{what}: API writes a run", "ours / theirs", sides["evergrad"]["writes"] / sides["kubeflow"]["writes"], "", "<= 0.7"
+        )
+
+
+def _sustained_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
+    speeds = {side: sample["runs"] / sample["created_seconds"] for side, sample in sides.items()}
+    for side, sample in sides.items():
+        note = f"p50 {statistics.median(sample['created']):.2f} s, machine {sample['busy']:.0%} busy"
+        yield Row(f"{what}: sustained, {side}", "runs a second", speeds[side], "1/s", "", note)
+    if len(sides) == len(SIDES):
+        yield Row(f"{what}: sustained", "ours / theirs", speeds["evergrad"] / speeds["kubeflow"], "", ">= 1.5")
+
+
+def _thousand_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
+    yield from _sustained_rows(what, sides)
+    yield from _write_rows(what, sides)
+    for side, sample in sides.items():
+        usage, ours = sample["usage"], side == "evergrad"
+        operators = [name for name in usage if name not in DAEMONS]
+        peak = sum(usage[name]["peak"] for name in operators)
+        rss = sum(usage[name]["rss"] for name in operators)
+        note = f"at most {peak:.0f}; {', '.join(operators)}"
+        yield Row(f"{what}: memory (RSS), {side}", "at the end", rss, "MiB", "<= 350" if ours else "", note)
+        cpu = {name: usage[name]["cpu"] * 1000 / sample["runs"] for name in usage}
+        note = ", ".join(f"{name} {value:.0f}" for name, value in cpu.items() if name in DAEMONS)
+        mine = sum(cpu[name] for name in operators)
+        yield Row(f"{what}: CPU a run, {side}", "operator", mine, "ms", "<= 60" if ours else "", note)
+        if not ours:
+            yield Row(f"{what}: CPU a run, {side}", "with kcm", mine + cpu["kcm"], "ms", "", "its Jobs are kcm's work")
+    for side, sample in sides.items():
+        if "restart" in sample:
+            yield from _restart_rows(
+                f"restart over {sample['runs']:,} running runs, {side}", sample["restart"], side == "evergrad"
+            )
+
+
+def _restart_rows(what: str, restart: Sample, is_ours: bool) -> Iterator[Row]:
+    note = ", ".join(f"{count:g} {name}" for name, count in restart["requests"].items())
+    yield Row(what, "API writes", restart["writes"], "", "<= 0" if is_ours else "", note)
+    note = f"ready after {restart['ready']:.1f} s, {restart['cpu']:.1f} s CPU"
+    yield Row(what, "steady after", restart["steady"], "s", "<= 15" if is_ours else "", note)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    *, only: Collection[str] = (), sides: Collection[str] = (), scale: float = 1.0, samples_file: Path = SAMPLES_FILE
+) -> list[Row]:
+    """Take the parts in ``only`` on ``sides`` (default: all) and put their samples into the file; rows of all that is in it.
+
+    ``scale`` makes all loads smaller, to try things. Raises BedError, LoadError.
+    """
+    if "kubeflow" in (sides or SIDES):
+        Kubeflow.build()
+    known: dict[str, Any] = json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+    for part in only or PARTS:
+        load = PARTS[part]
+        load = Load(max(NODES, round(load.runs * scale)), load.rate, load.restarts)
+        for side in sides or SIDES:
+            print(f"== {time.strftime('%T')}  {part}, {side}, load {os.getloadavg()[0]:.1f}", flush=True)
+            taken = {"taken": time.strftime("%Y-%m-%d %H:%M"), "load": os.getloadavg()[0]}
+            known.setdefault(part, {})[side] = {**taken, **take(side, load)}
+            known[part] = {name: known[part][name] for name in SIDES if name in known[part]}
+            samples_file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            print_rows(make_rows({part: {side: known[part][side]}}))
+    return make_rows(known)
+
+
+def main() -> None:
+    """Parse, measure, print, write."""
+    from run import CLUSTER, describe_machine, write_results
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    names = lambda known: lambda text: [_check(name, known) for name in text.split(",")]  # noqa: E731
+    parser.add_argument("--only", type=names(PARTS), default=[], help=f"parts, with commas between them: {', '.join(PARTS)}")
+    parser.add_argument("--sides", type=names(SIDES), default=[], help=f"of {', '.join(SIDES)}")
+    parser.add_argument("--scale", type=float, default=1.0, help="make all loads smaller, to try things")
+    parser.add_argument("--samples", type=Path, help="another file for the samples; results are printed only")
+    options = parser.parse_args()
+    machine = describe_machine()
+    try:
+        rows = measure(only=options.only, sides=options.sides, scale=options.scale, samples_file=options.samples or SAMPLES_FILE)
+    except LoadError as error:
+        sys.exit(f"error: {error}")
+    print_rows(rows)
+    if options.samples is None:
+        write_results(CLUSTER, rows, machine)
+
+
+def _check(name: str, known: Collection[str]) -> str:
+    if name not in known:
+        raise argparse.ArgumentTypeError(f"{name}: there is {', '.join(known)}")
+    return name
+
+
+if __name__ == "__main__":
+    main()
