@@ -1,4 +1,4 @@
-"""python -m bed up | down | status | tools | images | load | kubectl …"""
+"""python -m bed up | down | status | prepare | tools | images | load | kubectl …"""
 
 import argparse
 import os
@@ -34,6 +34,8 @@ def _act(arguments: argparse.Namespace) -> int | None:
         case "tools":
             for name in arguments.names or toolbox.TOOLS:
                 print(toolbox.build(toolbox.tool_of(name)))
+        case "prepare":
+            print(requirements.unavailable() or cluster.prepare())
         case "images":
             print(f"{images.ensure_pause()}\n{images.ensure_base()}")
         case "load":
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("status", help="what is up; exit code 1 where nothing is")
     tools = commands.add_parser("tools", help="build programs (all by default) and print their folders")
     tools.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(toolbox.TOOLS)}, or one of their programs")
+    commands.add_parser("prepare", help="build all that `up` needs; where the bed cannot run, say why and do nothing")
     commands.add_parser("images", help="make the pause image and the base image where they are missing")
     load = commands.add_parser("load", help="load images of the bed's storage, or tars of images, into the nodes")
     load.add_argument("items", nargs="+", metavar="IMAGE_OR_ARCHIVE")

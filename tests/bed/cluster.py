@@ -12,7 +12,7 @@ from pathlib import Path
 from bed import boxes, cgroups, control_plane, golden, images, node, pki, state, toolbox
 from bed.api import Api
 from bed.faults import Faults
-from bed.places import BRIDGE_END, CLUSTER, KUBECONFIG, NODES, REPOSITORY, Node, logs, volumes, work
+from bed.places import BRIDGE_END, CLUSTER, KUBECONFIG, NODES, REPOSITORY, Node, cache, logs, volumes, work
 from bed.places import pki as keys
 from bed.requirements import unavailable
 from bed.shell import BedError, last_lines, run, wait_until
@@ -60,6 +60,19 @@ def _command(*words: str) -> None:
         raise BedError(f"python -m bed {' '.join(words)}: exit code {code}; what it said is above.")
 
 
+def prepare() -> str:
+    """Build whatever a bed of any profile needs, so that no test waits for a compiler. Returns where it lies."""
+    for name in dict.fromkeys(name for names in toolbox.NEEDED.values() for name in names):
+        toolbox.build(name)
+    _make_images()
+    return f"all built, in {cache()}"
+
+
+def _make_images() -> None:
+    for image in (images.ensure_pause(), images.ensure_base()):
+        images.want(image)
+
+
 def bring_up(profile: str) -> None:
     """Everything `up` does. A bed that fails half-way is taken down again, after its logs have spoken."""
     reason = unavailable()
@@ -99,8 +112,7 @@ def _start(profile: str) -> None:
         toolbox.build(name)
     root = None
     if profile == "full":
-        for image in (images.ensure_pause(), images.ensure_base()):
-            images.want(image)
+        _make_images()
         root = golden.root()
     begun = time.monotonic()
     Path("/proc/sys/fs/inotify/max_user_instances").write_text("1024")
