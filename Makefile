@@ -18,7 +18,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -26,7 +26,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery and bench-cluster), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery and bench-cluster), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
 
@@ -45,9 +45,17 @@ $(PYDOC)/documents.jsonl: | $(INSTALLED)
 run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nodes: a small language model of Python's documentation, into runs/pydoc-lm
 	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml --nodes 2 $(RUN)
 
-test: $(INSTALLED) ## all tests
-	$(call stage,tests)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
+	$(call stage,tests of units and processes)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(PYTEST),tests/unit tests/integration)
+	@$(if $(PYTEST),,$(MAKE) --no-print-directory test-e2e KUBECONFIG=)
+
+# Programs and images are built before pytest begins, whose timeouts are for tests.
+test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that they start here (as root), or the one KUBECONFIG names
+	$(call stage,tests on a cluster)
+	@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
+		PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed prepare && $(MAKE) --no-print-directory images; fi
+	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one
 	$(call stage,chaos)

@@ -15,6 +15,7 @@ from bed.places import KUBECONFIG, STORAGE_CLASS
 from bed.requirements import unavailable
 
 OTHER_CLUSTER = "EVERGRAD_E2E_KUBECONFIG"
+REQUIRED = "EVERGRAD_E2E_REQUIRED"
 OTHER_CLASS = "EVERGRAD_E2E_STORAGE_CLASS"
 OTHER_IMAGES = "EVERGRAD_E2E_IMAGES"  # the operator's and the trainer's, with a comma between them
 
@@ -56,11 +57,13 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up already."""
     named = os.environ.get(OTHER_CLUSTER)
-    if named:
+    if named and Path(named).resolve() != KUBECONFIG.resolve():
         file = Path(named)
         yield Cluster(file, Api(file), is_bed=False, storage_class=os.environ.get(OTHER_CLASS))
         return
     reason = unavailable()
+    if reason and os.environ.get(REQUIRED):
+        pytest.fail(f"{reason} ({REQUIRED} is set: here nothing may be left out.)", pytrace=False)
     if reason:
         pytest.skip(reason)
     was_up = Bed.is_up()
