@@ -1,0 +1,99 @@
+"""What ``make bench-cluster`` makes of what it reads: counters, events of a watch, seconds of CPU, quantiles."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+# Of an API server 1.34: what runs cause, what goes on without them, what only reads.
+COUNTED = (
+    ("POST", "pods", "", 201, "5"),
+    ("POST", "pods", "", 409, "1"),
+    ("POST", "pods", "binding", 201, "5"),
+    ("PATCH", "pods", "status", 200, "5"),
+    ("POST", "events", "", 201, "7"),
+    ("POST", "trainingruns", "", 201, "1"),
+    ("APPLY", "trainingruns", "status", 200, "3"),
+    ("PUT", "endpointslices", "", 200, "2"),
+    ("PUT", "leases", "", 200, "1.234e+03"),
+    ("PATCH", "nodes", "status", 200, "400"),
+    ("POST", "selfsubjectaccessreviews", "", 201, "9"),
+    ("LIST", "pods", "", 200, "77"),
+)
+METRICS = "# TYPE apiserver_request_total counter\n" + "".join(
+    f'apiserver_request_total{{code="{code}",component="apiserver",dry_run="",group="",resource="{resource}",'
+    f'scope="resource",subresource="{subresource}",verb="{verb}",version="v1"}} {count}\n'
+    for verb, resource, subresource, code, count in COUNTED
+)
+METRICS += 'apiserver_request_duration_seconds_bucket{resource="pods",verb="POST",le="0.1"} 5\n'
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[SimpleNamespace]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import cluster_evergrad
+        import cluster_load
+        import cluster_meters
+        import cluster_scale
+
+        yield SimpleNamespace(load=cluster_load, meters=cluster_meters, scale=cluster_scale, evergrad=cluster_evergrad.Evergrad)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+def test_writes_are_counted_by_writer_and_what_goes_on_without_runs_is_left_out(bench: SimpleNamespace) -> None:
+    writes = bench.meters.parse_writes(METRICS)
+    assert sum(writes.values()) == 29
+    writers = bench.meters.by_writer(writes, bench.evergrad.owns, events=2)
+    assert writers == {"operator": 11, "scheduler": 10, "kwok": 5, "client": 1, "kcm": 2}
+    assert bench.meters.describe(writes, 1)["POST pods (409)"] == 1
+    assert bench.meters.describe(writes, 2)["APPLY trainingruns/status"] == 1.5
+
+
+def pod(name: str, run: str, *, phase: str = "Pending", role: str = "node") -> dict[str, Any]:
+    labels = {"evergrad.dev/run": run, "evergrad.dev/role": role}
+    return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
+
+
+def test_a_run_counts_from_its_fourth_pod_and_replacements_and_coordinators_are_told_apart(bench: SimpleNamespace) -> None:
+    seen, run_of = bench.load.Seen(), bench.evergrad.run_of
+    for number in range(5):
+        seen.take("ADDED", pod(f"a-{number}", "a"), run_of, at=number)
+        seen.take("MODIFIED", pod(f"a-{number}", "a", phase="Running"), run_of, at=10 + number)
+    seen.take("ADDED", pod("b-0", "b"), run_of, at=7)
+    seen.take("ADDED", pod("a-coordinator", "a", role="coordinator"), run_of, at=0)
+    seen.take("DELETED", pod("a-4", "a", phase="Running"), run_of, at=20)
+    assert seen.whole(seen.created) == {"a": 3}
+    assert seen.whole(seen.running) == {"a": 13}
+    assert (seen.extra, seen.others, seen.deleted) == (1, 1, 1)
+
+
+def test_an_operator_is_steady_after_the_last_second_in_which_it_worked(bench: SimpleNamespace) -> None:
+    times = [1.5, 2.5, 3.5, 4.5, 5.5, 6.5]
+    assert bench.scale.find_steady(times, [1.0, 1.9, 2.0, 2.5, 2.55, 2.6]) == 4.5
+    assert bench.scale.find_steady(times, [1.0] * 6) == 1.5
+    assert bench.scale.find_steady(times, [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == float("inf")
+
+
+def test_quantiles_are_values_that_were_measured(bench: SimpleNamespace) -> None:
+    values = [float(number) for number in range(1, 101)]
+    assert [bench.load.quantile(values, share) for share in (0.5, 0.95, 0.99, 1.0)] == [50, 95, 99, 100]
+    assert bench.load.quantile([3.0, 1.0, 2.0], 0.99) == 3.0
+
+
+def test_rows_compare_the_sides_that_are_there(bench: SimpleNamespace) -> None:
+    def sample(seconds: float, writes: float) -> dict[str, Any]:
+        times = [seconds] * 4
+        return {"created": times, "running": times, "writes": writes, "writers": {"operator": writes}}
+
+    both = bench.scale.make_rows({"latency": {"evergrad": sample(0.2, 30), "kubeflow": sample(0.3, 50)}})
+    found = {(row.what.partition(": ")[2], row.name): row for row in both}
+    assert found["apply → all 4 pods created, evergrad", "p99"].is_reached
+    assert found["API writes a run", "ours / theirs"].value == pytest.approx(0.6)
+    alone = bench.scale.make_rows({"latency": {"evergrad": sample(0.2, 30)}})
+    assert all(row.goal == "" for row in alone)
