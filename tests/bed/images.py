@@ -204,8 +204,9 @@ def pack(layout: Path, held: set[str], target: Path) -> None:
         Path(scratch, "index.json").write_text(json.dumps(index))
         Path(scratch, "blobs", "sha256").mkdir(parents=True)
         for digest in blobs:
-            os.link(_blob(digest), Path(scratch, "blobs", *digest.split(":")))
-        run(["tar", "-C", scratch, "-cf", target, "oci-layout", "index.json", "blobs"])
+            # No hard links: another process that packs the same blob would change it under tar's eyes (its number of links).
+            Path(scratch, "blobs", *digest.split(":")).symlink_to(_blob(digest))
+        run(["tar", "-C", scratch, "--dereference", "-cf", target, "oci-layout", "index.json", "blobs"])
 
 
 def wanted() -> dict[str, str]:

@@ -104,6 +104,8 @@ def _forget_others(target: str, name: str) -> None:
     old = [other for other in listed if pattern.fullmatch(other) and other != name]
     if old:
         run(["podman", "rmi", "--force", *old], environment=images.environment(), check=False)
+    # Steps of older builds that no image is made of any more.
+    run(["podman", "image", "prune", "--force", "--filter", "until=48h"], environment=images.environment(), check=False)
 
 
 def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
