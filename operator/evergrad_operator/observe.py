@@ -103,7 +103,7 @@ class ClaimState:
 
 @dataclass(frozen=True)
 class Other:
-    """Another run on the same PVC. ``is_out``: it was refused, so it keeps nothing there."""
+    """Another run whose folder on the same PVC overlaps. ``is_out``: it was refused, so it keeps nothing there."""
 
     name: str
     uid: str
@@ -287,17 +287,28 @@ def _parse_record(run: str, text: str) -> Record | None:
 
 
 def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
-    """Only names, place and age are needed, so that another run's mistakes are not this one's."""
-    metadata, storage = get_map(raw, "metadata"), get_map(raw, "spec", "storage")
+    """Only names, place and age are needed, so that another run's mistakes are not this one's. None: out of this one's way."""
+    metadata = get_map(raw, "metadata")
     name = get_text(metadata, "name")
-    claim = get_text(storage, "claimName") or name
-    if not name or name == run.name or claim != run.claim_name:
+    claim, path = find_place(raw)
+    if not name or name == run.name or claim != run.claim_name or not overlap(path, run.volume_path):
         return None
-    path = "/".join(part for part in (get_text(storage, "path") or name).split("/") if part not in ("", "."))
     finish = parse_memory(get_map(raw, "status")).finish
     is_out = finish is not None and finish.reason == names.Reason.OUTPUT_CONFLICT
     created = parse_time(metadata.get("creationTimestamp")) or 0.0
     return Other(name=name, uid=get_text(metadata, "uid"), path=path, created_at=created, is_out=is_out)
+
+
+def find_place(raw: Mapping[str, Any]) -> tuple[str, str]:
+    """The claim that a raw run keeps its files on, and the folder there."""
+    name, storage = get_text(get_map(raw, "metadata"), "name"), get_map(raw, "spec", "storage")
+    path = get_text(storage, "path") or name
+    return get_text(storage, "claimName") or name, "/".join(part for part in path.split("/") if part not in ("", "."))
+
+
+def overlap(one: str, other: str) -> bool:
+    """Whether two folders are the same, or one lies in the other."""
+    return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
 
 
 def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:

@@ -19,7 +19,7 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
     at = parse_time(record.complete.get("at")) or situation.now
     if record.uid == run.uid and situation.memory.start_time is not None:
         # Ours, written a moment ago: only the status is still to follow.
-        over = situation.finished(Phase.COMPLETE, Reason.COMPLETE, "all steps are done")
+        over = situation.finished(Phase.COMPLETE, Reason.COMPLETE, _describe(step if isinstance(step, int) else None))
     else:
         text = f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing is trained again"
         over = situation.finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
@@ -37,6 +37,9 @@ def complete_if_done(situation: Situation) -> Situation | None:
     at_work = [pod for pod in situation.nodes if pod.is_running and not situation.is_ghost(pod)]
     if at_work and situation.now < since + situation.config.finish_grace_seconds:
         return situation
-    step = memory.training.total_steps or memory.training.step
-    text = f"all {step} steps are done" if step is not None else "all steps are done"
+    text = _describe(memory.training.total_steps or memory.training.step)
     return situation.finished(Phase.COMPLETE, Reason.COMPLETE, text)
+
+
+def _describe(steps: int | None) -> str:
+    return "all steps are done" if steps is None else f"all {steps} steps are done"

@@ -1,7 +1,7 @@
 """Whether the folder of the volume belongs to somebody else."""
 
 from evergrad_operator.names import Phase, Reason
-from evergrad_operator.observe import Record
+from evergrad_operator.observe import Record, overlap
 from evergrad_operator.policies.situation import Situation
 
 
@@ -19,22 +19,17 @@ def _find_conflict(situation: Situation) -> str | None:
     place = f"{path} on PersistentVolumeClaim {run.claim_name}"
     is_ours = own is not None and own.uid == run.uid
     age = (run.created_at, run.uid)
-    if own is not None and not is_ours and _overlap(own.path, path) and own.recipe != situation.build_record(0).recipe:
+    if own is not None and not is_ours and overlap(own.path, path) and own.recipe != situation.build_record(0).recipe:
         return f"{place} holds the data of an earlier run {run.name} with another recipe"
     claim = situation.observation.claim
     for record in claim.records.values() if claim else ():
-        if record.run != run.name and _overlap(record.path, path) and not (is_ours and age < _age(record)):
+        if record.run != run.name and overlap(record.path, path) and not (is_ours and age < _age(record)):
             return f"{place} holds the data of run {record.run}"
     for other in situation.observation.others:
-        if not is_ours and not other.is_out and _overlap(other.path, path) and (other.created_at, other.uid) < age:
+        if not is_ours and not other.is_out and overlap(other.path, path) and (other.created_at, other.uid) < age:
             return f"{place} belongs to run {other.name}, which is older"
     return None
 
 
 def _age(record: Record) -> tuple[float, str]:
     return record.created_at, record.uid
-
-
-def _overlap(one: str, other: str) -> bool:
-    """Whether two folders are the same, or one lies in the other."""
-    return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")

@@ -110,9 +110,14 @@ def _note_nodes(memory: Memory, observation: Observation, config: Config, now: f
 
 def _released(observation: Observation, memory: Memory, known: int) -> frozenset[int]:
     """Nodes whose pods the operator itself sends away: their ends are nobody's fault and no restart."""
-    if observation.run.spec.suspend or memory.is_stopped or memory.finish is not None:
+    if _is_letting_go(observation, memory):
         return frozenset(range(known))
     return frozenset(range(observation.run.spec.nodes.max, known))
+
+
+def _is_letting_go(observation: Observation, memory: Memory) -> bool:
+    """Whether the operator itself sends the run's pods away."""
+    return observation.run.spec.suspend or memory.is_stopped or memory.finish is not None
 
 
 def _add_ends(
@@ -134,7 +139,10 @@ def _add_ends(
 def _add_failures(memory: Memory, observation: Observation, ended: list[PodState], config: Config, now: float) -> Memory:
     """Count what uses the budget. Pods that were there when the last failure was counted fell with it, and count no more."""
     budget, failure = memory.budget, memory.last_failure
-    newest = max((pod.created_at for pod in observation.nodes), default=0.0)
+    # Successors, made by an operator that died before it could write this down, do not count as having been there.
+    last = {pod.index: pod.attempt for pod in ended}
+    there = (pod.created_at for pod in observation.nodes if pod.attempt <= last.get(pod.index, pod.attempt))
+    newest = max(there, default=0.0)
     for pod in ended:
         cause = describe_cause(pod)
         if cause in names.COUNTED or cause == Cause.USER_ERROR:
@@ -183,27 +191,38 @@ def _describe_failure(pod: PodState, memory: Memory, now: float) -> LastFailure:
 
 
 def _note_coordinators(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
-    """Count the loss of a coordinator: its pod has ended, is on its way out or has vanished."""
+    """Count the loss of a coordinator: its pod has ended, is on its way out, has vanished or was replaced unseen."""
+    pods = {pod.attempt: pod for pod in observation.coordinators}
+    newest = max(pods, default=-1)
     known = memory.coordinator
-    newest = max(observation.coordinators, key=lambda pod: pod.attempt, default=None)
-    is_released = observation.run.spec.suspend or memory.is_stopped or memory.finish is not None
-    if newest is None or newest.attempt < known.attempt:
-        is_lost = known.attempt >= 0
-    else:
-        if newest.attempt > known.attempt:
-            known = Coordinator(newest.attempt, known.image)
-        is_lost = newest.is_over
-    budget, restarts, ends = memory.budget, memory.restarts, memory.ends
+    if newest > known.attempt:
+        if known.attempt >= 0 and not known.is_recorded:
+            memory = _add_lost_coordinator(memory, observation, pods.get(known.attempt), config, now)
+        known = Coordinator(newest, known.image)
+    pod = pods.get(known.attempt)
+    memory = replace(memory, coordinator=known)
+    is_lost = known.attempt >= 0 and (pod is None or pod.is_over)
     if is_lost and not known.is_recorded:
-        known = replace(known, is_recorded=True)
-        if not is_released and not (newest is not None and newest.restart < memory.restart):
-            restarts = {**restarts, Cause.COORDINATOR_LOST: restarts.get(Cause.COORDINATOR_LOST, 0) + 1}
-            name = names.coordinator_pod_name(observation.run.name, known.attempt)
-            code = newest.end.exit_code if newest and newest.end else None
-            ends = (*ends, EndRecord(name, Cause.COORDINATOR_LOST, code, now))[-MAX_ENDS:]
-            if newest is not None and now - newest.created_at < config.short_life_seconds:
-                budget = _add_short_life(budget, memory, config, now)
-    return replace(memory, coordinator=known, budget=budget, restarts=restarts, ends=ends)
+        memory = _add_lost_coordinator(memory, observation, pod, config, now)
+    return memory
+
+
+def _add_lost_coordinator(memory: Memory, observation: Observation, pod: PodState | None, config: Config, now: float) -> Memory:
+    """Count it, unless the operator itself sent it away."""
+    known = replace(memory.coordinator, is_recorded=True)
+    claim, run = observation.claim, observation.run
+    record = claim.records.get(run.name) if claim else None
+    # The PVC is told of the end before the coordinator goes, and the status only after that.
+    is_complete = record is not None and record.complete is not None and record.uid == run.uid
+    if is_complete or _is_letting_go(observation, memory) or (pod is not None and pod.restart < memory.restart):
+        return replace(memory, coordinator=known)
+    budget = memory.budget
+    if pod is not None and now - pod.created_at < config.short_life_seconds:
+        budget = _add_short_life(budget, memory, config, now)
+    code = pod.end.exit_code if pod and pod.end else None
+    end = EndRecord(names.coordinator_pod_name(observation.run.name, known.attempt), Cause.COORDINATOR_LOST, code, now)
+    restarts = {**memory.restarts, Cause.COORDINATOR_LOST.value: memory.restarts.get(Cause.COORDINATOR_LOST, 0) + 1}
+    return replace(memory, coordinator=known, budget=budget, restarts=restarts, ends=(*memory.ends, end)[-MAX_ENDS:])
 
 
 def _note_progress(memory: Memory, observation: Observation, now: float) -> Memory:

@@ -74,7 +74,8 @@ def _is_last_holder(pod: PodState, situation: Situation) -> bool:
 def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
     """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost status.
 
-    The PVC is told before the pod is made: with a status that knows of no such pod, its epoch is the one still to be made.
+    The PVC is told before the pod is made, so that its epoch may be one that is still to be made: where the status knows of no
+    such pod, or, without a status, where no node followed it.
     """
     live = situation.observation.live_coordinator
     if live is not None:
@@ -83,7 +84,8 @@ def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
     following = 1 + max((pod.attempt for pod in situation.observation.coordinators), default=-1)
     following = max(following, memory.coordinator.attempt + 1)
     if own is not None:
-        following = max(following, own.epoch if memory.is_known and own.uid == situation.run.uid else own.epoch + 1)
+        is_still_to_be_made = own.uid == situation.run.uid and (memory.is_known or not situation.nodes)
+        following = max(following, own.epoch if is_still_to_be_made else own.epoch + 1)
     return following, following
 
 

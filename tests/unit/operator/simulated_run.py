@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from evergrad_operator import names
@@ -46,6 +47,10 @@ def make_progress(attempt: int = 0, *, phase: str = "Running", **fields: Any) ->
     return parse_progress({"phase": phase, "reason": "AllMembersUp", "nodes": nodes, **fields}, attempt=attempt)
 
 
+class OperatorDiedError(Exception):
+    """Between two writes."""
+
+
 class Simulation:
     """One run, its children, and what happens to them."""
 
@@ -62,6 +67,8 @@ class Simulation:
         self.decision: Decision
         self.plan: Plan
         self.writes = 0
+        self.writes_left: int | None = None
+        """After so many writes the operator dies before the next one."""
         self._serials = itertools.count()
 
     # ---- the operator ------------------------------------------------------------------------------------------------
@@ -101,18 +108,30 @@ class Simulation:
         """As the API server stores it; unchanged is not written."""
         status = build_status(seen, self.decision, Outcome(created=created), self.now)
         if status != self.raw.get("status"):
+            self._write()
             self.events += derive_events(self.raw.get("status", {}), status, seen)
             self.raw["status"] = status
             self.writes += 1
 
+    def _write(self) -> None:
+        if self.writes_left is not None:
+            if self.writes_left == 0:
+                self.writes_left = None
+                raise OperatorDiedError
+            self.writes_left -= 1
+
     def _carry_out(self, plan: Plan, refuse: ApplyFailure | None) -> tuple[str, ...]:
         for child in (*((plan.claim,) if plan.claim else ()), *plan.apply):
+            self._write()
             key = (child["kind"], child["metadata"]["name"])
             old = self.children.get(key, {})
             metadata = {**old.get("metadata", {}), **child["metadata"]}
             annotations = {**old.get("metadata", {}).get("annotations", {}), **child["metadata"].get("annotations", {})}
             self.children[key] = copy.deepcopy({**old, **child, "metadata": {**metadata, "annotations": annotations}})
+        if plan.bounds is not None and self.progress is not None:
+            self.progress = replace(self.progress, min_nodes=plan.bounds.min, max_nodes=plan.bounds.max)
         for deletion in plan.delete:
+            self._write()
             if deletion.kind == "Pod":
                 self.delete(deletion.name)
             else:
@@ -124,6 +143,7 @@ class Simulation:
         return tuple(self._create(pod) for pod in plan.create)
 
     def _create(self, pod: Mapping[str, Any]) -> str:
+        self._write()
         pod = copy.deepcopy(dict(pod))
         name = str(pod["metadata"]["name"])
         assert name not in self.pods, f"{name} exists"
