@@ -38,12 +38,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     # A lost peer is an everyday event here, told in our own words; torch's C++ would add fifty frames for each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return _execute(_build_parser().parse_args(argv))
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return _execute(_build_parser(arguments).parse_args(arguments))
 
 
 def main_of_plugin(argv: Sequence[str] | None = None) -> int:
     """``kubectl evergrad``: the commands for a cluster alone."""
-    return _execute(_build_plugin_parser().parse_args(argv))
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return _execute(_build_plugin_parser(arguments).parse_args(arguments))
 
 
 def _execute(args: argparse.Namespace) -> int:
@@ -76,26 +78,28 @@ class _Parser(argparse.ArgumentParser):
         self.exit(int(ExitCode.USER_ERROR), f"error: {self.prog}: {message}\n")
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="evergrad",
         description="Train from one TrainingRun file: exact data order, checkpoints that survive kills, a report at the end.",
         epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
-    _add_commands(parser, [*COMMANDS, *(f"cluster.{name}" for name in CLUSTER_COMMANDS)])
+    _add_commands(parser, [*COMMANDS, *(f"cluster.{name}" for name in CLUSTER_COMMANDS)], arguments)
     return parser
 
 
-def _build_plugin_parser() -> argparse.ArgumentParser:
+def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(prog="kubectl evergrad", description="TrainingRuns on a cluster: submit, follow, stop and look after them.")
-    _add_commands(parser, [f"cluster.{name}" for name in CLUSTER_COMMANDS])
+    _add_commands(parser, [f"cluster.{name}" for name in CLUSTER_COMMANDS], arguments)
     return parser
 
 
-def _add_commands(parser: argparse.ArgumentParser, names: Sequence[str]) -> None:
+def _add_commands(parser: argparse.ArgumentParser, names: Sequence[str], arguments: Sequence[str]) -> None:
+    """Add the command that ``arguments`` begin with, or all of ``names``: to import all takes longer than most of them run."""
+    asked = [name for name in names if arguments and arguments[0] == name.rpartition(".")[2].replace("_", "-")]
     parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in names:
+    for name in asked or names:
         module = importlib.import_module(f"evergrad_trainer.cli.{name}")
         sub = commands.add_parser(
             module.NAME,

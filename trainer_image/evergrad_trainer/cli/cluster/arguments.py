@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from evergrad_trainer.config.quantities import DNS_LABEL
-
 _KINDS: Final = ("trun", "trainingrun", "trainingruns", "trainingruns.evergrad.dev", "trainingrun.evergrad.dev")
+_RUN_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,251}[a-z0-9])?")
 _DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
 
 
@@ -49,7 +48,7 @@ def run_name(text: str) -> str:
     kind, slash, name = text.rpartition("/")
     if slash and kind.lower() not in _KINDS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a TrainingRun: write its name alone, or trun/NAME")
-    if len(name) > 253 or re.fullmatch(DNS_LABEL[1:-1], name) is None:
+    if _RUN_NAME.fullmatch(name) is None:
         raise argparse.ArgumentTypeError(f"{name!r} cannot be the name of a run: lower-case letters, digits and dashes")
     return name
 

@@ -6,9 +6,6 @@ from enum import StrEnum
 from typing import Any, Final
 
 from evergrad_trainer.cli.cluster.text import age, parse_time
-from evergrad_trainer.config.fields import fields_of
-from evergrad_trainer.config.manifest import Spec
-from evergrad_trainer.config.quantities import quantity_value
 
 OLDEST_KUBERNETES: Final = (1, 30)
 CRD_NAME: Final = "trainingruns.evergrad.dev"
@@ -77,6 +74,10 @@ def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool)
     ours: Mapping[str, Any] = next((version for version in versions if version.get("name") == VERSION), {})
     schema = ((ours.get("schema") or {}).get("openAPIV3Schema") or {}).get("properties") or {}
     known = ((schema.get("spec") or {}).get("properties")) or {}
+    # The models take longer to import than the other checks to make.
+    from evergrad_trainer.config.fields import fields_of
+    from evergrad_trainer.config.manifest import Spec
+
     missing = sorted(set(fields_of(Spec)) - set(known)) if known else []
     if missing:
         what = f"it is older than this command: it does not know spec.{', spec.'.join(missing)}"
@@ -228,6 +229,8 @@ def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
 
 def quantity_of(text: Any) -> float:
     """A quantity as a number; 0 for what is none."""
+    from evergrad_trainer.config.quantities import quantity_value
+
     try:
         return float(quantity_value(str(text)))
     except ValueError:

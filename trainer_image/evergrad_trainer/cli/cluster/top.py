@@ -12,7 +12,6 @@ from evergrad_trainer.cli.cluster.client import Cluster, connect, runs_path
 from evergrad_trainer.cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
 from evergrad_trainer.cli.cluster.runs import LABEL_RUN, Run, parse_run
 from evergrad_trainer.cli.cluster.text import NOTHING, parse_short_count, table
-from evergrad_trainer.config.quantities import quantity_value
 from evergrad_trainer.observers.formatting import short_count, size
 
 NAME = "top"
@@ -92,6 +91,8 @@ def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage
 
 
 def _number(quantity: Any) -> float:
+    from evergrad_trainer.config.quantities import quantity_value
+
     try:
         return float(quantity_value(str(quantity)) if quantity is not None else Fraction(0))
     except ValueError:
