@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evergrad_operator import names
+from evergrad_operator.observe import find_place, overlap
 
 Raw = Mapping[str, Any]
 Key = tuple[str, str]
@@ -119,6 +120,8 @@ class Mirror:
             self._remove(resource, raw)
         else:
             self._store(resource, raw)
+        if resource == RUNS and (known is None or not is_same or is_deleted or _stand(known) != _stand(raw)):
+            keys = (*keys, *self._neighbours(raw))
         return keys
 
     def replace(self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]) -> set[Key]:
@@ -143,6 +146,7 @@ class Mirror:
             is_gone = metadata.get("uid") not in listed and _version(metadata) <= version
             if is_gone and covers(str(metadata.get("namespace", ""))):
                 changed.update(self._concerned(resource, known))
+                changed.update(self._neighbours(known) if resource == RUNS else ())
                 self._remove(resource, known)
                 self._echoes.pop((resource, str(metadata.get("uid", ""))), None)
         self._forget_tombstones()
@@ -179,11 +183,17 @@ class Mirror:
         metadata = raw["metadata"]
         namespace, name = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
         if resource == RUNS:
-            others = self.users_of(namespace, claim_of(raw))
-            return ((namespace, name), *(user for user in others if user != (namespace, name)))
+            return ((namespace, name),)
         owner = (metadata.get("labels") or {}).get(names.LABEL_RUN)
         keys = {(namespace, str(owner))} if owner else set()
         return tuple(sorted(keys | self.users_of(namespace, name))) if resource == CLAIMS else tuple(keys)
+
+    def _neighbours(self, raw: Raw) -> tuple[Key, ...]:
+        """Other runs whose folders overlap with the run's. A thousand in folders of their own do not concern each other."""
+        claim, path = find_place(raw)
+        key = str(raw["metadata"].get("namespace", "")), str(raw["metadata"].get("name", ""))
+        users = self.users_of(key[0], claim) - {key}
+        return tuple(sorted(user for user in users if overlap(path, find_place(self._runs[user])[1])))
 
     def _find(self, resource: str, raw: Raw) -> Raw | None:
         metadata = raw["metadata"]
@@ -252,6 +262,16 @@ class Mirror:
     def _forget_tombstones(self) -> None:
         oldest = self._clock() - _TOMBSTONE_SECONDS
         self._tombstones = {identity: since for identity, since in self._tombstones.items() if since >= oldest}
+
+
+def _stand(raw: Raw) -> Any:
+    """What runs whose folders overlap with a run's want to know of it."""
+    status = raw.get("status") or {}
+    return (
+        (raw.get("spec") or {}).get("storage"),
+        status.get("phase") == names.Phase.FAILED,
+        "deletionTimestamp" in raw["metadata"],
+    )
 
 
 def claim_of(raw: Raw) -> str:

@@ -91,6 +91,23 @@ def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(mirror: Mir
     assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["shared"]
 
 
+def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_concerns_them(mirror: Mirror) -> None:
+    def at(name: str, path: str, version: int, phase: str = "Pending") -> dict[str, Any]:
+        made = run(name, uid=name, version=version, claim="shared")
+        made["spec"]["storage"]["path"] = path
+        return {**made, "status": {"phase": phase}}
+
+    mirror.see(RUNS, at("old", "team/a", 1))
+    mirror.see(RUNS, at("apart", "team/b", 2))
+    assert mirror.see(RUNS, at("new", "team/a/deep", 3)) == (("ns", "new"), ("ns", "old"))
+    assert mirror.see(RUNS, at("old", "team/a", 4, "Running")) == (("ns", "old"),)
+    assert mirror.see(RUNS, at("old", "team/a", 5, "Failed")) == (("ns", "old"), ("ns", "new"))
+    assert mirror.replace(RUNS, [], version=9, covers=lambda _: True) == {("ns", "old"), ("ns", "new"), ("ns", "apart")}
+    mirror.see(RUNS, at("first", "x", 10))
+    mirror.see(RUNS, at("second", "x", 11))
+    assert mirror.see(RUNS, at("first", "x", 12), is_deleted=True, is_watched=True) == (("ns", "first"), ("ns", "second"))
+
+
 def test_children_are_kept_by_kind_and_name_and_go_with_a_list(mirror: Mirror) -> None:
     metadata = {**pod("run-config")["metadata"], "uid": "c", "resourceVersion": "5"}
     mirror.see(CHILDREN, {"kind": "ConfigMap", "metadata": metadata, "data": {"much": "x" * 1000}})
