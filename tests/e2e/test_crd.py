@@ -4,6 +4,9 @@ The same schema stands under another group, so that no operator of the cluster a
 """
 
 import copy
+import importlib.util
+import json
+import random
 import re
 import shutil
 import subprocess
@@ -12,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,8 +24,10 @@ from bed import toolbox
 from bed.api import Api, ApiError
 from bed.fixtures import Cluster
 
+from evergrad_coordinator.contract import API_VERSION
 from evergrad_trainer.config.loader import load_manifest, read_document
 from evergrad_trainer.config.overrides import Layered, Override, apply_override, parse_override
+from evergrad_trainer.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = ROOT / "tests/unit/config"
@@ -185,6 +191,37 @@ def test_applying_the_same_file_again_changes_nothing(server: Server) -> None:
     assert second["metadata"]["resourceVersion"] == first["metadata"]["resourceVersion"]
     assert second["metadata"]["generation"] == 1
     assert second["spec"]["training"] == run["spec"]["training"]
+
+
+MUTANTS = 300
+
+
+def test_loader_and_server_judge_mutated_manifests_alike(server: Server, tmp_path: Path) -> None:
+    mutations = load_by_path(UNIT / "test_config_mutations.py")
+    path, apart, refused = tmp_path / "mutant.yaml", {}, 0
+    for seed in range(MUTANTS):
+        path.write_bytes(mutations.mutated_tree(random.Random(seed)))
+        try:
+            raw, problems = load_manifest(path).raw, ""
+        except ConfigurationError as error:
+            raw, problems = json.loads(path.read_bytes()), str(error)
+            refused += 1
+        if not isinstance(raw, dict) or raw.get("apiVersion") != API_VERSION:
+            continue
+        refusal = server.refusal(as_kubectl_sends(raw))
+        if bool(problems) != bool(refusal):
+            apart[seed] = problems or refusal
+    assert MUTANTS / 2 < refused < MUTANTS
+    # A null in a map, a path of exotic blanks: a handful of thousands, see docs/reference/trainingrun.md for what is known.
+    assert len(apart) <= MUTANTS / 100, apart
+
+
+def load_by_path(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 FIXED = {

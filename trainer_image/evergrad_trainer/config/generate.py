@@ -38,7 +38,9 @@ Numbers may be written as people write them, with or without quotes:
 | steps or fraction | `100` (steps), `5%` or `0.05` (of the horizon) | as for counts, and % |
 
 All arithmetic is exact (`1.1k` is 1100), and a value that does not fit is refused, never rounded. Sizes of Kubernetes
-(`resources`, `storage`) are Kubernetes quantities, such as `4Gi` or `500m`.
+(`resources`, `storage`) are Kubernetes quantities, such as `4Gi`, `500m` or `"0.5"`; without quotes only whole numbers are.
+
+On a cluster the API server refuses the same mistakes; what cannot be changed there: [trainingrun.md](trainingrun.md).
 """
 
 

@@ -1,5 +1,6 @@
 """Turns the manifest's models into a structural schema: every field described, with its type, bounds and default."""
 
+import math
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -35,7 +36,8 @@ _FRACTION: Final = (
     r"|0*1(\.0*)?|[0-9][0-9_.]*[eE]-[0-9]{1,4}\s*%?)\s*$"
 )
 _NUMBER: Final = r"^\s*([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][+-]?[0-9]{{1,4}})?\s*{}\s*$"
-_UNITS, _BYTES, _PARTS = "[kKMGBT]?", "([kMGT]|[KMGTP]i)?", "[kKMGBT%]?"
+_UNITS, _BYTES, _PARTS, _SMALL_PARTS = "[kKMGBT]?", "([kMGT]|[KMGTP]i)?", "[kKMGBT%]?", "[kK%]?"
+_SMALL: Final = 10**6
 _NOT_ZERO: Final = r"^[^eE]*[1-9]"
 # No type may stand beside these: what is no number and no text is refused by bounds that only such values have.
 _SCALAR: Final[Schema] = {
@@ -228,7 +230,8 @@ def _number_schema(human: Human, metadata: list[Any]) -> Schema:
     if human.kind in ("count", "bytes"):
         return _count_schema(human, bounds)
     # Bounds hold for numbers only, patterns for texts only: no text is negative, and one that must not be zero has a digit.
-    found: Schema = {**_SCALAR, "pattern": _FRACTION if human.kind == "fraction" else _NUMBER.format(_PARTS), **bounds}
+    parts = _SMALL_PARTS if bounds.get("maximum", math.inf) <= _SMALL else _PARTS
+    found: Schema = {**_SCALAR, "pattern": _FRACTION if human.kind == "fraction" else _NUMBER.format(parts), **bounds}
     if human.kind == "fraction":
         found |= {"minimum": bounds.get("minimum", 0), "maximum": bounds.get("maximum", 1)}
     if found.get("exclusiveMinimum") and found["minimum"] == 0:
@@ -263,7 +266,7 @@ def _path_rules(metadata: list[Any]) -> Schema:
             ),
             rule("!self.startsWith('~')", "begins with ~; it is not expanded. Write the whole path."),
             rule(
-                r"self.matches('\\S') && !self.matches('[\\x00-\\x1f\\x7f]')",
+                r"self.matches('[^\\s\\pZ]') && !self.matches('[\\x00-\\x1f\\x7f]')",
                 "cannot be a path; it is blank or has control characters. Name a file or directory.",
             ),
         ]
