@@ -16,6 +16,7 @@ from evergrad_trainer.config.manifest import TrainingRun
 REFERENCE: Final = "docs/reference/configuration.md"
 SCHEMA: Final = "docs/reference/trainingrun.schema.json"
 DEFINITION: Final = "crds/trainingrun.yaml"
+CHARTS_DEFINITION: Final = "charts/evergrad/files/trainingrun.yaml"
 _ROOT: Final = Path(__file__).resolve().parents[3]
 _BOUNDS: Final = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
@@ -105,6 +106,18 @@ def _with_bounds(node: dict[str, Any], bounds: Mapping[str, Any]) -> dict[str, A
     return {**node, **bounds} if node.get("type") in ("integer", "number") else node
 
 
+def build_files() -> Mapping[str, str]:
+    """Path below the root of the repository → the text that belongs there."""
+    definition = build_definition_text()
+    return {
+        REFERENCE: build_reference(),
+        SCHEMA: build_schema(),
+        DEFINITION: definition,
+        # A chart reads files of its own folder only.
+        CHARTS_DEFINITION: definition,
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the files, or with ``--check`` say how they differ; 1 if they do."""
     parser = argparse.ArgumentParser(prog="python -m evergrad_trainer.config.generate", description=__doc__)
@@ -112,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=_ROOT, help="root of the repository")
     args = parser.parse_args(argv)
     stale = 0
-    for name, text in ((REFERENCE, build_reference()), (SCHEMA, build_schema()), (DEFINITION, build_definition_text())):
+    for name, text in build_files().items():
         path = args.root / name
         old = path.read_text("utf-8") if path.exists() else ""
         if old == text:
