@@ -54,6 +54,7 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attemp
         ],
         "livenessProbe": {
             "httpGet": {"path": "/healthz", "port": "status"},
+            "initialDelaySeconds": 10,
             "periodSeconds": 10,
             "timeoutSeconds": 5,
             "failureThreshold": 6,

@@ -31,10 +31,11 @@ def decide_scale(situation: Situation) -> Scale:
     is_waiting = is_backing_off(situation)
     held = {pod.index for pod in situation.leaving if _is_last_holder(pod, situation)}
     due = [] if is_waiting else [index for index in missing if index not in held]
+    visible = {pod.index: pod.attempt for pod in situation.nodes}  # sorted: the highest attempt of each comes last
     coordinator, epoch = _find_coordinator(situation)
     older = [pod for pod in situation.observation.coordinators if not pod.is_deleting and pod.attempt < epoch]
     return Scale(
-        nodes_to_create=tuple((index, _next_attempt(situation, index)) for index in due),
+        nodes_to_create=tuple((index, 1 + max(visible.get(index, -1), situation.memory.attempt_of(index))) for index in due),
         pods_to_delete=remove((*surplus, *_find_old(situation))) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
@@ -54,11 +55,6 @@ def _newest_live(situation: Situation) -> dict[int, PodState]:
         if known is None or pod.attempt > known.attempt:
             newest[pod.index] = pod
     return newest
-
-
-def _next_attempt(situation: Situation, index: int) -> int:
-    visible = max((pod.attempt for pod in situation.nodes if pod.index == index), default=-1)
-    return 1 + max(visible, situation.memory.attempt_of(index))
 
 
 def _is_last_holder(pod: PodState, situation: Situation) -> bool:

@@ -1,6 +1,7 @@
 """What all policies look at: an observation with its memory brought up to date, and the pods in the groups that matter."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 from evergrad_operator.config import Config
@@ -40,7 +41,7 @@ class Situation:
         """What the run's own, newest coordinator says."""
         return self.observation.progress if is_current(self.observation, self.memory) else None
 
-    @property
+    @cached_property
     def current(self) -> tuple[PodState, ...]:
         """Pods of nodes that belong to this restart of the run."""
         return tuple(pod for pod in self.nodes if pod.restart == self.memory.restart)
@@ -54,12 +55,12 @@ class Situation:
         """Whether nobody can tell if this leaving pod still runs; it is waited for no longer."""
         return pod.is_leaving and pod.gone_by is not None and self.now > pod.gone_by + GHOST_SECONDS
 
-    @property
+    @cached_property
     def leaving(self) -> tuple[PodState, ...]:
         """Pods of nodes that are being deleted, and may still save."""
         return tuple(pod for pod in self.nodes if pod.is_leaving and not self.is_ghost(pod))
 
-    @property
+    @cached_property
     def live(self) -> tuple[PodState, ...]:
         """Pods of nodes that train or may come to it."""
         return tuple(pod for pod in self.nodes if pod.is_live)
