@@ -1,4 +1,4 @@
-"""The cgroups of the bed, `/bed/NAME` in every v1 hierarchy: the one list of everything that belongs to it.
+"""The cgroups of the bed, `/bed/BOX` in every v1 hierarchy: the one list of everything that belongs to it.
 
 Every process of the bed enters its freezer cgroup before it becomes what it is; children inherit it. So nothing has to
 remember a pid: whoever wants to end the bed kills what is in there, whichever `up` began it and however that ended.
@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from bed.places import CGROUPS
+from bed.places import CGROUPS, NAME
 from bed.shell import BedError
 
-NAME = "bed"
 HOST = "host"  # the bed's processes that live in no node: helpers, and `up` itself while it works
 
 

@@ -1,7 +1,6 @@
 """Bringing the bed up and taking it down."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -177,11 +176,9 @@ def _clear() -> int:
     if Path("/sys/class/net", BRIDGE_END).exists():  # only where its box never came to life
         run(["ip", "link", "delete", BRIDGE_END])
     cgroups.remove()
-    if known:
-        state.restore_sysctls(known)
+    state.restore_sysctls()
     for folder in (Path(known.work) if known else work(), Path(known.cluster) if known else CLUSTER):
         _delete(folder)
-    shutil.rmtree("/run/evergrad-golden", ignore_errors=True)
     state.forget()
     return killed
 

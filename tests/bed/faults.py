@@ -8,7 +8,7 @@ from typing import Any
 
 from bed import boxes, cgroups, control_plane, node, state, storage
 from bed.api import Api, ApiError
-from bed.places import CGROUPS, NODES, Node, node_named
+from bed.places import CGROUPS, NAME, NODES, Node, node_named
 from bed.shell import BedError, wait_until
 
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"
@@ -44,7 +44,7 @@ class Faults:
             raise BedError(f"{namespace}/{pod}: no container {container or ''} has been started.")
         identity = chosen[0]["containerID"].rpartition("/")[2]
         box = found["spec"]["nodeName"]
-        folder = next((CGROUPS / "pids" / cgroups.NAME / box).glob(f"kubepods/**/{identity}"), None)
+        folder = next((CGROUPS / "pids" / NAME / box).glob(f"kubepods/**/{identity}"), None)
         pids = sorted(cgroups.pids_in(folder / "cgroup.procs")) if folder else []
         if not pids:
             raise BedError(f"{namespace}/{pod}: nothing runs in container {chosen[0]['name']}.")

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from bed import images, node
-from bed.places import logs
+from bed.places import STATE, logs
 from bed.shell import BedError, last_lines, run, wait_until
 
-_SOCKET = Path("/run/evergrad-golden/containerd.sock")
+_SOCKET = STATE / "golden" / "containerd.sock"
 
 
 def root() -> Path:
@@ -58,7 +58,7 @@ def _containerd(home: Path) -> Iterator[None]:
     cni = home / "cni"
     cni.mkdir(exist_ok=True)
     (home / "root").mkdir(exist_ok=True)
-    _SOCKET.parent.mkdir(exist_ok=True)
+    _SOCKET.parent.mkdir(parents=True, exist_ok=True)
     configuration = node.containerd_configuration(home / "root", str(_SOCKET.parent / "state"), str(_SOCKET), cni)
     (home / "containerd.toml").write_text(configuration)
     logs().mkdir(parents=True, exist_ok=True)

@@ -4,9 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
-from bed import boxes, cgroups, toolbox
+from bed import boxes, toolbox
 from bed.api import Api, ApiError
-from bed.places import CONTROL_ADDRESS, PODS, Node, logs, pki, work
+from bed.places import CONTROL_ADDRESS, NAME, PODS, Node, logs, pki, work
 from bed.shell import run, wait_until
 
 SOCKET = "/run/containerd/containerd.sock"  # of the node's own /run
@@ -160,7 +160,7 @@ def _kubelet(node: Node) -> dict[str, object]:
         "kind": "KubeletConfiguration",
         "containerRuntimeEndpoint": f"unix://{SOCKET}",
         "cgroupDriver": "cgroupfs",
-        "cgroupRoot": f"/{cgroups.NAME}/{node.name}",
+        "cgroupRoot": f"/{NAME}/{node.name}",
         "failCgroupV1": False,
         "oomScoreAdj": 0,
         "maxOpenFiles": 20000,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from bed.places import API_SERVER, CONTROL_ADDRESS, NODES
+from bed.places import API_SERVER, API_SERVICE, CONTROL_ADDRESS, NODES
 from bed.shell import run
 
 CURVE = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "30")
@@ -29,7 +29,7 @@ class Certificate:
 def certificates() -> dict[str, Certificate]:
     """Every pair the bed needs, by file name."""
     services = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost")
-    names = ",".join([f"DNS:{name}" for name in services] + [f"IP:{ip}" for ip in ("10.96.0.1", CONTROL_ADDRESS, "127.0.0.1")])
+    names = ",".join([f"DNS:{name}" for name in services] + [f"IP:{ip}" for ip in (API_SERVICE, CONTROL_ADDRESS, "127.0.0.1")])
     found = {
         "apiserver": Certificate("/CN=kube-apiserver", names),
         "apiserver-kubelet": Certificate("/O=system:masters/CN=kube-apiserver-kubelet-client"),

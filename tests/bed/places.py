@@ -1,23 +1,30 @@
-"""Where everything of the bed lies, and the addresses it uses. One bed at a time: the names are fixed."""
+"""Where everything of the bed lies, and the addresses it uses: all fixed, but for the number of the bed (EVERGRAD_BED)."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+# Beds of other numbers stand beside the first, with other names and addresses: its own tests need one of theirs.
+NUMBER = int(os.environ.get("EVERGRAD_BED", "0"))
+NAME = f"bed{NUMBER or ''}"
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-CLUSTER = REPOSITORY / ".cluster"
+CLUSTER = REPOSITORY / f".cluster{NUMBER or ''}"
 KUBECONFIG = CLUSTER / "kubeconfig"
 
 # Of the machine and not of a clone: bridges, cgroups and sysctls are too. The nodes have a /run of their own and do not see it.
-STATE = Path("/run/evergrad-bed")
+STATES = Path("/run/evergrad-beds")
+STATE = STATES / NAME
 
 CGROUPS = Path("/sys/fs/cgroup")
-HOST_ADDRESS = "10.100.0.254"
-CONTROL_ADDRESS = "10.100.0.1"
+NETWORK = f"10.{100 + NUMBER}.0"
+HOST_ADDRESS = f"{NETWORK}.254"
+CONTROL_ADDRESS = f"{NETWORK}.1"
 API_SERVER = f"https://{CONTROL_ADDRESS}:6443"
-SERVICES = "10.96.0.0/16"
-PODS = "10.244.0.0/16"
-BRIDGE_END = "bed0"  # the link of the machine's own network namespace
+SERVICES = f"10.{96 - NUMBER}.0.0/16"
+API_SERVICE = f"10.{96 - NUMBER}.0.1"
+PODS = f"10.{244 + NUMBER}.0.0/16"
+BRIDGE_END = f"bed{NUMBER}"  # the link of the machine's own network namespace
 STORAGE_CLASS = "shared"
 
 
@@ -31,12 +38,12 @@ class Node:
     @property
     def address(self) -> str:
         """The node's InternalIP; its NodePorts are there too."""
-        return f"10.100.0.{10 + self.number}"
+        return f"{NETWORK}.{10 + self.number}"
 
     @property
     def pods(self) -> str:
         """The range of its pods' addresses."""
-        return f"10.244.{self.number}.0/24"
+        return f"10.{244 + NUMBER}.{self.number}.0/24"
 
 
 NODES = (Node("n1", 1), Node("n2", 2))
@@ -60,7 +67,7 @@ def cache() -> Path:
 
 def work() -> Path:
     """The bed's scratch: deleted by `down`."""
-    return cache() / "bed"
+    return cache() / NAME
 
 
 def volumes() -> Path:

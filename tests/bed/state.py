@@ -3,12 +3,14 @@
 import fcntl
 import json
 import os
+import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from bed.places import CLUSTER, STATE, work
+from bed.places import CLUSTER, STATE, STATES, work
 from bed.shell import BedError
 
 # Settings of the whole machine that the kubelet changes, or that many containers need.
@@ -32,15 +34,16 @@ class State:
     sysctls: dict[str, str] = field(
         default_factory=lambda: {name: Path("/proc/sys", name).read_text().strip() for name in SYSCTLS}
     )
+    begun: float = field(default_factory=time.time)
     is_complete: bool = False
 
 
-def write(state: State) -> None:
+def write(state: State, folder: Path = STATE) -> None:
     """Keep it."""
-    STATE.mkdir(exist_ok=True)
-    fresh = STATE / "state.json.new"
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / "state.json.new"
     fresh.write_text(json.dumps(asdict(state), indent=1))
-    fresh.replace(STATE / "state.json")
+    fresh.replace(folder / "state.json")
 
 
 def read() -> State:
@@ -56,21 +59,29 @@ def exists() -> bool:
     return (STATE / "state.json").exists()
 
 
-def restore_sysctls(state: State) -> None:
-    """Put the machine's settings back."""
-    for name, value in state.sysctls.items():
+def restore_sysctls() -> None:
+    """Put the machine's settings back; where another bed found those of this one, it is told what to put back instead."""
+    if not exists():
+        return
+    own = read()
+    heirs = [file for file in STATES.glob("*/state.json") if file.parent != STATE]
+    younger = [file for file in heirs if json.loads(file.read_text())["begun"] > own.begun]
+    for file in younger:
+        write(replace(State(**json.loads(file.read_text())), sysctls=own.sysctls), file.parent)
+    for name, value in own.sysctls.items() if not younger else ():
         Path("/proc/sys", name).write_text(value)
 
 
 def forget() -> None:
-    """There is no bed any more."""
+    """There is no bed any more; the lock stays, for somebody may wait for it."""
+    shutil.rmtree(STATE / "golden", ignore_errors=True)
     (STATE / "state.json").unlink(missing_ok=True)
 
 
 @contextmanager
 def lock() -> Iterator[None]:
     """Only one `up` or `down` of the machine at a time; BedError says who is at work. The kernel lets go when he dies."""
-    STATE.mkdir(exist_ok=True)
+    STATE.mkdir(parents=True, exist_ok=True)
     with open(STATE / "lock", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
