@@ -25,7 +25,9 @@ Raw = Mapping[str, Any]
 Query = dict[str, str]
 Codes = list[str]
 _SPREAD = 0.3
-_APPLY, _MERGE = "application/apply-patch+yaml", "application/merge-patch+json"
+_JSON, _APPLY, _MERGE = "application/json", "application/apply-patch+yaml", "application/merge-patch+json"
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
+"""An answer that is small: most of what is stored is what was sent."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Kube:
     ) -> tuple[list[Raw], int]:
         """All objects, and the version the list is as of. ``metadata_only``: as the API server's PartialObjectMetadata."""
         items: list[Raw] = []
-        accept = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" if metadata_only else "application/json"
+        accept = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" if metadata_only else _JSON
         query: Query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
         while True:
             page = await self._request("GET", kind, kind.path(namespace), verb="list", query=query, accept=accept)
@@ -156,34 +158,24 @@ class Kube:
                 return items, int(metadata.get("resourceVersion") or 0)
             query["continue"] = metadata["continue"]
 
-    async def create(self, body: Raw, *, is_fenced: bool = True) -> Raw:
-        """A new object, as it was stored. ApiError 409: one of that name exists."""
+    async def create(self, body: Raw, *, is_fenced: bool = True, is_brief: bool = False) -> Raw:
+        """A new object, as it was stored; ``is_brief``: only its metadata. ApiError 409: one of that name exists."""
         kind, namespace = _locate(body)
-        return await self._request(
-            "POST",
-            kind,
-            kind.path(namespace),
-            verb="create",
-            query={"fieldManager": FIELD_MANAGER},
-            body=body,
-            is_fenced=is_fenced,
-        )
+        path, accept = kind.path(namespace), _METADATA if is_brief else _JSON
+        query = {"fieldManager": FIELD_MANAGER}
+        return await self._request("POST", kind, path, verb="create", query=query, body=body, accept=accept, is_fenced=is_fenced)
 
-    async def apply(self, body: Raw, *, subresource: str = "", manager: str = FIELD_MANAGER) -> Raw:
-        """The complete intent of ``manager`` by server-side apply, by force; the object as it was stored."""
+    async def apply(self, body: Raw, *, subresource: str = "", manager: str = FIELD_MANAGER, is_brief: bool = False) -> Raw:
+        """The complete intent of ``manager`` by server-side apply, by force; the object as it was stored, or its metadata."""
         kind, namespace = _locate(body)
-        path = kind.path(namespace, body["metadata"]["name"], subresource)
+        path, accept = kind.path(namespace, body["metadata"]["name"], subresource), _METADATA if is_brief else _JSON
         query = {"fieldManager": manager, "force": "true"}
-        return await self._request(
-            "PATCH", kind, path, verb="patch", query=query, body=body, content="application/apply-patch+yaml"
-        )
+        return await self._request("PATCH", kind, path, verb="patch", query=query, body=body, content=_APPLY, accept=accept)
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
-        """A JSON merge patch; the object as it was stored."""
+        """A JSON merge patch; metadata of the object as it was stored."""
         path, query = kind.path(namespace, name), {"fieldManager": FIELD_MANAGER}
-        return await self._request(
-            "PATCH", kind, path, verb="patch", query=query, body=patch, content="application/merge-patch+json"
-        )
+        return await self._request("PATCH", kind, path, verb="patch", query=query, body=patch, content=_MERGE, accept=_METADATA)
 
     async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
         """The whole object, if its resourceVersion is still the newest. ApiError 409: it is not."""
@@ -227,8 +219,8 @@ class Kube:
         verb: str,
         query: Query | None = None,
         body: Raw | None = None,
-        content: str = "application/json",
-        accept: str = "application/json",
+        content: str = _JSON,
+        accept: str = _JSON,
         is_fenced: bool = True,
     ) -> Raw:
         url = path + (f"?{urlencode(query)}" if query else "")
@@ -271,13 +263,10 @@ class Kube:
             seconds = min(self._limits.request_seconds, check_gate(gate) if gate else float("inf"))
             reset = _fence.set(gate)
             try:
-                async with asyncio.timeout(seconds):
-                    full = self._client.configuration.host + url
-                    answer = await self._client.rest_client.request(
-                        method, full, headers=sent, body=body, _request_timeout=aiohttp.ClientTimeout(total=seconds)
-                    )
-                    codes.append(str(answer.status))
-                    data = await answer.read()
+                full, timeout = self._client.configuration.host + url, aiohttp.ClientTimeout(total=seconds)
+                answer = await self._client.rest_client.request(method, full, headers=sent, body=body, _request_timeout=timeout)
+                codes.append(str(answer.status))
+                data = await answer.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
                 # A write that was not answered in the lease's time may have been done: what follows observes anew.
                 raise ApiError(0, "Unreachable", f"{method} {url}: {_describe(error)}") from error

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Protocol
 
 from evergrad_operator import names
@@ -39,10 +40,10 @@ class Cluster(Protocol):
     ) -> tuple[list[Raw], int]:
         """Objects, and the version of the list."""
 
-    async def create(self, body: Raw) -> Raw:
-        """A new object."""
+    async def create(self, body: Raw, *, is_brief: bool = False) -> Raw:
+        """A new object; ``is_brief``: only its metadata are answered."""
 
-    async def apply(self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER) -> Raw:
+    async def apply(self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER, is_brief: bool = False) -> Raw:
         """The whole intent, by server-side apply."""
 
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
@@ -217,7 +218,7 @@ class Reconciler:
         if plan.claim is not None:
             manager = plan.claim_manager or names.FIELD_MANAGER
             await self._try(memory, done, plan.claim, lambda body: self._cluster.apply(body, manager=manager))
-        await _all(self._try(memory, done, body, self._cluster.apply) for body in plan.apply)
+        await _all(self._try(memory, done, body, partial(self._cluster.apply, is_brief=True)) for body in plan.apply)
         if plan.bounds is not None:
             await self._coordinators.post_bounds(key, plan.bounds.min, plan.bounds.max)
         await _all(self._end(key, end) for end in plan.delete)
@@ -234,7 +235,7 @@ class Reconciler:
             self._mirror.forget_pod(key, end.name, end.uid)
 
     async def _create(self, seen: Observation, memory: Memory, done: "_Doing", body: Raw) -> None:
-        if not done.is_pod_refused and await self._try(memory, done, body, self._cluster.create):
+        if not done.is_pod_refused and await self._try(memory, done, body, partial(self._cluster.create, is_brief=True)):
             self._count_pod(seen, body)
             done.created.append(str(body["metadata"]["name"]))
 
@@ -260,7 +261,9 @@ class Reconciler:
             return False
         memory.refusals.pop(name, None)
         resource = {POD.kind: PODS, CLAIM.kind: CLAIMS}.get(name[0], CHILDREN)
-        self._mirror.see(resource, stored)
+        if resource == PODS:
+            stored = {**body, "metadata": stored["metadata"], "status": {"phase": "Pending"}}
+        self._mirror.see(resource, {**stored, "kind": name[0]})
         if resource == CHILDREN:
             memory.applied[name] = str(stored["metadata"].get("resourceVersion", ""))
         return True
@@ -287,14 +290,17 @@ class Reconciler:
         metadata = {"name": key[1], "namespace": key[0], "uid": raw["metadata"]["uid"]}
         body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": new}
         try:
-            stored = await self._cluster.apply(body, subresource="status")
+            stored = await self._cluster.apply(body, subresource="status", is_brief=True)
         except ApiError as error:
             if error.status in (404, 409):
                 return None  # gone, or another of the same name: its own event comes
             raise
         memory.progress_written_at = now
         self._metrics.status_writes.inc()
-        self._mirror.see(RUNS, stored)
+        metadata = stored["metadata"]
+        # Of another generation the spec is not known yet: the watch brings it.
+        if metadata.get("generation") == raw["metadata"].get("generation"):
+            self._mirror.see(RUNS, {**raw, "metadata": metadata, "status": new})
         if _step(old) is None and _step(new) is not None:
             self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
         for event in derive_events(old, new, seen):

@@ -25,10 +25,12 @@ class FakeCluster:
         self.reads.append(("list", kind.plural))
         return list(self.store.list(kind.plural, namespace, selector)), self.store.version
 
-    async def create(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def create(self, body: Mapping[str, Any], *, is_brief: bool = False) -> Mapping[str, Any]:
         return self._try(lambda: self.store.create(KINDS[body["kind"]].plural, body))
 
-    async def apply(self, body: Mapping[str, Any], *, subresource: str = "", manager: str = "") -> Mapping[str, Any]:
+    async def apply(
+        self, body: Mapping[str, Any], *, subresource: str = "", manager: str = "", is_brief: bool = False
+    ) -> Mapping[str, Any]:
         return self._try(lambda: self.store.apply(KINDS[body["kind"]].plural, body, subresource))
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Mapping[str, Any]:
