@@ -24,7 +24,7 @@ stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
 help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
 	@printf '           PYTEST (arguments for make test), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery and bench-cluster), UPGRADE=1 (make lock: newer releases too)\n'
 
@@ -54,7 +54,7 @@ test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster o
 test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that they start here (as root), or the one KUBECONFIG names
 	$(call stage,tests on a cluster)
 	@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
-		PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed prepare && $(MAKE) --no-print-directory images; fi
+		export PYTHONPATH=$(CURDIR)/tests && $(BIN)/python -m bed prepare && $(BIN)/python -m bed.product_images; fi
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one
@@ -111,7 +111,7 @@ bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the 
 bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a control plane with made-up nodes (as root)
 	PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests $(BIN)/python benchmarks/cluster_scale.py $(BENCH)
 
-images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (needs buildah, skopeo, root)
+images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images
 
 chart-lint: $(INSTALLED) ## helm lint --strict, and kubeconform on what the chart renders

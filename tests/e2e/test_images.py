@@ -155,7 +155,7 @@ def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_b
 ) -> None:
     look = (
         "for tool in gcc cc g++ clang make pip; do command -v $tool; done;"
-        " find / -xdev \\( -name pip.conf -o -name .netrc -o -path /root/.cache -o -path '/tmp/*' -o -path '/run/secrets/*' \\)"
+        " find / -xdev \\( -name pip.conf -o -name .netrc -o -path '/*/.cache' -o -path '/tmp/*' -o -path '/run/secrets/*' \\)"
         " 2>/dev/null; env | grep -iE 'proxy|cert|pip_' ; true"
     )
     assert told_by(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
