@@ -288,7 +288,7 @@ def test_every_section_of_the_envelope_has_a_counterpart() -> None:
         {"nodes": None, "template": None, "storage": None, "resources": None, "suspend": None, "workersPerNode": None},
         {"workersPerNode": " 2 "},
         {"failurePolicy": {"maxFailuresWithoutProgress": "0.1k"}},
-        {"resources": {"requests": {"cpu": 0.5}, "limits": {"cpu": 2, "memory": "1e9", "nvidia.com/gpu": 1}}},
+        {"resources": {"requests": {"cpu": "0.5"}, "limits": {"cpu": 2, "memory": "1e9", "nvidia.com/gpu": 1}}},
         {"storage": {"size": 10**9}},
         {"storage": {"claimName": "mine"}},
         {"storage": {"claimName": "mine", "path": "runs/first"}},
