@@ -6,7 +6,7 @@ from evergrad_operator.spec import TrainingRun
 
 
 def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
-    """Evictions leave ``nodes.min`` nodes, or one less where there are no others: a drain is slowed down, not blocked.
+    """Evictions leave ``nodes.min`` nodes, or one less where there are no others: a drain is slowed down.
 
     None where that is no limit. ``maxUnavailable`` cannot be used: it asks for a scale subresource of the pods' owner.
     """

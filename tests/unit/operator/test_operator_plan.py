@@ -304,7 +304,7 @@ def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
     ("nodes", "fewest"),
     [((1, 1), None), ((1, 4), 1), ((2, 2), 1), ((2, 4), 2), ((4, 4), 3)],
 )
-def test_a_drain_is_slowed_down_and_never_blocked_for_good(nodes: tuple[int, int], fewest: int | None) -> None:
+def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others(nodes: tuple[int, int], fewest: int | None) -> None:
     world = Simulation(make_run(nodes={"min": nodes[0], "max": nodes[1]}))
     world.reconcile()
     budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
