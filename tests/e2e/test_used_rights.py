@@ -1,0 +1,74 @@
+"""What the operator asked of the API server while the other tests ran, against what the chart grants it. Named to run last."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from bed import chart
+from bed.places import CLUSTER
+
+pytestmark = pytest.mark.timeout(300)
+ACCOUNT = "system:serviceaccount:evergrad-system:evergrad"
+ENOUGH = 6
+"""With this many rooms of end-to-end tests run before, every right must have been used."""
+APPLIED = ("configmaps", "services", "persistentvolumeclaims", "poddisruptionbudgets", "networkpolicies")
+# Asked for inside of other requests: server-side apply of what does not exist yet needs create, and is recorded as patch; owner
+# references are checked against finalizers, where the cluster does that.
+UNSEEN = {(resource, "create") for resource in APPLIED} | {("trainingruns/finalizers", "update")}
+
+
+def requests() -> Iterator[dict[str, Any]]:
+    """Every recorded request of the operator for a resource."""
+    with (CLUSTER / "logs/audit.jsonl").open() as file:
+        for line in file:
+            if f'"{ACCOUNT}"' in line and line.endswith("\n"):
+                event = json.loads(line)
+                if event["user"]["username"] == ACCOUNT and event.get("objectRef", {}).get("resource"):
+                    yield event
+
+
+def resource_of(event: dict[str, Any]) -> str:
+    reference = event["objectRef"]
+    return "/".join(part for part in (reference["resource"], reference.get("subresource")) if part)
+
+
+@pytest.fixture(scope="module")
+def used(cluster: Any, operator: Any) -> set[tuple[str, str]]:
+    if not cluster.is_bed:
+        pytest.skip("Requests are recorded on the bed only.")
+    del operator
+    return {
+        (resource_of(event), event["verb"]) for event in requests() if (event.get("responseStatus") or {}).get("code", 0) < 300
+    }
+
+
+@pytest.fixture(scope="module")
+def granted() -> set[tuple[str, str]]:
+    roles = [one for one in chart.render({"rbac": {"aggregatedRoles": False}}) if one["kind"] in ("Role", "ClusterRole")]
+    return {
+        (resource, verb) for role in roles for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
+    }
+
+
+def test_the_operator_was_never_refused_a_right(used: set[tuple[str, str]]) -> None:
+    assert used
+    refused = {
+        (resource_of(event), event["verb"])
+        for event in requests()
+        if (event.get("annotations") or {}).get("authorization.k8s.io/decision") == "forbid"
+    }
+    assert refused == set()
+
+
+def test_the_operator_asked_for_nothing_that_the_chart_does_not_name(
+    used: set[tuple[str, str]], granted: set[tuple[str, str]]
+) -> None:
+    assert used - granted == set()
+
+
+def test_every_right_was_used(used: set[tuple[str, str]], granted: set[tuple[str, str]], request: pytest.FixtureRequest) -> None:
+    rooms = {item.path for item in request.session.items if "e2e" in item.path.parts}
+    if len(rooms) < ENOUGH:
+        pytest.skip("Only a part of the end-to-end tests was run; they use every right together.")
+    assert granted - used - UNSEEN == set()
