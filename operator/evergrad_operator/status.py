@@ -47,7 +47,9 @@ def build_status(observation: Observation, decision: Decision, outcome: Outcome,
     memory = replace(memory, training=replace(memory.training, ready=ready))
     shown = replace(decision, memory=memory)
     built = build_memory(memory)
-    nodes = {"summary": f"{ready}/{run.spec.nodes.max}", "min": run.spec.nodes.min, "max": run.spec.nodes.max}
+    # A run that is over needs no nodes: none is missing.
+    summary = None if memory.finish else f"{ready}/{run.spec.nodes.max}"
+    nodes = {"summary": summary, "min": run.spec.nodes.min, "max": run.spec.nodes.max}
     status = {
         "observedGeneration": run.generation,
         "phase": decision.phase.value,

@@ -33,7 +33,12 @@ def complete_if_done(situation: Situation) -> Situation | None:
     if not done and memory.finishing_since is None and (progress is None or progress.phase != "Complete"):
         return None
     since = situation.now if memory.finishing_since is None else memory.finishing_since
-    situation = replace(situation, memory=replace(memory, finishing_since=since))
+    memory = replace(memory, finishing_since=since)
+    training = memory.training
+    if situation.run.spec.training is not None and training.total_steps is not None:
+        # A typed run saves its last step before it says that it is done; nobody may have asked its coordinator since.
+        training = replace(training, step=training.total_steps, checkpoint_step=training.total_steps)
+    situation = replace(situation, memory=replace(memory, training=training))
     at_work = [pod for pod in situation.nodes if pod.is_running and not situation.is_ghost(pod)]
     if at_work and situation.now < since + situation.config.finish_grace_seconds:
         return situation

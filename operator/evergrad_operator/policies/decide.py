@@ -28,6 +28,8 @@ from evergrad_operator.policies.waiting import Obstacle, find_claim_obstacle, fi
 from evergrad_operator.times import format_time
 
 _CLAIM_RETRY_SECONDS = 10.0
+_WARM_UP_SECONDS = 180.0
+"""For a node's pod to start, import its libraries and join."""
 _GROUP_PHASES = {"Running": Phase.RUNNING, "Draining": Phase.RUNNING, "Starting": Phase.STARTING, "Waiting": Phase.WAITING}
 
 
@@ -110,13 +112,19 @@ def _start(situation: Situation, scale: Scale) -> Memory:
     return memory
 
 
+def _is_warming_up(situation: Situation, scale: Scale) -> bool:
+    """Whether the coordinator waits for nodes that are only young: every pod is there and has not had its time."""
+    newest = max((pod.created_at for pod in situation.live), default=0.0)
+    return scale.missing == 0 and situation.now - newest < _WARM_UP_SECONDS
+
+
 def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> tuple[Phase, str, str, bool]:
     """Phase, reason, message, and whether somebody has to do something before the run trains."""
     progress, memory = situation.progress, situation.memory
     known_phase = memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
     if progress is not None:
         phase = _GROUP_PHASES.get(progress.phase, Phase.STARTING)
-        if phase == Phase.WAITING and memory.training.step is None and obstacle is None:
+        if phase == Phase.WAITING and obstacle is None and _is_warming_up(situation, scale):
             phase = Phase.STARTING
     elif known_phase and situation.observation.live_coordinator is not None:
         # Nobody has asked the coordinator yet, as after a start of the operator: what was known still holds.

@@ -517,3 +517,17 @@ def test_a_claim_that_cannot_be_used_is_told(claim: dict[str, Any], reason: str)
     world.children["PersistentVolumeClaim", "shared"] = claim
     assert world.reconcile().reason == reason
     assert world.plan.is_empty
+
+
+def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_waited_for() -> None:
+    world = Simulation().run(10)
+    world.age(1000)
+    for name in world.live():
+        world.vanish(name)
+    world.reconcile()
+    world.start()
+    world.progress = make_progress(0, phase="Waiting", reason="WaitingForNodes", message="0 nodes are here", nodes={"ready": 0})
+    assert (world.reconcile().phase, world.decision.reason) == (Phase.STARTING, Reason.STARTING)
+    world.age(200)
+    assert (world.reconcile().phase, world.decision.reason) == (Phase.WAITING, Reason.WAITING_FOR_NODES)
+    assert world.decision.message == "0 nodes are here"

@@ -32,7 +32,6 @@ def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -
     assert kinds(world) == [
         "ConfigMap/docs-lm-config",
         "Service/docs-lm-coordinator",
-        "PodDisruptionBudget/docs-lm",
         "NetworkPolicy/docs-lm",
     ]
     assert world.created == ["docs-lm-coordinator-0", "docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"]
@@ -383,6 +382,8 @@ def test_a_run_is_complete_when_its_nodes_have_ended_well() -> None:
     world = completed()
     assert (world.status["phase"], world.status["reason"]) == ("Complete", "Complete")
     assert world.status["message"] == "all 100 steps are done"
+    assert world.status["checkpoint"] == {"step": 100}, "the last step is always saved"
+    assert "summary" not in world.status["nodes"], "no node is missing"
     assert world.condition("Complete")["status"] == "True"
     assert world.condition("Ready")["status"] == "True"
     assert world.live(role="coordinator") == []
