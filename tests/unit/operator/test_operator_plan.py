@@ -97,10 +97,12 @@ def test_a_whole_plan_is_as_it_was(name: str) -> None:
     world = WORLDS[name]()
     world.reconcile()
     plan = world.plan
+    world.start()
+    world.reconcile()
     built = {
         "claim": plan.claim,
         "claimManager": plan.claim_manager,
-        "apply": list(plan.apply),
+        "apply": [*plan.apply, *world.plan.apply],
         "delete": [],
         "create": list(plan.create),
     }
@@ -304,8 +306,13 @@ def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
     ("nodes", "fewest"),
     [((1, 1), None), ((1, 4), 1), ((2, 2), 1), ((2, 4), 2), ((4, 4), 3)],
 )
-def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others(nodes: tuple[int, int], fewest: int | None) -> None:
+def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others(
+    nodes: tuple[int, int], fewest: int | None
+) -> None:
     world = Simulation(make_run(nodes={"min": nodes[0], "max": nodes[1]}))
+    world.reconcile()
+    assert all(child["kind"] != "PodDisruptionBudget" for child in world.plan.apply)  # nothing runs yet
+    world.start()
     world.reconcile()
     budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
     assert [budget["spec"]["minAvailable"] for budget in budgets] == ([] if fewest is None else [fewest])
