@@ -19,7 +19,9 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
     at = parse_time(record.complete.get("at")) or situation.now
     if record.uid == run.uid and situation.memory.start_time is not None:
         # Ours, written a moment ago: only the status is still to follow.
-        over = situation.finished(Phase.COMPLETE, Reason.COMPLETE, _describe(step if isinstance(step, int) else None))
+        over = _note_last_step(situation).finished(
+            Phase.COMPLETE, Reason.COMPLETE, _describe(step if isinstance(step, int) else None)
+        )
     else:
         text = f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing is trained again"
         over = situation.finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
@@ -33,17 +35,22 @@ def complete_if_done(situation: Situation) -> Situation | None:
     if not done and memory.finishing_since is None and (progress is None or progress.phase != "Complete"):
         return None
     since = situation.now if memory.finishing_since is None else memory.finishing_since
-    memory = replace(memory, finishing_since=since)
-    training = memory.training
-    if situation.run.spec.training is not None and training.total_steps is not None:
-        # A typed run saves its last step before it says that it is done; nobody may have asked its coordinator since.
-        training = replace(training, step=training.total_steps, checkpoint_step=training.total_steps)
-    situation = replace(situation, memory=replace(memory, training=training))
+    situation = _note_last_step(replace(situation, memory=replace(memory, finishing_since=since)))
+    memory = situation.memory
     at_work = [pod for pod in situation.nodes if pod.is_running and not situation.is_ghost(pod)]
     if at_work and situation.now < since + situation.config.finish_grace_seconds:
         return situation
     text = _describe(memory.training.total_steps or memory.training.step)
     return situation.finished(Phase.COMPLETE, Reason.COMPLETE, text)
+
+
+def _note_last_step(situation: Situation) -> Situation:
+    """A typed run saves its last step before it says that it is done, and nobody may have asked its coordinator since."""
+    training = situation.memory.training
+    if situation.run.spec.training is None or training.total_steps is None:
+        return situation
+    training = replace(training, step=training.total_steps, checkpoint_step=training.total_steps)
+    return replace(situation, memory=replace(situation.memory, training=training))
 
 
 def _describe(steps: int | None) -> str:
