@@ -54,6 +54,8 @@ def _tell_transition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
     phase, reason = get_text(new, "phase"), get_text(new, "reason")
     if (get_text(old, "phase"), get_text(old, "reason")) == (phase, reason):
         return
+    if not old and phase == Phase.STARTING:
+        return  # a run that was made a moment ago starts, as everybody expects
     is_bad = phase == Phase.FAILED or reason in _WARNINGS
     yield Event("Warning" if is_bad else "Normal", reason or phase, get_text(new, "message") or phase)
 

@@ -280,7 +280,6 @@ def test_events_tell_a_runs_story_once() -> None:
         world.end(name, 0)
     world.settle()
     assert [(event.type, event.reason) for event in world.events] == [
-        ("Normal", "Starting"),
         ("Normal", "Training"),
         ("Warning", "Preempted"),
         ("Normal", "CheckpointSaved"),
