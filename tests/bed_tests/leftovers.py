@@ -1,12 +1,17 @@
-"""What a bed could leave behind on the machine, as sets that can be compared."""
+"""What a bed could leave behind on the machine, as sets that can be compared; printed as JSON for the bed EVERGRAD_BED names.
 
+Other beds may be up meanwhile and start pods; what belongs to them is left out.
+"""
+
+import json
 import os
+import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from bed import boxes, cgroups, images, state
-from bed.places import CLUSTER, cache, work
+from bed.places import BRIDGE_END, CLUSTER, NAME, STATE, work
 
 NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
 
@@ -17,14 +22,31 @@ def _output(*command: str) -> set[str]:
     return {line for line in result.stdout.splitlines() if line.strip() and not line.startswith((":", "#"))}
 
 
+def _is_of_another_bed(folder: Path) -> bool:
+    try:
+        lines = (folder / "cgroup").read_text().splitlines()
+    except OSError:
+        return True  # it has just ended
+    group = next((line.rpartition(":")[2] for line in lines if ":freezer:" in line), "/")
+    return group.startswith("/bed") and group.split("/")[1] != NAME
+
+
+def _machines_processes() -> list[Path]:
+    return [folder for folder in Path("/proc").glob("[0-9]*") if not _is_of_another_bed(folder)]
+
+
+def _without_other_beds(lines: Iterable[str]) -> set[str]:
+    return {line for line in lines if set(re.findall(r"\bbed\d+\b", line)) <= {BRIDGE_END}}
+
+
 def _processes() -> set[str]:
     found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in _machines_processes():
         try:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        is_of_the_bed = any(str(path) in command for path in (work(), cache() / "tools", "containerd-shim"))
+        is_of_the_bed = any(str(path) in command for path in (f"{work()}/", "containerd", "bed.storage"))
         if is_of_the_bed and int(folder.name) != os.getpid() and boxes.is_alive(int(folder.name)):
             found.add(f"{folder.name} {command}")
     return found
@@ -32,7 +54,7 @@ def _processes() -> set[str]:
 
 def _namespaces() -> set[str]:
     found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+    for folder in _machines_processes():
         for name in NAMESPACES:
             try:
                 found.add((folder / "ns" / name).readlink().as_posix())
@@ -47,7 +69,7 @@ def _mounts() -> set[str]:
 
 
 def _cgroups() -> set[str]:
-    return {str(folder) for hierarchy in cgroups.hierarchies() for folder in (hierarchy / cgroups.NAME).glob("**")}
+    return {str(folder) for hierarchy in cgroups.hierarchies() for folder in (hierarchy / NAME).glob("**")}
 
 
 def _sysctls() -> set[str]:
@@ -56,7 +78,7 @@ def _sysctls() -> set[str]:
 
 
 def _folders() -> set[str]:
-    return {str(path) for path in (work(), CLUSTER, Path("/run/netns"), Path("/run/evergrad-golden")) if path.exists()}
+    return {str(path) for path in (work(), CLUSTER, STATE / "state.json", STATE / "golden", Path("/run/netns")) if path.exists()}
 
 
 KINDS: dict[str, Callable[[], set[str]]] = {
@@ -64,9 +86,11 @@ KINDS: dict[str, Callable[[], set[str]]] = {
     "namespaces": _namespaces,
     "mounts": _mounts,
     "cgroups": _cgroups,
-    "links": lambda: {path.name for path in Path("/sys/class/net").iterdir()},
-    "routes": lambda: _output("ip", "route", "show", "table", "all"),
-    "loop devices": lambda: _output("losetup", "--list", "--noheadings", "--output", "NAME,BACK-FILE"),
+    "links": lambda: _without_other_beds(path.name for path in Path("/sys/class/net").iterdir()),
+    "routes": lambda: _without_other_beds(_output("ip", "route", "show", "table", "all")),
+    "loop devices": lambda: {
+        line for line in _output("losetup", "--list", "--noheadings", "-O", "BACK-FILE") if f"{work()}/" in line
+    },
     "iptables": lambda: _output("iptables-save"),
     "nftables": lambda: _output("nft", "list", "ruleset"),
     "sysctls": _sysctls,
@@ -74,12 +98,5 @@ KINDS: dict[str, Callable[[], set[str]]] = {
 }
 
 
-def snapshot() -> dict[str, set[str]]:
-    """Everything of every kind, now."""
-    return {name: look() for name, look in KINDS.items()}
-
-
-def added(before: dict[str, set[str]]) -> dict[str, set[str]]:
-    """What there is now and was not before, by kind; kinds with nothing left out. An old sysctl is missing when it changed."""
-    now = snapshot()
-    return {name: now[name] - before[name] for name in now if now[name] - before[name]}
+if __name__ == "__main__":
+    print(json.dumps({name: sorted(look()) for name, look in KINDS.items()}))

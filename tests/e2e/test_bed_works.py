@@ -9,7 +9,7 @@ import pytest
 from bed import images
 from bed.api import ApiError, Object
 from bed.fixtures import Cluster
-from bed.places import NODES
+from bed.places import API_SERVICE, NODES
 
 pytestmark = pytest.mark.e2e
 WRITER = """
@@ -116,7 +116,7 @@ def test_pods_of_both_nodes_share_a_volume_as_any_user_and_know_names(room: Room
         room.pod(f"writer-{node.name}", node.name, WRITER, "data")
     for node in NODES:
         said = wait_for(lambda node=node: room.log(f"writer-{node.name}"))
-        assert said == "uid=10001 address=10.96.0.1 files=['writer-n1', 'writer-n2']\n"
+        assert said == f"uid=10001 address={API_SERVICE} files=['writer-n1', 'writer-n2']\n"
 
 
 def test_a_small_volume_can_be_full_and_ends_with_its_claim(room: Room) -> None:
