@@ -42,7 +42,7 @@ class Mirror:
         self._pods: dict[Key, dict[str, Raw]] = {}
         self._claims: dict[Key, Raw] = {}
         self._children: dict[Key, dict[tuple[str, str], Raw]] = {}
-        self._users: dict[Key, set[Key]] = {}
+        self._users: dict[Key, dict[Key, str]] = {}
         self._tombstones: dict[str, float] = {}
         self._echoes: dict[tuple[str, str], Echo] = {}
 
@@ -73,10 +73,9 @@ class Mirror:
         return frozenset(self._users.get((namespace, claim), ()))
 
     def others(self, key: Key) -> Sequence[Raw]:
-        """Other runs on the same claim."""
+        """Other runs whose folders on the same claim overlap with the run's."""
         raw = self._runs.get(key)
-        users = self.users_of(key[0], claim_of(raw)) if raw else ()
-        return tuple(self._runs[user] for user in sorted(users) if user != key)
+        return tuple(self._runs[user] for user in self._neighbours(raw)) if raw else ()
 
     def known(self) -> set[Key]:
         """Every run that exists, and every one that still has pods or children."""
@@ -192,8 +191,8 @@ class Mirror:
         """Other runs whose folders overlap with the run's. A thousand in folders of their own do not concern each other."""
         claim, path = find_place(raw)
         key = str(raw["metadata"].get("namespace", "")), str(raw["metadata"].get("name", ""))
-        users = self.users_of(key[0], claim) - {key}
-        return tuple(sorted(user for user in users if overlap(path, find_place(self._runs[user])[1])))
+        users = self._users.get((key[0], claim), {})
+        return tuple(sorted(user for user, other in users.items() if user != key and overlap(path, other)))
 
     def _find(self, resource: str, raw: Raw) -> Raw | None:
         metadata = raw["metadata"]
@@ -238,12 +237,12 @@ class Mirror:
     def _use_claim(self, key: Key, old: Raw | None, new: Raw | None) -> None:
         before, after = (claim_of(old) if old else None), (claim_of(new) if new else None)
         if before != after and before is not None:
-            users = self._users.get((key[0], before), set())
-            users.discard(key)
+            users = self._users.get((key[0], before), {})
+            users.pop(key, None)
             if not users:
                 self._users.pop((key[0], before), None)
-        if after is not None:
-            self._users.setdefault((key[0], after), set()).add(key)
+        if new is not None and after is not None:
+            self._users.setdefault((key[0], after), {})[key] = find_place(new)[1]
 
     def _owner(self, raw: Raw) -> Key:
         metadata = raw["metadata"]
@@ -319,11 +318,13 @@ def _slim(raw: Raw, keys: Sequence[str]) -> Raw:
 
 def _share(value: Any) -> Any:
     """The same value with one copy of every key and short text in the whole process."""
-    if isinstance(value, Mapping):
+    if type(value) is str:
+        return sys.intern(value) if len(value) < 40 else value
+    if type(value) is dict or isinstance(value, Mapping):
         return {sys.intern(key) if type(key) is str else key: _share(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, (list, tuple)):
         return [_share(item) for item in value]
-    return sys.intern(value) if type(value) is str and len(value) < 40 else value
+    return value
 
 
 def _version(metadata: Raw) -> int:

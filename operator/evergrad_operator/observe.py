@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Final
 
 from evergrad_operator import names
@@ -267,6 +268,7 @@ def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
     )
 
 
+@lru_cache(maxsize=8192)
 def _parse_record(run: str, text: str) -> Record | None:
     try:
         raw = json.loads(text) if len(text) <= MAX_RECORD else None

@@ -12,14 +12,17 @@ def get_map(raw: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
     """The mapping at ``path``, or an empty one."""
     value: Any = raw
     for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value if isinstance(value, Mapping) else NOTHING
+        # Nearly all are dicts, and asking an abstract class takes longer than all else here.
+        value = value.get(key) if type(value) is dict or isinstance(value, Mapping) else None
+    return value if type(value) is dict or isinstance(value, Mapping) else NOTHING
 
 
 def get_maps(raw: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     """The mappings in the list ``key``."""
     value = raw.get(key)
-    return [item for item in value if isinstance(item, Mapping)] if isinstance(value, list | tuple) else []
+    if not isinstance(value, (list, tuple)):
+        return []
+    return [item for item in value if type(item) is dict or isinstance(item, Mapping)]
 
 
 def get_text(raw: Mapping[str, Any], key: str) -> str:

@@ -79,14 +79,15 @@ def test_a_list_that_says_nothing_new_concerns_nobody(mirror: Mirror) -> None:
 
 
 def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(mirror: Mirror) -> None:
-    mirror.see(RUNS, run("a", uid="a", claim="shared"))
-    mirror.see(RUNS, run("b", uid="b", claim="shared"))
-    mirror.see(RUNS, run("shared", uid="c"))
-    mirror.see(RUNS, run("d", uid="d"))
+    for name, identity in (("a", "a"), ("b", "b"), ("shared", "c"), ("d", "d")):
+        made = run(name, uid=identity, claim=None if name in ("shared", "d") else "shared")
+        made["spec"]["storage"] = {**made["spec"].get("storage", {}), "path": "x"}
+        mirror.see(RUNS, made)
+    mirror.see(RUNS, run("apart", uid="e", claim="shared"))
     assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["b", "shared"]
     assert mirror.others(("ns", "d")) == ()
     claim = {"metadata": {"name": "shared", "namespace": "ns", "uid": "p", "resourceVersion": "5"}, "spec": {}, "status": {}}
-    assert mirror.see(CLAIMS, claim) == (("ns", "a"), ("ns", "b"), ("ns", "shared"))
+    assert mirror.see(CLAIMS, claim) == (("ns", "a"), ("ns", "apart"), ("ns", "b"), ("ns", "shared"))
     mirror.see(RUNS, run("b", uid="b", version=11), is_deleted=True, is_watched=True)
     assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["shared"]
 
