@@ -19,7 +19,8 @@ def main() -> int:
         "data": {"documents.jsonl": "\n".join(lines) + "\n"},
     }
     target = HERE / "documents.yaml"
-    target.write_text("# Written by make_documents.py beside this file. JSON is YAML.\n" + json.dumps(manifest, indent=1) + "\n", "utf-8")
+    text = json.dumps(manifest, indent=1)
+    target.write_text(f"# Written by make_documents.py beside this file. JSON is YAML.\n{text}\n", "utf-8")
     print(f"{target.name}: {len(lines)} documents, {target.stat().st_size} bytes")
     return 0
 

@@ -3,6 +3,7 @@
 Arguments: the operator's address; the namespaces it serves as a JSON list, "" being all; its RBAC rules as JSON.
 """
 
+import itertools
 import json
 import ssl
 import sys
@@ -31,7 +32,8 @@ def may(namespace, group, resource, verb):
     """Whether this ServiceAccount, the operator's, may do that."""
     name, _, subresource = resource.partition("/")
     asked = {"namespace": namespace, "group": group, "resource": name, "subresource": subresource, "verb": verb}
-    return ask("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {**REVIEW, "spec": {"resourceAttributes": asked}})["status"]["allowed"]
+    review = {**REVIEW, "spec": {"resourceAttributes": asked}}
+    return ask("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)["status"]["allowed"]
 
 
 def find_crd():
@@ -41,7 +43,7 @@ def find_crd():
 
 
 def find_rights(namespaces, rules):
-    rights = [(group, name, verb) for rule in rules for group in rule["apiGroups"] for name in rule["resources"] for verb in rule["verbs"]]
+    rights = [right for rule in rules for right in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"])]
     lacking = [
         f"{verb} {name} in {namespace or 'all namespaces'}"
         for namespace in namespaces
