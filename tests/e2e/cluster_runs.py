@@ -10,12 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
+
+from bed.api import ApiError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples/quickstart"
 PATIENCE = 120.0
 """Longest wait for anything that should happen at once, in seconds; machines are shared."""
 GROUP = "evergrad.dev"
+_STARTS = {"trainingruns": f"/apis/{GROUP}/v1alpha1", "poddisruptionbudgets": "/apis/policy/v1"}
+_WITHOUT_NAMESPACE = ("persistentvolumes",)
 Rows = dict[int, dict[str, Any]]
 
 STEPS = 500
@@ -156,13 +161,13 @@ class Runs:
     def volume(self, claim: str) -> Path:
         """Where this machine sees what a PVC holds. The bed's volumes are folders here; those of another cluster are copied."""
         if self.cluster.is_bed:
-            bound = (self.get("pvc", claim) or {}).get("spec", {}).get("volumeName")
+            bound = (self.get("persistentvolumeclaims", claim) or {}).get("spec", {}).get("volumeName")
             if bound is None:
                 raise LookupError(f"PVC {claim} has no volume yet")
-            volume = json.loads(self.kubectl("get", "pv", bound, "-o", "json"))
+            volume = self.get("persistentvolumes", bound) or {}
             return Path(volume["spec"]["local"]["path"])
         reader = f"reader-{claim}"
-        if self.get("pod", reader) is None:
+        if self.get("pods", reader) is None:
             image, _ = self.cluster.product_images()
             self.kubectl("apply", "-f", "-", text=json.dumps(_reader(reader, claim, image)))
             self.kubectl("wait", "--for=condition=Ready", f"pod/{reader}", "--timeout=60s", seconds=70)
@@ -192,13 +197,33 @@ class Runs:
 
     def get(self, kind: str, name: str) -> dict[str, Any] | None:
         """One object as it is now, None if it is not there."""
-        found = self.kubectl("get", kind, name, "-o", "json", "--ignore-not-found")
-        return json.loads(found) if found else None
+        try:
+            found: dict[str, Any] = self._read(f"{self._path(kind)}/{name}")
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+        return found
 
     def list(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
         """Objects of a kind."""
-        found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, "-l", selector, "-o", "json"))["items"]
+        found: list[dict[str, Any]] = self._read(f"{self._path(kind)}?labelSelector={quote(selector)}")["items"]
         return found
+
+    def _path(self, kind: str) -> str:
+        start = _STARTS.get(kind, "/api/v1")
+        return f"{start}/{kind}" if kind in _WITHOUT_NAMESPACE else f"{start}/namespaces/{self.namespace}/{kind}"
+
+    def _read(self, path: str) -> Any:
+        """GET; an API server that is just away is waited for."""
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self.cluster.api.get(path)
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.5)
 
 
 def _reader(name: str, claim: str, image: str) -> dict[str, Any]:
@@ -238,7 +263,7 @@ class Run:
 
     def get(self) -> dict[str, Any]:
         """The object."""
-        found = self.runs.get("trainingrun", self.name)
+        found = self.runs.get("trainingruns", self.name)
         assert found is not None, f"TrainingRun {self.name} is not there"
         return found
 
@@ -297,6 +322,16 @@ class Run:
         found: dict[int, dict[str, Any]] = wait_for(
             lambda: pods if sorted(pods := self.live_pods()) == sorted(indices) else None,
             f"{self.name}: pods {indices} running",
+            seconds=seconds,
+        )
+        return found
+
+    def wait_for_attempt(self, index: int, attempt: int, *, seconds: float = PATIENCE) -> dict[str, Any]:
+        """Until this attempt of a node runs; kubelets tell of an end some seconds later than peers."""
+        name = f"{self.name}-{index}-{attempt}"
+        found: dict[str, Any] = wait_for(
+            lambda: pod if (pod := self.live_pods().get(index)) and pod["metadata"]["name"] == name else None,
+            f"{self.name}: pod {name} running",
             seconds=seconds,
         )
         return found

@@ -1,13 +1,13 @@
 """The operator in a cluster, installed by Helm as a user would: killed, upgraded and taken away by tests."""
 
 import contextlib
-import json
 import subprocess
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from cluster_runs import wait_for
 
@@ -72,16 +72,23 @@ class Operator:
         assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout
 
+    def pods(self) -> list[dict[str, Any]]:
+        """All its pods."""
+        found: list[dict[str, Any]] = self.cluster.api.get(
+            f"/api/v1/namespaces/{self.namespace}/pods?labelSelector={quote(SELECTOR)}"
+        )["items"]
+        return found
+
     def pod(self) -> dict[str, Any]:
         """Its newest pod."""
-        items = json.loads(self.kubectl("get", "pods", "-l", SELECTOR, "-o", "json"))["items"]
+        items = self.pods()
         assert items, "the operator has no pod"
         newest: dict[str, Any] = max(items, key=lambda pod: pod["metadata"]["creationTimestamp"])
         return newest
 
     def is_ready(self) -> bool:
         """Whether a pod of it is ready."""
-        with contextlib.suppress(AssertionError):
+        with contextlib.suppress(AssertionError, OSError):
             pod = self.pod()
             conditions = {one["type"]: one["status"] for one in pod["status"].get("conditions", [])}
             return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
@@ -95,7 +102,7 @@ class Operator:
     def gone(self) -> Iterator[None]:
         """Without any operator inside the block."""
         self.kubectl("scale", "deployment", "-l", SELECTOR, "--replicas=0")
-        wait_for(lambda: not json.loads(self.kubectl("get", "pods", "-l", SELECTOR, "-o", "json"))["items"], "the operator's end")
+        wait_for(lambda: not self.pods(), "the operator's end")
         try:
             yield
         finally:

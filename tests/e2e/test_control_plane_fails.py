@@ -67,9 +67,9 @@ def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
     directory, step = run.directory(), run.newest_step()
     runs.kubectl("delete", "trun", "deleted", "--wait=true", seconds=60)
     wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the pods' end")
-    for kind in ("configmap", "service"):
+    for kind in ("configmaps", "services"):
         wait_for(lambda kind=kind: not runs.list(kind, "evergrad.dev/run=deleted"), f"the {kind}'s end")
-    assert runs.get("pvc", "deleted") is not None
+    assert runs.get("persistentvolumeclaims", "deleted") is not None
     saved = [int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*")]
     assert max(saved) >= step, "the pods left without saving"
 

@@ -76,7 +76,7 @@ def test_12_an_image_that_does_not_exist_is_waited_for_with_a_reason(runs: Runs)
 def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(runs: Runs) -> None:
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": {"pods": "0"}}}
     runs.kubectl("apply", "-f", "-", text=json.dumps(quota))
-    wait_for(lambda: "hard" in (runs.get("resourcequota", "small") or {}).get("status", {}), "the quota")
+    wait_for(lambda: "hard" in (runs.get("resourcequotas", "small") or {}).get("status", {}), "the quota")
     run = runs.start("poor", steps=20)
     expect_waiting(run, "QuotaExceeded", "small")
     runs.kubectl("delete", "resourcequota", "small")
