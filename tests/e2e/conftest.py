@@ -30,7 +30,7 @@ _CLASSES = [
 
 @pytest.fixture(scope="session")
 def local_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[bytes] | None]]:
-    """The undisturbed run, begun early so that it trains while the cluster starts; or EVERGRAD_E2E_REFERENCE, one that is there."""
+    """The undisturbed run, begun early so that it trains while the cluster starts, or the one EVERGRAD_E2E_REFERENCE names."""
     import cluster_runs
 
     if kept := os.environ.get("EVERGRAD_E2E_REFERENCE"):
