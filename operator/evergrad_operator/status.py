@@ -10,11 +10,13 @@ from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, format_rate, without_empty
 from evergrad_operator.observe import ApplyFailure, Observation
 from evergrad_operator.pods import MAX_MESSAGE
-from evergrad_operator.raw import get_map, get_text, keep_start
+from evergrad_operator.raw import get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
 
 PROGRESS_SECONDS: Final = 10.0
 """Between two writes that only tell of progress."""
+COUNTS_SECONDS: Final = 1.0
+"""Between two writes that only count pods: those of a run start one after the other."""
 PROGRESS_TIMEOUT_SECONDS: Final = 900.0
 """Without a step for so long a training group counts as stalled."""
 _PROGRESS: Final = ("progress", "checkpoint", "lostSeconds")
@@ -100,17 +102,28 @@ def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
 def should_write(
     old: Mapping[str, Any], new: Mapping[str, Any], *, now: float, last_progress_write: float | None
 ) -> WriteDecision:
-    """Whether ``new`` goes out now. Only progress differs: at most every 10 s. ``last_progress_write``: seconds since 1970."""
+    """Whether ``new`` goes out now. Only progress differs: at most every 10 s; only counts of pods: every second.
+
+    ``last_progress_write``: when a status was written last, in seconds since 1970.
+    """
     if dict(old) == dict(new):
         return WriteDecision(False)
-    if _without_progress(old) != _without_progress(new):
+    before, after = _without_progress(old), _without_progress(new)
+    pause = PROGRESS_SECONDS if before == after else COUNTS_SECONDS
+    if before != after and _without_counts(before) != _without_counts(after):
         return WriteDecision(True)
     last = last_progress_write
     if last is None:
         # The operator has just started: what stands there was written at this time, or later.
         last = parse_time(get_text(get_map(old, "progress"), "updatedAt"))
-    left = 0.0 if last is None else last + PROGRESS_SECONDS - now
-    return WriteDecision(True) if left <= 0 else WriteDecision(False, min(left, PROGRESS_SECONDS))
+    left = 0.0 if last is None else last + pause - now
+    return WriteDecision(True) if left <= 0 else WriteDecision(False, min(left, pause))
+
+
+def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
+    nodes = get_map(status, "nodes")
+    conditions = [{**condition, "message": ""} for condition in get_maps(status, "conditions")]
+    return {**status, "message": "", "nodes": [nodes.get("min"), nodes.get("max")], "conditions": conditions}
 
 
 def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:

@@ -231,6 +231,21 @@ def test_progress_alone_is_written_every_ten_seconds_and_a_transition_at_once() 
     assert should_write(old, world.status, now=START + 1, last_progress_write=START).write
 
 
+def test_pods_that_start_one_after_the_other_are_counted_once_a_second() -> None:
+    world = Simulation()
+    world.reconcile()
+    world.reconcile()
+    old, names = world.status, world.live()
+    world.start(names[0])
+    world.reconcile()
+    assert old["nodes"]["running"] != world.status["nodes"]["running"]
+    assert should_write(old, world.status, now=START + 0.25, last_progress_write=START).after == 0.75
+    assert should_write(old, world.status, now=START + 1, last_progress_write=START).write
+    world.end(names[1], 64)
+    world.reconcile()
+    assert should_write(old, world.status, now=START + 0.25, last_progress_write=START).write
+
+
 def test_an_operator_that_has_just_started_goes_by_the_time_in_the_status() -> None:
     world = Simulation().run(10)
     old = world.status
