@@ -173,14 +173,21 @@ def _clear() -> int:
     """Take down whatever there is; how many processes that ended. The order matters: see each step."""
     known = state.read() if state.exists() else None
     killed = cgroups.end_everything()  # boxes take their mounts, links and namespaces along
-    if Path("/sys/class/net", BRIDGE_END).exists():  # only where its box never came to life
-        run(["ip", "link", "delete", BRIDGE_END])
+    wait_until(f"the end of the link {BRIDGE_END}", _is_link_gone, seconds=20)
     cgroups.remove()
     state.restore_sysctls()
     for folder in (Path(known.work) if known else work(), Path(known.cluster) if known else CLUSTER):
         _delete(folder)
     state.forget()
     return killed
+
+
+def _is_link_gone() -> bool:
+    """Ask for it too: the kernel takes it away a moment after its other end, but not where that never came into its box."""
+    link = Path("/sys/class/net", BRIDGE_END)
+    if link.exists():
+        run(["ip", "link", "delete", BRIDGE_END], check=False)
+    return not link.exists()
 
 
 def _delete(folder: Path) -> None:
