@@ -47,7 +47,7 @@ def build_node_pod(run: TrainingRun, memory: Memory, config: Config, *, index: i
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
-        **build_scheduling(template),
+        **build_scheduling(run),
         "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, index=index, grace=grace)],

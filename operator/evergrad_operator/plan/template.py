@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from evergrad_operator import names
-from evergrad_operator.spec import Template, TrainingRun
+from evergrad_operator.spec import TrainingRun
 
 
 def build_user_labels(run: TrainingRun) -> dict[str, str]:
@@ -15,12 +15,15 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
     return {**gang, **passed, **template.labels}
 
 
-def build_scheduling(template: Template) -> dict[str, Any]:
+def build_scheduling(run: TrainingRun) -> dict[str, Any]:
     """The template's part of a pod's spec, but for tolerations, volumes and secrets."""
+    template = run.spec.template
+    # Without a selector a constraint counts no pod at all, which nobody means.
+    ours = {"labelSelector": {"matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}}}
     return {
         "nodeSelector": dict(template.node_selector),
         "affinity": template.affinity,
-        "topologySpreadConstraints": list(template.topology_spread_constraints),
+        "topologySpreadConstraints": [{**ours, **constraint} for constraint in template.topology_spread_constraints],
         "priorityClassName": template.priority_class_name,
         "runtimeClassName": template.runtime_class_name,
         "schedulerName": template.scheduler_name,

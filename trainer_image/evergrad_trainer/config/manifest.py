@@ -75,7 +75,7 @@ class Template(Section):
     affinity: dict[str, Any] = Field(default_factory=dict)
     """Affinity to nodes and other pods."""
     topology_spread_constraints: tuple[dict[str, Any], ...] = ()
-    """How the pods spread over zones or hosts."""
+    """How the pods spread over zones or hosts; a constraint without labelSelector counts the nodes' pods of this run."""
     volumes: tuple[dict[str, Any], ...] = ()
     """Volumes besides the run directory's."""
     volume_mounts: tuple[dict[str, Any], ...] = ()
