@@ -66,7 +66,6 @@ class Memory:
 
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     progress_written_at: float | None = None
-    claim_seen_at: float = float("-inf")
     applied: dict[tuple[str, str], str] = field(default_factory=dict)
     """Resource versions that our own applies led to: another one means that somebody has touched the object."""
     told: set[str] = field(default_factory=set)
@@ -88,6 +87,7 @@ class Reconciler:
         self._cluster, self._mirror, self._coordinators = cluster, mirror, coordinators
         self._recorder, self._config, self._metrics = recorder, config, metrics
         self._memories: dict[Key, Memory] = {}
+        self._claims_seen_at: dict[Key, float] = {}
         self.clock: Callable[[], float] = time.time
         self.on_forget: Callable[[Key], None] = lambda key: None
 
@@ -118,7 +118,7 @@ class Reconciler:
             self._forget(key)
             return None
         memory = self._memories.setdefault(key, Memory())
-        await self._look_at_claim(key, raw, memory, oldest=CLAIM_SECONDS)
+        await self._look_at_claim(key, raw, oldest=CLAIM_SECONDS)
         try:
             seen, decision, plan = self._think(key, raw, memory)
         except SpecError as error:
@@ -127,7 +127,7 @@ class Reconciler:
         if decision.needs_listing or plan.create or plan.delete:
             # The mirror is a hint. Before anything is created or ended, the pods are what the API server says they are.
             await self._confirm_pods(key)
-            await self._look_at_claim(key, raw, memory, oldest=0.0)
+            await self._look_at_claim(key, raw, oldest=0.0)
             raw = self._mirror.run(key) or raw
             seen, decision, plan = self._think(key, raw, memory)
         outcome = await self._apply(key, seen, plan, memory)
@@ -198,13 +198,13 @@ class Reconciler:
             if metadata["uid"] not in listed and int(metadata.get("resourceVersion") or 0) <= version:
                 self._mirror.forget_pod(key, metadata["name"], metadata["uid"])
 
-    async def _look_at_claim(self, key: Key, raw: Raw, memory: Memory, *, oldest: float) -> None:
-        """Fetch the existing claim that the run names: no watch shows it."""
+    async def _look_at_claim(self, key: Key, raw: Raw, *, oldest: float) -> None:
+        """Fetch the existing claim that the run names, for all runs that name it: no watch shows it."""
         name = existing_claim(raw)
-        if name is None or self.clock() - memory.claim_seen_at < oldest:
+        if name is None or self.clock() - self._claims_seen_at.get((key[0], name), float("-inf")) < oldest:
             return
         claim = await self._cluster.get(CLAIM, key[0], name)
-        memory.claim_seen_at = self.clock()
+        self._claims_seen_at[key[0], name] = self.clock()
         if claim is None:
             self._mirror.forget_claim(key[0], name)
         else:
