@@ -93,7 +93,7 @@ def test_06_a_preempted_pod_comes_back_when_there_is_room(runs: Runs, reference:
     wait_for(lambda: run.status().get("restarts", {}).get("byCause", {}).get("Preempted"), "the preemption in the status")
     run.wait_for_world(1)
     go_on(run)
-    wait_for(lambda: "nschedulable" in str(run.status()), "the missing room in the status")
+    wait_for(lambda: "no node fits" in str(run.status()), "the missing room in the status")
     runs.kubectl("delete", "pod", "intruder", "--now")
     run.wait_for_pods(0, 1)
     run.wait_for_world(2)
