@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from bed import cgroups
-from bed.places import BRIDGE_END, CONTROL_ADDRESS, HOST_ADDRESS, NODES, SERVICES, Node, logs, work
+from bed.places import BRIDGE_END, CONTROL_ADDRESS, HOST_ADDRESS, NODES, NUMBER, SERVICES, Node, logs, work
 from bed.shell import BedError, run, wait_until
 
 CONTROL = "cp"
@@ -158,7 +158,8 @@ def connect_control() -> None:
         pid,
         [
             "link set lo up",
-            "link add br0 type bridge",
+            # An address of its own: a bridge otherwise takes its ports' lowest, and is unknown to all when that node dies.
+            f"link add br0 address {_hardware_address(0)} type bridge",
             f"addr add {CONTROL_ADDRESS}/24 dev br0",
             "link set br0 up",
         ],
@@ -182,7 +183,17 @@ def connect_node(node: Node) -> None:
     network(control, [f"link add v{node.name} type veth peer name eth0 netns {pid}", f"link set v{node.name} master br0 up"])
     others = [other for other in NODES if other is not node]
     routes = [f"route replace {other.pods} via {other.address} dev eth0 onlink" for other in others]
-    network(pid, ["link set lo up", f"addr add {node.address}/24 dev eth0", "link set eth0 up", *routes])
+    cable = [
+        f"link set eth0 address {_hardware_address(node.number)}",
+        f"addr add {node.address}/24 dev eth0",
+        "link set eth0 up",
+    ]
+    network(pid, ["link set lo up", *cable, *routes])
+
+
+def _hardware_address(number: int) -> str:
+    """Fixed ones: what the others remember of a node is still right when it has been started again."""
+    return f"02:00:00:00:{NUMBER:02x}:{number:02x}"
 
 
 def _log(name: str) -> BinaryIO:

@@ -3,6 +3,7 @@
 import os
 import signal as signals
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -155,9 +156,13 @@ class Faults:
     # Afterwards
 
     def wait_ready(self, name: str, *, seconds: float = 60) -> float:
-        """Until the node is Ready and its taints of trouble are gone; the seconds it took."""
-        entry = node_named(name)
-        return wait_until(f"{name} Ready", lambda: node.is_ready(self._api, entry) and not self._troubled(entry), seconds=seconds)
+        """Until the node is Ready by a word it said after this call, and its taints of trouble are gone; the seconds it took."""
+        entry, now = node_named(name), datetime.now(UTC)
+
+        def is_well() -> bool:
+            return node.is_ready(self._api, entry, since=now) and not self._troubled(entry)
+
+        return wait_until(f"{name} Ready", is_well, seconds=seconds)
 
     def restore(self) -> None:
         """Everything back: what was killed is started, thawed, connected, untainted, uncordoned; both nodes Ready."""

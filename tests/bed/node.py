@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 
 from bed import boxes, toolbox
@@ -113,13 +114,16 @@ def start_proxy(node: Node) -> None:
     boxes.spawn(node.name, "kube-proxy", [toolbox.binary("kube-proxy"), f"--config={work() / node.name}/kube-proxy.yaml"])
 
 
-def is_ready(api: Api, node: Node) -> bool:
-    """Whether the API server shows the node Ready."""
+def is_ready(api: Api, node: Node, *, since: datetime | None = None) -> bool:
+    """Whether the API server shows the node Ready; with `since`, by a heartbeat of a later second."""
     try:
         found = api.get(f"/api/v1/nodes/{node.name}")
     except (ApiError, OSError):
         return False
-    return any(entry["type"] == "Ready" and entry["status"] == "True" for entry in found["status"].get("conditions", []))
+    ready = next((entry for entry in found["status"].get("conditions", []) if entry["type"] == "Ready"), None)
+    if ready is None or ready["status"] != "True":
+        return False
+    return since is None or datetime.fromisoformat(ready["lastHeartbeatTime"]) > since
 
 
 def log_of(node: Node, name: str) -> Path:
