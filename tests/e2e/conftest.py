@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import uuid
@@ -72,7 +73,10 @@ def runs(cluster: Any, operator: Any, request: pytest.FixtureRequest, tmp_path: 
 
     del operator
     name = f"e2e-{uuid.uuid4().hex[:8]}"
-    labels = {"pod-security.kubernetes.io/enforce": "restricted", "evergrad.dev/test": request.node.name[:40].strip("_-.[]")}
+    labels = {
+        "pod-security.kubernetes.io/enforce": "restricted",
+        "evergrad.dev/test": re.sub("[^a-z0-9_]", "", request.node.name)[:60].strip("_"),
+    }
     runs = cluster_runs.Runs(cluster, name, tmp_path)
     objects = [
         *_CLASSES,

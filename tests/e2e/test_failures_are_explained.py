@@ -52,7 +52,7 @@ def test_12_a_wrong_data_path_fails_at_once_and_names_the_field(runs: Runs) -> N
 
 def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
     run = runs.start("wrong-shape", steps=20, training={"model": {"config": {"num_attention_heads": 3}}})
-    expect_failed(run, "UserError", "num_attention_heads")
+    expect_failed(run, "UserError", "spec.training.model.config", "not a multiple of the number of attention heads (3)")
     assert len(run.pods()) <= 2
 
 
@@ -105,7 +105,7 @@ def test_12_a_full_volume_fails_with_the_size_in_the_message(runs: Runs) -> None
         },
         failurePolicy={"maxFailuresWithoutProgress": 1},
     )
-    expect_failed(run, "VolumeFull", "space")
+    expect_failed(run, "VolumeFull", "/volume/full", "free", "one checkpoint takes")
 
 
 def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(runs: Runs) -> None:
@@ -122,13 +122,12 @@ def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(r
         },
         failurePolicy={"maxFailuresWithoutProgress": 1},
     )
-    expect_failed(run, "WorkerCrash", "ValueError: the eighth sin", "rank 1")
+    expect_failed(run, "UserError", "ValueError: the eighth sin", "rank 1")
     assert run.status()["lastFailure"]["rank"] == 1
 
 
-@pytest.mark.parametrize("secret", ["canary-s3cr3t"])
-def test_secrets_are_only_ever_referred_to(runs: Runs, operator: Any, secret: str, tmp_path: Any) -> None:
-    del tmp_path
+def test_secrets_are_only_ever_referred_to(runs: Runs, operator: Any) -> None:
+    secret = "canary-s3cr3t"
     runs.kubectl("create", "secret", "generic", "token", f"--from-literal=token={secret}")
     env = [
         {"name": "OMP_NUM_THREADS", "value": "1"},

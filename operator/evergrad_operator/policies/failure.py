@@ -13,6 +13,8 @@ _REASONS: Final = {
     Cause.VOLUME_FULL: Reason.VOLUME_FULL,
     Cause.START_ERROR: Reason.START_ERROR,
 }
+_NO_ROOM: Final = ("GiB are free", "no space is left", "No space left")
+"""Words of a node that found no room on its volume."""
 _THEN: Final = "set spec.restartNonce to a new text"
 _REMEDIES: Final = {
     Reason.USER_ERROR: f"Correct a recipe in a new TrainingRun; after a change of files or volumes alone, {_THEN}.",
@@ -47,7 +49,9 @@ def _find_user_error(situation: Situation) -> tuple[str, str] | None:
     pod = min(ended, key=lambda one: ((one.end.at if one.end else None) or float("inf"), one.index))
     said = quote(pod.end.message) if pod.end else ""
     text = f"node {pod.index} (pod {pod.name}) ended with exit code 64: {said or 'it left no message'}"
-    return Reason.USER_ERROR, f"{_stop(text)} {_REMEDIES[Reason.USER_ERROR]}"
+    # A volume that is too small from the start is refused before the first step; it is no fault of the recipe.
+    reason = Reason.VOLUME_FULL if any(words in said for words in _NO_ROOM) else Reason.USER_ERROR
+    return reason, f"{_stop(text)} {_REMEDIES[reason]}"
 
 
 def _find_verdict(situation: Situation) -> tuple[str, str] | None:
@@ -80,7 +84,9 @@ def _find_exhaustion(situation: Situation) -> tuple[str, str] | None:
     text = (
         f"pods failed {budget.failures} times without progress; {most} such failures are allowed. Last: {describe_failure(last)}"
     )
-    return reason, f"{_stop(text)} {_REMEDIES[reason]}"
+    limit = situation.run.spec.resources.limits.get("memory")
+    bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
+    return reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}"
 
 
 def _cause(failure: LastFailure | None) -> Cause:
