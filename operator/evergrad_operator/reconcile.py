@@ -12,7 +12,7 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, SpecError
 from evergrad_operator.events import derive_events
-from evergrad_operator.kube import CLAIM, KINDS, POD, Kind, Raw
+from evergrad_operator.kube import CLAIM, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim
 from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
@@ -213,19 +213,20 @@ class Reconciler:
     # ---- doing --------------------------------------------------------------------------------------------------------
 
     async def _apply(self, key: Key, seen: Observation, plan: Plan, memory: Memory) -> Outcome:
-        """Claim, other children, bounds, ends, new pods, in this order. What is refused is remembered and told, not raised."""
+        """Claim, other children, bounds, ends, new pods and Services, in this order. What is refused is remembered and told."""
         done = _Doing(seen.run.generation)
         if plan.claim is not None:
             manager = plan.claim_manager or names.FIELD_MANAGER
             await self._try(memory, done, plan.claim, lambda body: self._cluster.apply(body, manager=manager))
-        await _all(self._try(memory, done, body, partial(self._cluster.apply, is_brief=True)) for body in plan.apply)
+        apply = partial(self._cluster.apply, is_brief=True)
+        children, services = _split(plan.apply, SERVICE.kind)
+        await _all(self._try(memory, done, body, apply) for body in children)
         if plan.bounds is not None:
             await self._coordinators.post_bounds(key, plan.bounds.min, plan.bounds.max)
         await _all(self._end(key, end) for end in plan.delete)
-        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about each.
-        for body in plan.create[:2]:
-            await self._create(seen, memory, done, body)
-        await _all(self._create(seen, memory, done, body) for body in plan.create[2:])
+        # Giving a Service its address takes the API server longer than all else, and no pod has to wait for it.
+        later = [self._try(memory, done, body, apply) for body in services]
+        await _all([*later, self._create_all(seen, memory, done, plan.create)])
         return Outcome(created=tuple(done.created), failures=tuple(done.failures))
 
     async def _end(self, key: Key, end: Deletion) -> None:
@@ -233,6 +234,12 @@ class Reconciler:
         was_there = await self._cluster.delete(kind, key[0], end.name, uid=end.uid or None, grace=end.grace_seconds)
         if not was_there and kind is POD and end.uid:
             self._mirror.forget_pod(key, end.name, end.uid)
+
+    async def _create_all(self, seen: Observation, memory: Memory, done: "_Doing", bodies: Sequence[Raw]) -> None:
+        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about each.
+        for body in bodies[:2]:
+            await self._create(seen, memory, done, body)
+        await _all(self._create(seen, memory, done, body) for body in bodies[2:])
 
     async def _create(self, seen: Observation, memory: Memory, done: "_Doing", body: Raw) -> None:
         if not done.is_pod_refused and await self._try(memory, done, body, partial(self._cluster.create, is_brief=True)):
@@ -342,6 +349,14 @@ async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+def _split(bodies: Iterable[Raw], kind: str) -> tuple[list[Raw], list[Raw]]:
+    """Those of other kinds, those of this one."""
+    found: tuple[list[Raw], list[Raw]] = [], []
+    for body in bodies:
+        found[body["kind"] == kind].append(body)
+    return found
 
 
 def _step(status: Raw) -> Any:
