@@ -69,6 +69,8 @@ class Memory:
     applied: dict[tuple[str, str], str] = field(default_factory=dict)
     """Resource versions that our own applies led to: another one means that somebody has touched the object."""
     told: set[str] = field(default_factory=set)
+    is_in_doubt: bool = False
+    """A pod was there that the mirror did not have."""
 
 
 class Reconciler:
@@ -126,7 +128,10 @@ class Reconciler:
             return None
         if decision.needs_listing or plan.create or plan.delete:
             # The mirror is a hint. Before anything is created or ended, the pods are what the API server says they are.
-            await self._confirm_pods(key)
+            # Of a run that nothing was done for yet there are none; if there is one all the same, its name is taken.
+            if raw.get("status") or self._mirror.pods(key) or memory.is_in_doubt:
+                await self._confirm_pods(key)
+                memory.is_in_doubt = False
             await self._look_at_claim(key, raw, oldest=0.0)
             raw = self._mirror.run(key) or raw
             seen, decision, plan = self._think(key, raw, memory)
@@ -257,6 +262,7 @@ class Reconciler:
         except ApiError as error:
             if error.status == 409 and name[0] == POD.kind:
                 # Somebody has created it: what it is shows in the next look.
+                memory.is_in_doubt = True
                 raise
             if not 400 <= error.status < 500 or error.status in (401, 404, 409, 429) or "NamespaceTerminating" in error.causes:
                 raise

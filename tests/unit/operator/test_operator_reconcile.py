@@ -233,6 +233,22 @@ def test_a_pod_that_somebody_created_meanwhile_is_taken_as_it_is(simulation: Sim
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
+def test_pods_of_a_run_without_a_status_that_the_mirror_never_saw_are_found(simulation: Simulation) -> None:
+    simulation.settle()
+    simulation.start_operator()
+    simulation.store.change("trainingruns", *KEY, {"status": None})
+    simulation.mirror.replace("trainingruns", simulation.store.list("trainingruns"), version=10**9, covers=lambda namespace: True)
+    for name in ("run-0-0", "run-1-0", "run-coordinator-0"):
+        raw = simulation.store.get("pods", "ns", name)
+        simulation.mirror.forget_pod(KEY, name, raw["metadata"]["uid"])
+    before = len(simulation.store.writes)
+    with pytest.raises(ApiError):
+        simulation.reconcile()
+    simulation.settle()
+    created = [write for write in writes(simulation, before) if write[:2] == ("create", "pods")]
+    assert simulation.pods() == ["run-0-0", "run-1-0"], created
+
+
 def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_ours_stays(simulation: Simulation) -> None:
     begin(simulation)
     simulation.store.change(
@@ -352,6 +368,6 @@ def test_a_reconcile_that_hangs_ends_with_its_time(simulation: Simulation, monke
         await asyncio.sleep(60)
 
     monkeypatch.setattr("evergrad_operator.reconcile.RECONCILE_SECONDS", 0.05)
-    simulation.cluster.list_all = hang  # type: ignore[method-assign]
+    simulation.cluster.create = hang  # type: ignore[method-assign]
     with pytest.raises(TimeoutError):
         simulation.reconcile()
