@@ -109,7 +109,7 @@ bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the 
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)
 
 bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a control plane with made-up nodes (as root)
-	PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests $(BIN)/python benchmarks/cluster_scale.py $(BENCH)
+	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests $(BIN)/python benchmarks/cluster_scale.py $(BENCH)
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images

@@ -179,12 +179,12 @@ def find_steady(times: Sequence[float], totals: Sequence[float]) -> float:
 def make_rows(samples: dict[str, dict[str, Sample]]) -> list[Row]:
     """Rows of all that is there, the two sides next to each other."""
     makers = {"latency": _latency_rows, "thousand": _thousand_rows}
-    return [
-        row
-        for name, load in PARTS.items()
-        if name in samples
-        for row in makers.get(name, _sustained_rows)(f"{load.runs:,} runs, {load.rate:g}/s", samples[name])
-    ]
+    rows: list[Row] = []
+    for name in PARTS:
+        if samples.get(name):
+            taken = next(iter(samples[name].values()))
+            rows += makers.get(name, _sustained_rows)(f"{taken['runs']:,} runs, {taken['rate']:g}/s", samples[name])
+    return rows
 
 
 def _latency_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:

@@ -89,7 +89,7 @@ def test_quantiles_are_values_that_were_measured(bench: SimpleNamespace) -> None
 def test_rows_compare_the_sides_that_are_there(bench: SimpleNamespace) -> None:
     def sample(seconds: float, writes: float) -> dict[str, Any]:
         times = [seconds] * 4
-        return {"created": times, "running": times, "writes": writes, "writers": {"operator": writes}}
+        return {"runs": 4, "rate": 2.0, "created": times, "running": times, "writes": writes, "writers": {"operator": writes}}
 
     both = bench.scale.make_rows({"latency": {"evergrad": sample(0.2, 30), "kubeflow": sample(0.3, 50)}})
     found = {(row.what.partition(": ")[2], row.name): row for row in both}
