@@ -122,7 +122,11 @@ class OperatorProcess:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = 60.0) -> int:
-        return self.process.wait(seconds)
+        """Until it has ended; its exit code."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it did not end: {self.text()}") from None
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

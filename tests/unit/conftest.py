@@ -1,4 +1,4 @@
-"""Factories that several rooms share."""
+"""Factories that several rooms share, and how examples are drawn."""
 
 import importlib.util
 import sys
@@ -6,6 +6,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How long an example takes says how busy the machine is, nothing about the code. All else stays as it is, in CI too.
+settings.register_profile("any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 _PATH = Path(__file__).parents[1] / "synthetic_run.py"
 

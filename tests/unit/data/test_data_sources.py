@@ -33,7 +33,7 @@ def age(path: Path, seconds: float = 60) -> None:
     os.utime(path, (then, then))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     lines=st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b" ")), min_size=1, max_size=30),
     ends=st.booleans(),

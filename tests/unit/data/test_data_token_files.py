@@ -36,7 +36,7 @@ def reader_of(sequence: TokenSequence, length: int) -> TokenReader:
     return TokenReader(sequence, sequence_length=length, end_of_document=END)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) >= 2),
     length=st.integers(1, 50),

@@ -391,7 +391,7 @@ def _replay(history: History, live: LiveAccounting, generation: int) -> None:
         {0: live.step, 1: live.evaluation}.get(kind, live.event)(heard)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(
     plan=st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["killed", "signal", "failed"]), st.floats(0, 100)), max_size=5)
 )
@@ -427,7 +427,7 @@ _LINKS = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @example(plan=[("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0), ("world", 0, "signal", 1.0, 0.0, "node 1 lost", 0)])
 @example(plan=[("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0), ("world", 1, "signal", 0.0, 1.0, "node 1 lost", 1)])
 @example(
