@@ -119,6 +119,9 @@ def _on_left(group: Membership, node: Node, message: Left, now: float) -> None:
         group.world.out.add(node.key)
     if message.is_saved and group.saver == node.key:
         group.saved_step = max(group.saved_step, node.step if node.step is not None else -1)
+        training = group.training
+        training.checkpoint_step = max(training.checkpoint_step, group.saved_step)
+        training.step = max(training.step, group.saved_step)
     group.drop(node, "left", now)
 
 

@@ -98,6 +98,14 @@ class Operator:
         """After it was killed or upgraded."""
         wait_for(self.is_ready, "the operator's readiness")
 
+    def kill(self, faults: Any) -> None:
+        """SIGKILL, and a new one as soon as there can be: a container that is killed often is restarted ever later."""
+        pod = self.pod()["metadata"]
+        faults.kill_container(self.namespace, pod["name"])
+        self.kubectl("delete", "pod", pod["name"], "--grace-period=0", "--force", "--wait=false")
+        wait_for(lambda: all(one["metadata"]["uid"] != pod["uid"] for one in self.pods()), "the killed operator's end")
+        self.wait_until_ready()
+
     @contextlib.contextmanager
     def gone(self) -> Iterator[None]:
         """Without any operator inside the block."""

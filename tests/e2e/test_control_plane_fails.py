@@ -26,9 +26,8 @@ def test_09_a_killed_operator_changes_nothing_and_its_successor_writes_nothing_n
 ) -> None:
     run = start(runs, "orphan")
     before = uids(run)
-    for _ in range(3):
-        faults.kill_container(operator.namespace, operator.pod()["metadata"]["name"])
-        operator.wait_until_ready()
+    for _ in range(2):
+        operator.kill(faults)
     run.wait_for_step(run.newest_step() + 20)
     assert uids(run) == before
     assert run.repeated_steps() == 0
@@ -39,8 +38,7 @@ def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(run
     for number in range(3):
         run = runs.start(f"early-{number}", steps=20)
         time.sleep(0.15 * number)
-        faults.kill_container(operator.namespace, operator.pod()["metadata"]["name"])
-        operator.wait_until_ready()
+        operator.kill(faults)
         run.wait_for_pods(0, 1)
         assert sorted(uids(run)) == [f"early-{number}-0-0", f"early-{number}-1-0", f"early-{number}-coordinator-0"]
         runs.kubectl("delete", "trun", run.name, "--wait=false")

@@ -125,8 +125,10 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     working = (*situation.live, *situation.leaving)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
     step = memory.training.checkpoint_step
+    # The coordinator knows what the last node saved, but has not been asked since: its last words are waited for.
+    is_stale = situation.progress is not None and situation.progress.connected > 0
     if working or live_coordinators:
-        chosen = situation.live if working else (*live_coordinators, *situation.nodes)
+        chosen = situation.live if working else () if is_stale and live_coordinators else (*live_coordinators, *situation.nodes)
         text = f"{len(working)} nodes save and leave" if working else "the coordinator leaves"
         return Decision(
             Action.STOP,
@@ -135,7 +137,7 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
             text,
             memory,
             pods_to_delete=remove(chosen),
-            requeue_after=earliest(situation.seconds_to_ghosts),
+            requeue_after=earliest(situation.seconds_to_ghosts, None if working or not is_stale else 1.0),
         )
     # Time and budget begin anew; a queue admits the nodes as a new group.
     memory = replace(memory, start_time=None, budget=Budget(at=memory.budget.at), gang_size=0)

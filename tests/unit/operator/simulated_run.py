@@ -74,7 +74,11 @@ class Simulation:
     # ---- the operator ------------------------------------------------------------------------------------------------
 
     def look(self) -> Observation:
-        """What the operator sees now."""
+        """What the operator sees now. The coordinator notices who is gone."""
+        if self.progress is not None:
+            staying = [pod["metadata"] for pod in self.pods.values() if "deletionTimestamp" not in pod["metadata"]]
+            there = sum(one["labels"][names.LABEL_ROLE] == names.ROLE_NODE for one in staying)
+            self.progress = replace(self.progress, connected=min(self.progress.connected, there))
         return observe(
             self.raw,
             pods=copy.deepcopy(list(self.pods.values())),
