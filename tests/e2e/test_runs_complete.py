@@ -55,7 +55,7 @@ def test_16_an_unmodified_ddp_script_survives_a_killed_pod(runs: Runs, faults: A
     runs.kubectl("create", "configmap", "script", f"--from-literal=ddp.py={script}")
     manifest = make_manifest("script", steps=1)
     del manifest["spec"]["training"]
-    manifest["spec"]["script"] = {"command": ["/script/ddp.py", "--steps", "600"]}
+    manifest["spec"]["script"] = {"command": ["/script/ddp.py", "--output", "output", "--steps", "300", "--step-seconds", "0.1"]}
     manifest["spec"]["template"] = {
         "volumes": [{"name": "script", "configMap": {"name": "script"}}],
         "volumeMounts": [{"name": "script", "mountPath": "/script"}],

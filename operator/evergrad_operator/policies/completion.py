@@ -24,7 +24,10 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
         )
     else:
         text = f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing is trained again"
-        over = situation.finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
+        if isinstance(step, int) and run.spec.training is not None:
+            training = replace(situation.memory.training, step=step, total_steps=step)
+            situation = replace(situation, memory=replace(situation.memory, training=training))
+        over = _note_last_step(situation).finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
     return over.at(at)
 
 
