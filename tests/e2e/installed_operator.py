@@ -138,4 +138,7 @@ def install(cluster: Any) -> Operator:
     operator_image, trainer_image = cluster.product_images()
     one = Operator(cluster, operator_image, trainer_image)
     one.upgrade()
+    # The same tag may stand for another image than the one that an operator of an earlier session was started with.
+    one.kubectl("delete", "pods", "-l", SELECTOR, "--now")
+    one.wait_until_ready()
     return one
