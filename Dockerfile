@@ -84,9 +84,10 @@ RUN --mount=type=bind,from=wheels,target=/opt/wheels \
         -r /opt/evergrad/locks/trainer.txt -r "/opt/evergrad/locks/$torch" \
     && cd /opt/evergrad/lib/python3*/site-packages \
     # Test programs and test suites of others, and headers that only a compiler reads.
-    && find torch/test torch/bin -type f ! -name torch_shm_manager -delete \
+    && for folder in torch/test torch/bin; do \
+        if [ -d "$folder" ]; then find "$folder" -type f ! -name torch_shm_manager ! -name 'ptxas*' -delete; fi; done \
     && find sympy networkx mpmath matplotlib mpl_toolkits -type d -name tests -prune -exec rm -r {} + \
-    && if [ -z "$PACKAGES" ]; then rm -r torch/include; fi \
+    && if [ -z "$PACKAGES" ]; then rm -rf torch/include; fi \
     && { python -m compileall -qq -j 0 --invalidation-mode unchecked-hash /opt/evergrad/lib || true; } \
     && chmod -R a+rX,go-w /opt/evergrad && rm -r /tmp/pip
 
