@@ -7,6 +7,7 @@ memory holds each node's newest attempt and whether its end is counted.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import (
@@ -27,6 +28,12 @@ from evergrad_operator.raw import keep_end
 IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed")
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
 _FREE_SHORT_LIVES = 3
+
+
+_ECHO_SECONDS = 60.0
+"""A node ends so soon after its coordinator has said which rank failed."""
+_SAID_BEFORE = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
+"""Exit codes of a node that ends by itself, after its coordinator was told why."""
 
 
 def remember(observation: Observation, config: Config, now: float) -> Memory:
@@ -146,7 +153,10 @@ def _add_failures(memory: Memory, observation: Observation, ended: list[PodState
     for pod in ended:
         cause = describe_cause(pod)
         if cause in names.COUNTED or cause == Cause.USER_ERROR:
-            failure = _describe_failure(pod, memory, now)
+            described = _describe_failure(pod, memory, now)
+            # A node that ends by itself repeats what its coordinator has said of the rank that failed, with less.
+            is_repeated = failure is not None and failure.rank is not None and described.at - failure.at < _ECHO_SECONDS
+            failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
         if cause in names.COUNTED and pod.created_at > budget.at:
             failures = budget.failures + 1
             delay = _delay(failures - 1, config)
@@ -235,8 +245,9 @@ def _note_progress(memory: Memory, observation: Observation, now: float) -> Memo
     if failure is not None and failure.cause != "peer_lost":
         at = now - failure.seconds_ago
         known = memory.last_failure
+        is_echo = known is not None and known.rank is None and known.exit_code in _SAID_BEFORE and at > known.at - _ECHO_SECONDS
         # The same failure is told again and again; its time, reckoned from an age, wavers.
-        if known is None or at > known.at + 2:
+        if known is None or at > known.at + 2 or is_echo:
             described = LastFailure(
                 cause=_CAUSES.get(failure.cause, Cause.WORKER_CRASH),
                 node=int(failure.node) if failure.node.isdecimal() else None,

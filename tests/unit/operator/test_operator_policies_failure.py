@@ -531,3 +531,25 @@ def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_wait
     world.age(200)
     assert (world.reconcile().phase, world.decision.reason) == (Phase.WAITING, Reason.WAITING_FOR_NODES)
     assert world.decision.message == "0 nodes are here"
+
+
+@pytest.mark.parametrize("is_told_first", [True, False])
+def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(is_told_first: bool) -> None:
+    world = Simulation().run()
+    failure = {
+        "cause": "user_error",
+        "node": "1",
+        "rank": 1,
+        "step": 3,
+        "exitCode": 1,
+        "message": "ValueError: x",
+        "secondsAgo": 1,
+    }
+    if is_told_first:
+        world.train(11, lastFailure=failure)
+        world.reconcile()
+    world.end("docs-lm-1-0", 70, message="node 1, rank 1: ended with exit code 1")
+    world.reconcile()
+    world.train(11, lastFailure={**failure, "secondsAgo": 4})
+    world.reconcile()
+    assert (world.status["lastFailure"]["rank"], world.status["lastFailure"]["message"]) == (1, "ValueError: x")
