@@ -19,7 +19,11 @@ QUICKSTART = ROOT / "examples/quickstart"
 PATIENCE = 120.0
 """Longest wait for anything that should happen at once, in seconds; machines are shared."""
 GROUP = "evergrad.dev"
-_STARTS = {"trainingruns": f"/apis/{GROUP}/v1alpha1", "poddisruptionbudgets": "/apis/policy/v1"}
+_STARTS = {
+    "trainingruns": f"/apis/{GROUP}/v1alpha1",
+    "poddisruptionbudgets": "/apis/policy/v1",
+    "networkpolicies": "/apis/networking.k8s.io/v1",
+}
 _WITHOUT_NAMESPACE = ("persistentvolumes",)
 Rows = dict[int, dict[str, Any]]
 

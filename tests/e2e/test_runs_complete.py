@@ -50,6 +50,17 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
     assert status["progress"]["step"] == 20
 
 
+def test_after_its_time_to_live_only_the_run_and_its_data_are_left(runs: Runs) -> None:
+    run = runs.start("short-lived", steps=20, ttlSecondsAfterFinished=2)
+    run.wait_for_phase("Complete", seconds=200)
+    selector = "evergrad.dev/run=short-lived"
+    kinds = ("pods", "configmaps", "services", "poddisruptionbudgets", "networkpolicies")
+    wait_for(lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of the children")
+    assert runs.get("persistentvolumeclaims", "short-lived") is not None
+    assert run.status()["phase"] == "Complete"
+    assert (run.directory() / "complete.json").exists()
+
+
 def test_16_an_unmodified_ddp_script_survives_a_killed_pod(runs: Runs, faults: Any) -> None:
     script = (ROOT / "examples/scripts/ddp.py").read_text()
     runs.kubectl("create", "configmap", "script", f"--from-literal=ddp.py={script}")

@@ -546,7 +546,7 @@ def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(is_told_f
         "secondsAgo": 1,
     }
     if is_told_first:
-        world.train(11, lastFailure=failure)
+        world.train(11, lastFailure={**failure, "secondsAgo": 1})
         world.reconcile()
     world.end("docs-lm-1-0", 70, message="node 1, rank 1: ended with exit code 1")
     world.reconcile()
