@@ -253,6 +253,9 @@ def _restart_rows(what: str, restart: Sample, is_ours: bool) -> Iterator[Row]:
     yield Row(what, "API writes", restart["writes"], "", "<= 0" if is_ours else "", note)
     note = f"ready after {restart['ready']:.1f} s, {restart['cpu']:.1f} s CPU"
     yield Row(what, "steady after", restart["steady"], "s", "<= 15" if is_ours else "", note)
+    peak = sum(usage["peak"] for usage in restart["usage"].values())
+    rss = sum(usage["rss"] for usage in restart["usage"].values())
+    yield Row(what, "memory (RSS), at most", peak, "MiB", "<= 350" if is_ours else "", f"{rss:.0f} in the end")
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
