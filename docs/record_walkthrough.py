@@ -1,6 +1,7 @@
 """Writes walkthrough.md: runs the README's commands for a cluster, and some more, and records what they print.
 
 Run from the repository's root, as root, where no cluster of `make cluster` is up: .venv/bin/python docs/record_walkthrough.py
+With EVERGRAD_BED=N it is done on another cluster beside the first, whose folder is .clusterN.
 """
 
 import os
@@ -49,13 +50,18 @@ def main() -> int:
             commands += [("", "kubectl wait --for=condition=Ready trun/quickstart --timeout=3m"), *MORE]
         commands.append(("Up" if command.startswith("make") else "", command))
     environment = {**os.environ, "COLUMNS": "150"}
+    folder = f".cluster{os.environ.get('EVERGRAD_BED', '')}/"
     text = [HEAD]
     for title, command in (*commands, *AFTER):
         if title:
             text.append(f"## {title}\n")
         if command.startswith("export"):
             found = subprocess.run(
-                ["bash", "-c", f"{command}; env -0"], cwd=ROOT, env=environment, capture_output=True, check=True
+                ["bash", "-c", f"{command.replace('.cluster/', folder)}; env -0"],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                check=True,
             )
             environment = dict(item.split("=", 1) for item in found.stdout.decode().split("\0") if item)
             text.append(f"    $ {command}\n")
@@ -64,7 +70,7 @@ def main() -> int:
         begun = time.monotonic()
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         seconds = time.monotonic() - begun
-        printed = (done.stdout + done.stderr).replace(str(ROOT), ".").replace(str(Path.home()), "~")
+        printed = (done.stdout + done.stderr).replace(str(ROOT), ".").replace(str(Path.home()), "~").replace(folder, ".cluster/")
         lines = "".join(f"    {line}".rstrip() + "\n" for line in printed.rstrip().splitlines())
         text.append(f"    $ {command}\n{lines}\n*{seconds:.0f} s*\n")
         if done.returncode:
