@@ -19,6 +19,7 @@ QUICKSTART = ROOT / "examples/quickstart"
 PATIENCE = 120.0
 """Longest wait for anything that should happen at once, in seconds; machines are shared."""
 GROUP = "evergrad.dev"
+RESOURCE = f"trainingruns.{GROUP}"
 _STARTS = {
     "trainingruns": f"/apis/{GROUP}/v1alpha1",
     "poddisruptionbudgets": "/apis/policy/v1",
@@ -184,7 +185,9 @@ class Runs:
 
     @property
     def _kubectl(self) -> list[str]:
-        return [str(self.cluster.kubectl), "--kubeconfig", str(self.cluster.kubeconfig), "--namespace", self.namespace]
+        # What kubectl knows of a server it keeps for minutes; other tests bring and take away resources of the same name.
+        cache = ("--cache-dir", str(self.scratch / "kubectl"))
+        return [str(self.cluster.kubectl), "--kubeconfig", str(self.cluster.kubeconfig), *cache, "--namespace", self.namespace]
 
     def describe(self) -> str:
         """What there is, for the log of a test that failed."""
@@ -278,7 +281,7 @@ class Run:
 
     def patch(self, spec: Mapping[str, Any]) -> None:
         """Change its spec, as a user would."""
-        self.runs.kubectl("patch", "trainingrun", self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
+        self.runs.kubectl("patch", RESOURCE, self.name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
     def condition(self, kind: str) -> dict[str, Any]:
         """A condition; empty if there is none."""

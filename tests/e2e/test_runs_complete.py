@@ -38,7 +38,7 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
     run.wait_for_phase("Complete", seconds=200)
     rows = len(run.rows())
     manifest = run.get()
-    runs.kubectl("delete", "trainingrun", "restored", "--wait=true")
+    runs.kubectl("delete", "trainingruns.evergrad.dev", "restored", "--wait=true")
     wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the garbage collection")
     clean = {key: manifest[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "restored"}}
     runs.apply(clean)
