@@ -55,7 +55,7 @@ def name_of(pod: dict[str, Any]) -> str:
 def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: Cli) -> None:
     file = cli.write(make_manifest("whole", steps=60))
     assert cli.ask("submit", file, "--dry-run")["result"] == "created"
-    assert runs.get("trainingrun", "whole") is None
+    assert runs.get("trainingruns", "whole") is None
     assert cli.ask("submit", file)["result"] == "created"
     runs.adopt("whole")
     followed = cli.call("logs", "whole", "-f")
@@ -93,7 +93,7 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
                 lambda: (live := run.live_pods()) and not before & {pod["metadata"]["name"] for pod in live.values()}, "new pods"
             )
             assert run.repeated_steps() == 0
-            runs.kubectl("delete", "trainingrun", "long", "--wait=false")
+            runs.kubectl("delete", "trainingruns.evergrad.dev", "long", "--wait=false")
             output, _ = following.communicate(timeout=90)
         finally:
             following.kill()

@@ -118,7 +118,7 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
             "-n",
             runs.namespace,
             "get",
-            "trun",
+            "trainingruns.evergrad.dev",
             "watched",
             "-w",
         ],
