@@ -51,10 +51,11 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
 
 
 def test_after_its_time_to_live_only_the_run_and_its_data_are_left(runs: Runs) -> None:
-    run = runs.start("short-lived", steps=20, ttlSecondsAfterFinished=2)
-    run.wait_for_phase("Complete", seconds=200)
+    run = runs.start("short-lived", steps=60, ttlSecondsAfterFinished=2)
     selector = "evergrad.dev/run=short-lived"
     kinds = ("pods", "configmaps", "services", "poddisruptionbudgets", "networkpolicies")
+    wait_for(lambda: all(runs.list(kind, selector) for kind in kinds), "a child of each kind")
+    run.wait_for_phase("Complete", seconds=200)
     wait_for(lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of the children")
     assert runs.get("persistentvolumeclaims", "short-lived") is not None
     assert run.status()["phase"] == "Complete"
