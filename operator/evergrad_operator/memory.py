@@ -376,10 +376,11 @@ def unpack_ranges(text: str) -> tuple[int, ...]:
 
 def format_rate(rate: float) -> str:
     """Three digits or so and a unit: ``41.2k``. ``parse_rate`` and this again give the same text."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if rate >= size * 0.99995:
+    # What rounding would carry into the next size is written in that one.
+    for least, size, unit in ((999.95e6, 1e9, "G"), (999.95e3, 1e6, "M"), (999.5, 1e3, "k")):
+        if rate >= least:
             return f"{rate / size:.1f}{unit}"
-    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+    return f"{rate:.0f}" if rate >= 9.95 else f"{rate:.1f}"
 
 
 def parse_rate(text: str) -> float | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_progress, make_run
 
@@ -344,7 +344,10 @@ def test_a_status_that_somebody_has_broken_counts_as_unknown() -> None:
         assert parse_memory(status).attempts == ()
 
 
-@given(st.floats(0, 1e12))
+@example(rate=999.5)
+@example(rate=9.96)
+@example(rate=999_950.0)
+@given(rate=st.floats(0, 1e12))
 def test_a_rate_is_shown_the_same_after_it_was_read_back(rate: float) -> None:
     shown = format_rate(rate)
     assert format_rate(parse_rate(shown) or 0.0) == shown
