@@ -1,11 +1,37 @@
 """Published names, exit codes and the layout of a run directory: what operator and trainer agree on."""
 
 from enum import IntEnum
+from typing import Final
 
 API_GROUP = "evergrad.dev"
 API_VERSION = f"{API_GROUP}/v1alpha1"
 KIND = "TrainingRun"
 LABEL_PREFIX = f"{API_GROUP}/"
+
+# What a pod template of a run may say: the trainer's loader, the CRD made from it and the operator refuse the same.
+VOLUME_KINDS: Final = (
+    "configMap",
+    "secret",
+    "emptyDir",
+    "persistentVolumeClaim",
+    "projected",
+    "downwardAPI",
+    "ephemeral",
+)
+"""What Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
+OUR_VARIABLES: Final = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+OUR_VARIABLE_PREFIXES: Final = ("EVERGRAD_", "TORCHELASTIC_")
 
 
 class ExitCode(IntEnum):

@@ -4,28 +4,15 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from evergrad_coordinator.contract import LABEL_PREFIX
+from evergrad_coordinator.contract import LABEL_PREFIX, OUR_VARIABLE_PREFIXES, OUR_VARIABLES, VOLUME_KINDS
 from evergrad_operator import names
 from evergrad_operator.raw import get_map, get_maps
 from evergrad_operator.spec import Template, TrainingRun
 
-VOLUME_KINDS: Final = (
-    "configMap",
-    "secret",
-    "emptyDir",
-    "persistentVolumeClaim",
-    "projected",
-    "downwardAPI",
-    "ephemeral",
-)
 PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
 MAX_SPEC_BYTES: Final = 700_000
 OUR_VOLUME_PREFIX: Final = "evergrad-"
 OUR_MOUNTS: Final = (names.VOLUME_PATH, names.CONFIG_PATH, "/tmp", "/dev/shm")
-OUR_VARIABLES: Final = frozenset(
-    f"{prefix}{name}" for prefix in ("", "LOCAL_", "GROUP_", "ROLE_") for name in ("RANK", "WORLD_SIZE")
-) | {"MASTER_ADDR", "MASTER_PORT"}
-OUR_VARIABLE_PREFIXES: Final = ("EVERGRAD_", "TORCHELASTIC_")
 
 
 def find_problems(run: TrainingRun, raw: Mapping[str, Any]) -> list[str]:

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
+from evergrad_coordinator.contract import OUR_VARIABLE_PREFIXES, OUR_VARIABLES
 from evergrad_trainer.config.base import check_local_path
 from evergrad_trainer.config.fields import format_path
 from evergrad_trainer.config.manifest import KINDS
 from evergrad_trainer.config.numbers import NumberError, show
 from evergrad_trainer.config.rules_recipe import check_endpoint
-from evergrad_trainer.config.rules_template import OUR_VARIABLE_PREFIXES, OUR_VARIABLES
 from evergrad_trainer.config.script import MODULE, Program, program_of
 from evergrad_trainer.config.view import UNKNOWN, View
 from evergrad_trainer.errors import Problem

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from evergrad_coordinator.contract import LABEL_PREFIX
+from evergrad_coordinator.contract import LABEL_PREFIX, OUR_VARIABLE_PREFIXES, OUR_VARIABLES, VOLUME_KINDS
 from evergrad_trainer.config.fields import FieldPath, format_path, value_at
 from evergrad_trainer.config.numbers import show
 from evergrad_trainer.config.problems import nearest
@@ -13,19 +13,6 @@ from evergrad_trainer.config.view import UNKNOWN, View
 from evergrad_trainer.errors import Problem
 
 _TEMPLATE: Final[FieldPath] = ("spec", "template")
-OUR_VARIABLES: Final = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-OUR_VARIABLE_PREFIXES: Final = ("EVERGRAD_", "TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
@@ -62,16 +49,6 @@ _MOUNT = Keys(
 _VARIABLE = Keys(known=("name", "value", "valueFrom"), required=("name",))
 _SECRET = Keys(known=("name",), required=("name",))
 _AFFINITY = ("nodeAffinity", "podAffinity", "podAntiAffinity")
-VOLUME_KINDS: Final = (
-    "configMap",
-    "secret",
-    "emptyDir",
-    "persistentVolumeClaim",
-    "projected",
-    "downwardAPI",
-    "ephemeral",
-)
-"""What Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
 PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
 VALUE_KINDS: Final = ("configMapKeyRef", "secretKeyRef", "fieldRef", "resourceFieldRef")
 OUR_MOUNTS: Final = ("/volume", "/etc/evergrad/run", "/tmp", "/dev/shm")
