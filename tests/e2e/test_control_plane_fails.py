@@ -76,6 +76,7 @@ def test_13_a_namespace_is_deleted_while_the_operator_is_gone(runs: Runs, operat
     start(runs, "forsaken")
     with operator.gone():
         runs.kubectl("delete", "namespace", runs.namespace, "--wait=true", "--timeout=120s", seconds=130)
+        assert runs.kubectl("get", "namespace", runs.namespace, "--ignore-not-found") == ""
 
 
 def test_14_an_upgraded_operator_restarts_no_pod(runs: Runs, operator: Any, reference: Rows) -> None:
