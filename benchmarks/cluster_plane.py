@@ -17,6 +17,7 @@ from bed import boxes, places
 from bed.api import Api
 from bed.cluster import Bed
 from bed.shell import wait_until
+from process_state import is_alive
 
 NAMESPACE = "bench"
 NUM_NODES, NODE_CPUS = 200, 32
@@ -66,7 +67,7 @@ class Plane:
         """SIGTERM to a daemon; returns when it has ended. Raises BedError after 30 s."""
         pid = boxes.daemon_pid(boxes.CONTROL, name)
         os.kill(pid, signal.SIGTERM)
-        wait_until(f"the end of {name}", lambda: not boxes.is_alive(pid), seconds=30, pause=0.01)
+        wait_until(f"the end of {name}", lambda: not is_alive(pid), seconds=30, pause=0.01)
 
     def usage(self, name: str) -> Usage:
         """CPU and memory of a daemon. Raises BedError where it does not live."""

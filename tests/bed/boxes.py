@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from process_state import children_of, is_alive
+
 from bed import cgroups
 from bed.places import BRIDGE_END, CONTROL_ADDRESS, HOST_ADDRESS, NODES, NUMBER, SERVICES, Node, logs, work
 from bed.shell import BedError, run, wait_until
@@ -39,7 +41,6 @@ def start(box: str, script: str) -> int:
     command = ["unshare", *_NAMESPACES, "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
     with _log(f"{box}-init") as log:
         process = _start([*command, "bash", str(folder / "init.sh")], cgroups.HOST, log.fileno())
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
 
     def is_there() -> bool:
         if process.poll() is not None:
@@ -47,7 +48,7 @@ def start(box: str, script: str) -> int:
         return (folder / "ready").exists()
 
     wait_until(f"box {box}", is_there, seconds=20, pause=0.005)
-    pid = int(children.read_text().split()[0])
+    pid = children_of(process.pid)[0]
     (folder / "pid").write_text(str(pid))
     return pid
 
@@ -70,14 +71,6 @@ def is_up(box: str) -> bool:
     except BedError:
         return False
     return True
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie: where the machine's first process reaps late, dead ones stay a while."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def kill(box: str) -> None:
@@ -113,8 +106,7 @@ def spawn(box: str, name: str, command: Sequence[object], *, environment: dict[s
     def has_entered() -> bool:
         if process.poll() is not None:
             raise BedError(f"{name} in box {box}: exit code {process.returncode}; see {logs()}/{box}-{name}.log")
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        found.update({int(child) for child in children} & (cgroups.pids_below(box, "sys") - before))
+        found.update(set(children_of(process.pid)) & (cgroups.pids_below(box, "sys") - before))
         return bool(found)
 
     wait_until(f"{name} in box {box}", has_entered, seconds=10, pause=0.003)

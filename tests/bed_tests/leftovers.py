@@ -10,8 +10,9 @@ import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from bed import boxes, cgroups, images, state
+from bed import cgroups, images, state
 from bed.places import BRIDGE_END, CLUSTER, NAME, STATE, work
+from process_state import is_alive
 
 NAMESPACES = ("net", "mnt", "pid", "uts", "ipc")
 
@@ -47,7 +48,7 @@ def _processes() -> set[str]:
         except OSError:
             continue
         is_of_the_bed = any(str(path) in command for path in (f"{work()}/", "containerd", "bed.storage"))
-        if is_of_the_bed and int(folder.name) != os.getpid() and boxes.is_alive(int(folder.name)):
+        if is_of_the_bed and int(folder.name) != os.getpid() and is_alive(int(folder.name)):
             found.add(f"{folder.name} {command}")
     return found
 

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from run_helpers import Experiment, Started, events, fault, is_alive, metric_rows, recipe, wait_until
+from process_state import is_alive
+from run_helpers import Experiment, Started, events, fault, metric_rows, recipe, wait_until
 
 SAMPLE_SECONDS = 0.5
 PACE_SECONDS = 0.04

@@ -20,6 +20,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from process_state import is_alive
+
 SECONDS = 60.0
 """Longest life of a world; a hang fails the test instead of the suite's timeout."""
 
@@ -113,11 +115,7 @@ def wait_until_dead(pid: int) -> None:
     """Return once a killed process can do nothing more, reaped or not."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state in "ZX":
+        if not is_alive(pid):
             return
         time.sleep(0.002)
     raise TimeoutError(f"process {pid} lives on")

@@ -4,7 +4,6 @@ Every step that a worker finishes is in ``Cluster.trace``; ``Cluster.check`` hol
 """
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -18,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import run_helpers
-from run_helpers import DONE, Experiment, checkpoints, curve, is_alive, merge, metric_rows, read_lines, recipe
+from process_state import children_of, is_alive
+from run_helpers import DONE, Experiment, checkpoints, curve, merge, metric_rows, read_lines, recipe
 
 SECONDS = 40.0
 """A hang's bound: no event takes anywhere near as long."""
@@ -142,9 +142,7 @@ class Process:
 
     def workers(self) -> list[int]:
         """Process ids of a node's workers, the first started first."""
-        with contextlib.suppress(OSError):
-            return sorted(map(int, Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()))
-        return []
+        return sorted(children_of(self.pid))
 
 
 @dataclass

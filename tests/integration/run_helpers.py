@@ -22,6 +22,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from process_state import children_of
+
 SECONDS = 60.0
 """Longest life of one command; a hang fails its test instead of the suite."""
 
@@ -112,8 +114,7 @@ class Started:
 
     def children(self) -> list[int]:
         """Process ids of its workers, in rank order."""
-        text = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text()
-        return sorted(int(pid) for pid in text.split())
+        return sorted(children_of(self.pid))
 
 
 class WarmProcess:
@@ -314,15 +315,6 @@ def wait_until(condition: Callable[[], Any], *, seconds: float = 30.0, what: str
             return value
         time.sleep(0.001)
     raise TimeoutError(what or "the condition never held")
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process can still do anything."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def _serve() -> None:

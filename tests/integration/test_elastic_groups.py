@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_helpers import Functions, Process, is_alive, until
+from elastic_helpers import Functions, Process, until
+from process_state import is_alive
 from torch.distributed import TCPStore
 
 from evergrad_trainer import torch_private

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from process_state import children_of, is_alive
 
 from evergrad_trainer.cli import prepare as command
 from evergrad_trainer.data.prepare import PrepareProgress
@@ -169,12 +170,12 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> 
     while not list((manifest.parent / "prepared").glob(".tmp-*/chunks/*.json")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.005)
-    helpers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    helpers = children_of(process.pid)
     assert len(helpers) == 2
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 75
     assert errors.splitlines()[-1] == "interrupted; finished chunks are kept, and the next prepare goes on from there"
     assert "Traceback" not in errors
-    assert not any(Path(f"/proc/{helper}").exists() for helper in helpers)
+    assert not any(map(is_alive, helpers))
     assert run(manifest, "--prepared-directory", manifest.parent / "prepared") == 0

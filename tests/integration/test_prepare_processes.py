@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from process_state import children_of, is_alive
 
 PREPARE = """
 import json, sys
@@ -129,20 +130,6 @@ def wait_for(condition: Callable[[], Any], *, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"no {what} within a minute"
         time.sleep(0.005)
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def records(folder: Path, kind: str) -> list[Path]:

@@ -3,8 +3,8 @@
 import signal
 from collections.abc import Callable
 
-import psutil
 import pytest
+from process_state import is_alive
 from rendezvous_cluster import Cluster
 
 MakeCluster = Callable[..., Cluster]
@@ -36,7 +36,7 @@ def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(make_cluster: 
     orphan = cluster.worker("1")
     cluster.agent("1").kill()
     cluster.until_world(1, above=generation)
-    cluster.until(lambda: not psutil.pid_exists(orphan), "the orphan's end")
+    cluster.until(lambda: not is_alive(orphan), "the orphan's end")
 
     cluster.finish_training()
     assert cluster.wait_exit("0") == 0
@@ -61,7 +61,7 @@ def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the
     # Longer than the lease: the workers are stopped, the agents wait.
     cluster.kill_coordinator()
     workers = {cluster.worker(node) for node in ("0", "1")}
-    cluster.until(lambda: not any(psutil.pid_exists(worker) for worker in workers), "the end of the workers")
+    cluster.until(lambda: not any(map(is_alive, workers)), "the end of the workers")
     assert cluster.is_running("0")
     assert cluster.is_running("1")
     cluster.start_coordinator()
@@ -83,7 +83,7 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(make_cluster: Make
     worker = cluster.worker("1")
     cluster.kill_pod("0")
     cluster.until(lambda: cluster.status()["phase"] == "Waiting", "the word that nodes are missing")
-    cluster.until(lambda: not psutil.pid_exists(worker), "the end of the worker")
+    cluster.until(lambda: not is_alive(worker), "the end of the worker")
     assert cluster.is_running("1")
     cluster.start_agent("0")
     generation = cluster.until_world(2, above=generation)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_state import is_alive
 from run_helpers import (
     DONE,
     INTERNAL,
@@ -26,7 +27,6 @@ from run_helpers import (
     events,
     fault,
     final_state,
-    is_alive,
     metric_rows,
     read_lines,
     recipe,

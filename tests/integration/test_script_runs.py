@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from process_state import children_of, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ROOT / "examples" / "scripts"
@@ -63,7 +64,7 @@ class ScriptRun:
 
     def node(self, index: int) -> int:
         """Process id of a node."""
-        for child in Path(f"/proc/{self.launcher.pid}/task/{self.launcher.pid}/children").read_text().split():
+        for child in children_of(self.launcher.pid):
             with contextlib.suppress(FileNotFoundError):
                 if Path(f"/proc/{child}/comm").read_text().strip() == f"evergrad-node{index}":
                     return int(child)
@@ -183,9 +184,9 @@ def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_end
     for rank in (0, 1):
         left = int((tmp_path / f"left-{rank}").read_text())
         deadline = time.monotonic() + 20
-        while Path(f"/proc/{left}").exists() and time.monotonic() < deadline:
+        while is_alive(left) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert not Path(f"/proc/{left}").exists(), "an orphan"
+        assert not is_alive(left), "an orphan"
 
 
 def test_a_script_that_is_not_there_is_wrong_input(make: Make) -> None:
