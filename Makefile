@@ -18,7 +18,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster bench-cluster-pods images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -26,7 +26,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery and bench-cluster), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
 
@@ -55,7 +55,7 @@ test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that the
 	$(call stage,tests on a cluster)
 	@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
 		export PYTHONPATH=$(CURDIR)/tests && $(BIN)/python -m bed prepare && $(BIN)/python -m bed.product_images; fi
-	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
+	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest tests/bed_tests tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one
 	$(call stage,chaos)
@@ -110,6 +110,9 @@ bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the 
 
 bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a control plane with made-up nodes (as root)
 	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests $(BIN)/python benchmarks/cluster_scale.py $(BENCH)
+
+bench-cluster-pods: $(INSTALLED) ## measure a killed pod on real nodes beside an Indexed Job with stock torchrun, and the quickstart's start (as root)
+	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests:$(CURDIR)/tests/e2e $(BIN)/python benchmarks/cluster_pods.py $(BENCH)
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images

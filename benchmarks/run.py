@@ -26,6 +26,8 @@ RECOVERY = "recovery"
 """Takes as long as all others together, and options: ``make bench-recovery``; not among those that run by default."""
 CLUSTER = "cluster"
 """Needs the control plane of tests/bed and has options: ``make bench-cluster``."""
+CLUSTER_PODS = "cluster-pods"
+"""Needs the nodes of tests/bed and has options: ``make bench-cluster-pods``."""
 
 
 def _simple(module: str) -> Callable[[], list[Row]]:
@@ -47,8 +49,9 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "coordinator": _simple("coordinator"),
     RECOVERY: _simple(RECOVERY),
     CLUSTER: _simple("cluster_scale"),
+    CLUSTER_PODS: _simple("cluster_pods"),
 }
-_NOT_BY_DEFAULT = (RECOVERY, CLUSTER)
+_NOT_BY_DEFAULT = (RECOVERY, CLUSTER, CLUSTER_PODS)
 
 
 def describe_machine() -> dict[str, object]:
