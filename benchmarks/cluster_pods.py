@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +83,14 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
         "data": {"sequenceLength": 64},
         "batching": {"globalBatchSize": stock.SLOTS, "microBatchSize": 1},
         "checkpoint": {"every": {"steps": 100_000}},
+        "runtime": {"threads": 1},
         "reproducibility": {"elastic": "fast"},
     }
     with bench.namespace() as runs:
         runs.kubectl("create", "configmap", "documents", f"--from-literal=documents.jsonl={documents()}")
         changes = {"nodes": {"min": 1, "max": stock.NODES}, "resources": RESOURCES, "training": training}
         run = runs.apply(make_manifest("recipe", steps=100_000, changes=changes))
-        return _kill_in_turns(run, lambda: run.rows(), events)
+        return _kill_in_turns(run, run.rows, events)
 
 
 def measure_script(bench: Bench, events: int) -> list[Sample]:
@@ -115,26 +117,26 @@ def _script_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _kill_in_turns(run: Run, rows: Callable[[], list[dict[str, Any]]], events: int) -> list[Sample]:
-    """One run; nodes 2, 1, 2, … are killed, each when all nodes have trained together for some steps."""
+    """One run; node 1 is killed, again and again, each time when all nodes have trained together for some steps."""
     samples = []
     faults = Bed().faults
-    for number in range(events):
+    for _ in range(events):
         wait_until_whole(rows)
-        pod = wait_for(lambda index=2 - number % 2: run.live_pods().get(index), "a pod to kill")
+        pod = wait_for(lambda: run.live_pods().get(1), "a pod to kill")
         (process, *_) = faults.processes(run.runs.namespace, pod["metadata"]["name"])
         samples.append(measure_kill(rows, process.kill))
     return samples
 
 
 def measure_stock(bench: Bench, events: int, *, settings: stock.Settings) -> list[Sample]:
-    """An Indexed Job for each event, so that no back-off has grown; node 2 is killed, never node 0, which holds the rendezvous."""
+    """A Job for each event, so that no back-off has grown; node 1 is killed, never node 0, which holds the rendezvous."""
     samples = []
     for _ in range(events):
         with bench.namespace() as runs:
             stock.create_job(runs, settings, image=bench.trainer_image, resources=RESOURCES, model=model_config())
             rows = lambda: stock.read_steps(runs)  # noqa: E731
             wait_until_whole(rows, seconds=240)
-            pod = next(one for one in runs.list("pods") if one["metadata"]["labels"][stock.INDEX] == "2")
+            pod = next(one for one in runs.list("pods") if one["metadata"]["labels"][stock.INDEX] == "1")
             (process, *_) = Bed().faults.processes(runs.namespace, pod["metadata"]["name"])
             samples.append(measure_kill(rows, process.kill))
     return samples
@@ -154,7 +156,8 @@ def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], No
     """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement took part in."""
     killed = time.time()
     kill()
-    old = max((row for row in rows() if row["time"] <= killed), key=lambda row: float(row["time"]))
+    before = sorted((row for row in rows() if row["time"] <= killed), key=lambda row: float(row["time"]))
+    old = before[-1]
 
     def later() -> list[dict[str, Any]]:
         return [row for row in rows() if row["time"] > killed and row["generation"] != old["generation"]]
@@ -163,7 +166,12 @@ def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], No
     found = later()
     whole = next(row for row in found if row["world_size"] == stock.NODES)
     lost = max(0, old["step"] + 1 - found[0]["step"])
-    sample = {"rest": found[0]["time"] - killed, "replacement": whole["time"] - killed, "lost_steps": float(lost)}
+    sample = {
+        "rest": found[0]["time"] - killed,
+        "replacement": whole["time"] - killed,
+        "lost_steps": float(lost),
+        "step": statistics.median(b["time"] - a["time"] for a, b in pairwise(before[-SETTLED_STEPS:])),
+    }
     _say(sample)
     return sample
 
@@ -202,7 +210,9 @@ def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
         for part, what in _WHAT.items():
             if part in samples:
                 goal = _GOALS[key] if part == "recipe" else ""
-                rows.append(_row(f"SIGKILL of 1 of {stock.NODES} pods → {figure}", what, [one[key] for one in samples[part]], goal))
+                rows.append(
+                    _row(f"SIGKILL of 1 of {stock.NODES} pods → {figure}", what, [one[key] for one in samples[part]], goal)
+                )
         for ours in ("recipe", "script"):
             for theirs in ("stock_tuned", "stock_default"):
                 if ours in samples and theirs in samples:

@@ -10,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -58,7 +58,7 @@ class Side(Protocol):
         """Events it has posted."""
 
 
-SIDES: dict[str, Callable[[Plane], Side]] = {"evergrad": Evergrad, "kubeflow": Kubeflow}
+SIDES: dict[str, type[Evergrad] | type[Kubeflow]] = {"evergrad": Evergrad, "kubeflow": Kubeflow}
 
 
 @dataclass(frozen=True)
@@ -268,8 +268,8 @@ def measure(
 
     ``scale`` makes all loads smaller, to try things. Raises BedError, LoadError.
     """
-    if "kubeflow" in (sides or SIDES):
-        Kubeflow.build()
+    for side in sides or SIDES:
+        SIDES[side].build()
     known: dict[str, Any] = json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
     for part in only or PARTS:
         load = PARTS[part]

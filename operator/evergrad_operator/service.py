@@ -136,9 +136,10 @@ class Service:
         log.info("%d runs, %d pods found", self.mirror.count()[RUNS], self.mirror.count()[PODS])
         for key in self.mirror.known():
             self.queue.add(key)
-        # What is known at the start stays for long: looking through it again and again costs time at every collection.
+        # What is known stays for long: looking through it again and again costs time at every collection.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)
         self._spawn("queue", self.queue.run(self.reconciler.reconcile, workers=self._settings.workers))
         self._spawn("progress", self.coordinators.run())
         self._spawn("resync", self._keep_synced())

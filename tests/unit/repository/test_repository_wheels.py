@@ -75,7 +75,7 @@ def test_the_operators_wheel_asks_for_the_coordinator_and_never_for_torch(wheel:
     with wheel("operator") as archive:
         asked = requirements(archive)
     names = sorted(re.split(r"[^A-Za-z0-9-]", one)[0] for one in asked)
-    assert names == ["aiohttp", "evergrad-coordinator", "kopf", "kubernetes", "prometheus-client"]
+    assert names == ["aiohttp", "evergrad-coordinator", "kopf", "kubernetes", "prometheus-client", "uvloop"]
     assert "evergrad-coordinator==0.1.0" in asked
 
 
