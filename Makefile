@@ -1,6 +1,8 @@
 # Every target does its own set-up; `make help` lists them.
 
 PYTHON ?= python3
+# Test files at a time: one a core, since many of them start processes of their own.
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -26,7 +28,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
 
@@ -47,7 +49,7 @@ run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nod
 
 test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
 	$(call stage,tests of units and processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(PYTEST),tests/unit tests/integration)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(PYTEST),-n $(JOBS) --dist loadfile tests/unit tests/integration)
 	@$(if $(PYTEST),,$(MAKE) --no-print-directory test-e2e KUBECONFIG=)
 
 # Programs and images are built before pytest begins, whose timeouts are for tests.
@@ -55,7 +57,7 @@ test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that the
 	$(call stage,tests on a cluster)
 	@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
 		export PYTHONPATH=$(CURDIR)/tests && $(BIN)/python -m bed prepare && $(BIN)/python -m bed.product_images; fi
-	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest tests/bed_tests tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
+	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one
 	$(call stage,chaos)

@@ -102,6 +102,7 @@ def measure_script(bench: Bench, events: int) -> list[Sample]:
         spec = {
             "nodes": {"min": 1, "max": stock.NODES},
             "resources": RESOURCES,
+            "failurePolicy": {"maxFailuresWithoutProgress": 100},  # the script tells of none
             "script": {"command": [stock.SCRIPT, *stock.arguments("."), "--model", json.dumps(model_config())]},
             "template": {"volumes": stock.SCRIPT_VOLUMES, "volumeMounts": stock.SCRIPT_MOUNTS},
         }
@@ -165,7 +166,8 @@ def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], No
     wait_for(lambda: any(row["world_size"] == stock.NODES for row in later()), "the replacement's first step", seconds=240)
     found = later()
     whole = next(row for row in found if row["world_size"] == stock.NODES)
-    lost = max(0, old["step"] + 1 - found[0]["step"])
+    finished = max(row["step"] for row in rows() if row["generation"] == old["generation"])
+    lost = max(0, finished + 1 - found[0]["step"])
     sample = {
         "rest": found[0]["time"] - killed,
         "replacement": whole["time"] - killed,

@@ -19,6 +19,23 @@ VOLUME_KINDS: Final = (
     "ephemeral",
 )
 """What Pod Security's restricted level admits, less ``csi``, whose drivers can do anything."""
+PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
+"""Of a ``projected`` volume: the pods of a run talk to no API server, so they get no token of one."""
+VOLUME_PATH: Final = "/volume"
+"""Where the pods of a run have the volume that holds its run directory."""
+CONFIG_PATH: Final = "/etc/evergrad/run"
+OUR_MOUNTS: Final = (VOLUME_PATH, CONFIG_PATH, "/tmp", "/dev/shm")
+"""What the operator mounts: the volume, the manifest, scratch space and shared memory."""
+OUR_VOLUME_PREFIX: Final = "evergrad-"
+
+
+def hides_ours(path: str) -> bool:
+    """Whether a mount at this absolute path would lie over, or inside, one of ours; scratch space may have mounts inside."""
+    plain = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
+    is_over = any(ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS)
+    return is_over or plain.startswith((f"{VOLUME_PATH}/", f"{CONFIG_PATH}/"))
+
+
 OUR_VARIABLES: Final = (
     "RANK",
     "LOCAL_RANK",

@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 from evergrad_coordinator.protocol import Broken, Recovery
 from evergrad_coordinator.state import Training
 
+UNDISTURBED_SECONDS = 600.0
+"""What reports neither steps nor checkpoints has made progress if it ran so long between two failures."""
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -39,6 +42,7 @@ class FailureBudget:
     """… or, with fresh workers, a checkpoint above this one."""
     _reports: list[Failure] = field(default_factory=list)
     _counted: int = -1
+    _counted_at: float = float("-inf")
 
     def report(self, failure: Failure, training: Training) -> None:
         """Note one report; the first of a generation that is no consequence is counted."""
@@ -50,7 +54,10 @@ class FailureBudget:
         self.last = find_root_cause(self._reports)
         if failure.is_consequence or self._counted == generation:
             return
-        self._counted = generation
+        is_told = max(training.step, training.checkpoint_step, failure.report.step) >= 0
+        if not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS:
+            self.used = 0
+        self._counted, self._counted_at = generation, failure.at
         self.used += 1
         self.step = max(self.step, training.step, failure.report.step)
         self.checkpoint_step = max(self.checkpoint_step, training.checkpoint_step)

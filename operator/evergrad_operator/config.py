@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from evergrad_coordinator.failures import UNDISTURBED_SECONDS
+
 
 @dataclass(frozen=True)
 class Config:
@@ -38,6 +40,8 @@ class Config:
     longest_backoff_seconds: float = 60.0
     short_life_seconds: float = 20.0
     """A pod that ended sooner was hardly worth its start: after three of these in a row their replacements wait, too."""
+    undisturbed_seconds: float = UNDISTURBED_SECONDS
+    """Of a run that reports neither steps nor checkpoints: a pod that lived so long has made progress."""
     finish_grace_seconds: float = 60.0
     """For the pods of a complete run to write their report and end."""
     fail_grace_seconds: float = 10.0

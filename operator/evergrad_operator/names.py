@@ -40,8 +40,6 @@ JOIN_PORT: Final = 29400
 STATUS_PORT: Final = 29401
 METRICS_PORT: Final = 29402
 """Of a training pod, where its run names no port of its own."""
-VOLUME_PATH: Final = "/volume"
-CONFIG_PATH: Final = "/etc/evergrad/run"
 CONFIG_FILE: Final = "trainingrun.json"
 STATE_PATH: Final = "/state"
 TERMINATION_LOG: Final = "/dev/termination-log"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS, END_TO_END = ROOT / "benchmarks", ROOT / "tests/e2e"
 # Of an API server 1.34: what runs cause, what goes on without them, what only reads.
 COUNTED = (
     ("POST", "pods", "", 201, "5"),
@@ -34,16 +35,23 @@ METRICS += 'apiserver_request_duration_seconds_bucket{resource="pods",verb="POST
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[SimpleNamespace]:
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path[:0] = [str(BENCHMARKS), str(END_TO_END)]
     try:
         import cluster_evergrad
         import cluster_load
         import cluster_meters
+        import cluster_pods
         import cluster_scale
 
-        yield SimpleNamespace(load=cluster_load, meters=cluster_meters, scale=cluster_scale, evergrad=cluster_evergrad.Evergrad)
+        yield SimpleNamespace(
+            load=cluster_load,
+            meters=cluster_meters,
+            scale=cluster_scale,
+            pods=cluster_pods,
+            evergrad=cluster_evergrad.Evergrad,
+        )
     finally:
-        sys.path.remove(str(BENCHMARKS))
+        del sys.path[:2]
 
 
 def test_writes_are_counted_by_writer_and_what_goes_on_without_runs_is_left_out(bench: SimpleNamespace) -> None:
@@ -97,3 +105,34 @@ def test_rows_compare_the_sides_that_are_there(bench: SimpleNamespace) -> None:
     assert found["API writes a run", "ours / theirs"].value == pytest.approx(0.6)
     alone = bench.scale.make_rows({"latency": {"evergrad": sample(0.2, 30)}})
     assert all(row.goal == "" for row in alone)
+
+
+def test_a_kill_is_measured_to_the_next_step_of_others_and_to_the_replacements(
+    bench: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(step: int, at: float, *, generation: int, world_size: int) -> dict[str, Any]:
+        return {"step": step, "time": at, "generation": generation, "world_size": world_size}
+
+    rows = [row(step, 90.0 + step, generation=1, world_size=2) for step in range(1, 9)]
+
+    def kill() -> None:
+        rows.append(row(9, 100.5, generation=1, world_size=2))  # was under way and is written after the signal
+        rows.append(row(8, 101.5, generation=2, world_size=1))
+        rows.append(row(9, 102.5, generation=2, world_size=1))
+        rows.append(row(10, 107.0, generation=3, world_size=2))
+
+    monkeypatch.setattr(bench.pods.time, "time", lambda: 100.0)
+    sample = bench.pods.measure_kill(lambda: list(rows), kill)
+    assert sample == {"rest": 1.5, "replacement": 7.0, "lost_steps": 2.0, "step": 1.0}
+
+
+def test_rows_of_pods_set_ours_beside_stock_torchrun(bench: SimpleNamespace) -> None:
+    ours = {"rest": 1.0, "replacement": 8.0, "lost_steps": 0.0, "step": 0.5}
+    theirs = {"rest": 20.0, "replacement": 24.0, "lost_steps": 3.0, "step": 0.5}
+    samples = {"quickstart": [{"first_step": 31.0}], "recipe": [ours] * 3, "stock_default": [theirs]}
+    found = {(row.what.split(" → ")[-1], row.name): row for row in bench.pods.make_rows(samples)}
+    assert found["first step", "median"].is_reached is False
+    assert found["next step of the rest", "TrainingRun, recipe"].is_reached
+    assert found["… next step of the rest", "stock default / recipe"].value == 20
+    assert found["… replacement trains", "stock default / recipe"].value == 3
+    assert found["finished steps trained again", "TrainingRun, recipe"].is_reached

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final
 
+from evergrad_coordinator import contract
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Memory
@@ -88,12 +89,12 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
     host = f"{names.coordinator_service_name(run.name)}.{run.namespace}.{config.cluster_domain or 'svc'}"
     return [
         "node",
-        f"{names.CONFIG_PATH}/{names.CONFIG_FILE}",
+        f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
         *("--join", f"{host}:{names.JOIN_PORT}"),
         *("--node", str(index)),
         *("--address", "$(EVERGRAD_POD_IP)"),
-        *("--run-directory", escape(f"{names.VOLUME_PATH}/{run.volume_path}")),
-        *("--base-directory", escape(f"{names.VOLUME_PATH}/{run.volume_path}")),
+        *("--run-directory", escape(f"{contract.VOLUME_PATH}/{run.volume_path}")),
+        *("--base-directory", escape(f"{contract.VOLUME_PATH}/{run.volume_path}")),
         *("--grace", str(grace)),
         *("--termination-log", names.TERMINATION_LOG),
     ]
@@ -111,8 +112,8 @@ def _build_volumes(run: TrainingRun, config: Config) -> list[JsonObject]:
 
 def _build_mounts() -> list[JsonObject]:
     return [
-        {"name": "evergrad-volume", "mountPath": names.VOLUME_PATH},
-        {"name": "evergrad-config", "mountPath": names.CONFIG_PATH, "readOnly": True},
+        {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},
+        {"name": "evergrad-config", "mountPath": contract.CONFIG_PATH, "readOnly": True},
         {"name": "evergrad-tmp", "mountPath": "/tmp"},
         {"name": "evergrad-shm", "mountPath": "/dev/shm"},
     ]

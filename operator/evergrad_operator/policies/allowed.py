@@ -4,15 +4,21 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from evergrad_coordinator.contract import LABEL_PREFIX, OUR_VARIABLE_PREFIXES, OUR_VARIABLES, VOLUME_KINDS
+from evergrad_coordinator.contract import (
+    LABEL_PREFIX,
+    OUR_MOUNTS,
+    OUR_VARIABLE_PREFIXES,
+    OUR_VARIABLES,
+    OUR_VOLUME_PREFIX,
+    PROJECTED_KINDS,
+    VOLUME_KINDS,
+    hides_ours,
+)
 from evergrad_operator import names
 from evergrad_operator.raw import get_map, get_maps
 from evergrad_operator.spec import Template, TrainingRun
 
-PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
 MAX_SPEC_BYTES: Final = 700_000
-OUR_VOLUME_PREFIX: Final = "evergrad-"
-OUR_MOUNTS: Final = (names.VOLUME_PATH, names.CONFIG_PATH, "/tmp", "/dev/shm")
 
 
 def find_problems(run: TrainingRun, raw: Mapping[str, Any]) -> list[str]:
@@ -50,7 +56,7 @@ def _find_volume_problems(template: Template) -> Iterator[tuple[str, str]]:
 def _find_mount_problems(template: Template) -> Iterator[tuple[str, str]]:
     for place, mount in enumerate(template.volume_mounts):
         where, path = f"spec.template.volumeMounts[{place}]", str(mount.get("mountPath") or "")
-        if not path.startswith("/") or ".." in path.split("/") or _hides_ours(path):
+        if not path.startswith("/") or ".." in path.split("/") or hides_ours(path):
             yield (
                 where,
                 f"{path[:100]!r} is no place for a mount: it is absolute, and not in {', '.join(OUR_MOUNTS)}. Choose another",
@@ -59,12 +65,6 @@ def _find_mount_problems(template: Template) -> Iterator[tuple[str, str]]:
             yield where, "mountPropagation needs rights that the pods of a run do not have. Remove it"
         if str(mount.get("name") or "").startswith(OUR_VOLUME_PREFIX):
             yield where, f"the prefix {OUR_VOLUME_PREFIX} is reserved. Mount a volume of spec.template.volumes"
-
-
-def _hides_ours(path: str) -> bool:
-    plain = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
-    is_over = any(ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS)
-    return is_over or plain.startswith(tuple(f"{ours}/" for ours in OUR_MOUNTS[:2]))
 
 
 def _find_variable_problems(template: Template) -> Iterator[tuple[str, str]]:

@@ -158,12 +158,19 @@ def _add_failures(memory: Memory, observation: Observation, ended: list[PodState
             is_repeated = failure is not None and failure.rank is not None and described.at - failure.at < _ECHO_SECONDS
             failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
         if cause in names.COUNTED and pod.created_at > budget.at:
-            failures = budget.failures + 1
+            failures = (0 if _has_lasted(pod, memory, config) else budget.failures) + 1
             delay = _delay(failures - 1, config)
             budget = replace(_mark(budget, memory), failures=failures, at=newest, retry_at=max(budget.retry_at, now + delay))
         elif cause != Cause.DONE and now - pod.created_at < config.short_life_seconds:
             budget = _add_short_life(budget, memory, config, now)
     return replace(memory, budget=budget, last_failure=failure)
+
+
+def _has_lasted(pod: PodState, memory: Memory, config: Config) -> bool:
+    """Whether a pod of a run that tells nothing of itself lived long enough for its end to be a first failure again."""
+    training, end = memory.training, pod.end
+    is_told = training.step is not None or training.checkpoint_step is not None
+    return not is_told and end is not None and (end.at or 0.0) - pod.created_at >= config.undisturbed_seconds
 
 
 def _delay(count: int, config: Config) -> float:

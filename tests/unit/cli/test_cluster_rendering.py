@@ -32,11 +32,10 @@ def raw_condition(kind: str, status: str = "True", reason: str = "X", message: s
 # ---- contract with the operator --------------------------------------------------------------------------------------
 
 
-def test_labels_places_and_waiting_reasons_are_the_operators() -> None:
+def test_labels_and_waiting_reasons_are_the_operators() -> None:
     assert (runs.LABEL_RUN, runs.LABEL_INDEX) == (names.LABEL_RUN, names.LABEL_INDEX)
     assert (runs.LABEL_ATTEMPT, runs.LABEL_ROLE) == (names.LABEL_ATTEMPT, names.LABEL_ROLE)
     assert (runs.NODE, runs.COORDINATOR) == (names.ROLE_NODE, names.ROLE_COORDINATOR)
-    assert advice.VOLUME_PATH == names.VOLUME_PATH
     assert set(advice._WAITING) | set(advice._FAILED) <= set(names.Reason)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from evergrad_coordinator.accounting import Accounting
-from evergrad_coordinator.failures import Failure, FailureBudget, find_root_cause
+from evergrad_coordinator.failures import UNDISTURBED_SECONDS, Failure, FailureBudget, find_root_cause
 from evergrad_coordinator.planning import assign_places, choose_members, choose_saver, find_running
 from evergrad_coordinator.protocol import Broken, Cause, Had
 from evergrad_coordinator.state import Node, Place, Training, World, node_order
@@ -104,6 +104,17 @@ def test_progress_is_a_step_above_all_that_were_ever_reached() -> None:
     assert budget.used == 1
     budget.observe(Training(step=11))
     assert budget.used == 0
+
+
+def test_what_reports_nothing_makes_progress_by_running_long() -> None:
+    budget = FailureBudget(1, "fresh")
+    at = 0.0
+    for generation in range(1, 6):
+        budget.report(build_failure("worker_crash", at, generation=generation, step=-1), Training())
+        assert (budget.used, budget.is_exhausted) == (1, False)
+        at += UNDISTURBED_SECONDS
+    budget.report(build_failure("worker_crash", at - 1, generation=6, step=-1), Training())
+    assert budget.is_exhausted
 
 
 def test_lost_seconds_belong_to_the_cause_not_to_its_consequence() -> None:

@@ -233,7 +233,7 @@ class Simulation:
         for name in [name for name, pod in self.pods.items() if "deletionTimestamp" in pod["metadata"]]:
             self.vanish(name)
 
-    def train(self, step: int = 10, **fields: Any) -> None:
+    def train(self, step: int | None = 10, **fields: Any) -> None:
         """The group is up and says so."""
         attempts = [pod for name, pod in self.pods.items() if name in self.live(role=names.ROLE_COORDINATOR)]
         newest = max((int(pod["metadata"]["labels"][names.LABEL_ATTEMPT]) for pod in attempts), default=0)
@@ -241,7 +241,7 @@ class Simulation:
         values = {"step": step, "totalSteps": 100, "nodes": {**nodes, "ready": len(self.live())}, **fields}
         self.progress = make_progress(newest, **values)
 
-    def run(self, step: int = 10) -> "Simulation":
+    def run(self, step: int | None = 10) -> "Simulation":
         """Bring the run up."""
         self.reconcile()
         self.start()

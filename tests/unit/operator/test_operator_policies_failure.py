@@ -223,6 +223,21 @@ def test_with_fresh_workers_only_a_newer_checkpoint_does() -> None:
     assert world.status["failures"]["withoutProgress"] == 0
 
 
+def test_a_script_that_reports_nothing_makes_progress_by_running_long() -> None:
+    run = make_run(script={"command": ["train.py"]})
+    del run["spec"]["training"]
+    world = Simulation(run).run(step=None)
+    for _ in range(6):
+        world.age(700)
+        fail(world)
+        assert world.status["failures"]["withoutProgress"] == 1
+    for _ in range(3):
+        assert world.status["phase"] != "Failed"
+        world.age(300)
+        fail(world)
+    assert (world.status["phase"], world.status["reason"]) == ("Failed", "WorkerCrash")
+
+
 def test_pods_that_fall_together_are_one_failure() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 8})).run()
     world.age(100)

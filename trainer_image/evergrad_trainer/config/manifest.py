@@ -96,7 +96,10 @@ class FailurePolicy(Section):
     """When a failing run is given up. Preemption, eviction and lost nodes never count."""
 
     max_failures_without_progress: Count = Field(default=3, ge=1, le=1000)
-    """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes never count."""
+    """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes never count.
+
+    Progress is a newer step; where workers start afresh a newer checkpoint; of a script that reports neither, ten minutes.
+    """
 
 
 class Spec(Section):

@@ -4,7 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from evergrad_coordinator.contract import LABEL_PREFIX, OUR_VARIABLE_PREFIXES, OUR_VARIABLES, VOLUME_KINDS
+from evergrad_coordinator.contract import (
+    LABEL_PREFIX,
+    OUR_MOUNTS,
+    OUR_VARIABLE_PREFIXES,
+    OUR_VARIABLES,
+    OUR_VOLUME_PREFIX,
+    PROJECTED_KINDS,
+    VOLUME_KINDS,
+    hides_ours,
+)
 from evergrad_trainer.config.fields import FieldPath, format_path, value_at
 from evergrad_trainer.config.numbers import show
 from evergrad_trainer.config.problems import nearest
@@ -49,11 +58,7 @@ _MOUNT = Keys(
 _VARIABLE = Keys(known=("name", "value", "valueFrom"), required=("name",))
 _SECRET = Keys(known=("name",), required=("name",))
 _AFFINITY = ("nodeAffinity", "podAffinity", "podAntiAffinity")
-PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBundle")
 VALUE_KINDS: Final = ("configMapKeyRef", "secretKeyRef", "fieldRef", "resourceFieldRef")
-OUR_MOUNTS: Final = ("/volume", "/etc/evergrad/run", "/tmp", "/dev/shm")
-"""Where the operator mounts the run directory, the manifest, scratch space and shared memory."""
-OUR_VOLUME_PREFIX: Final = "evergrad-"
 
 Item = tuple[FieldPath, Mapping[str, Any]]
 
@@ -123,7 +128,7 @@ def check_volumes(view: View) -> Iterator[Problem]:
         if isinstance(place, str) and place and (not place.startswith("/") or ":" in place):
             why = "a mount path is absolute and has no ':'"
             yield Problem(format_path((*path, "mountPath")), f"{show(place)} cannot be mounted on", why, "Correct it")
-        elif isinstance(place, str) and _hides_ours(place):
+        elif isinstance(place, str) and hides_ours(place):
             why = f"the run itself has {', '.join(OUR_MOUNTS)}"
             yield Problem(format_path((*path, "mountPath")), f"{show(place)} is reserved", why, "Choose another place")
 
@@ -151,13 +156,6 @@ def _check_volume_kinds(path: FieldPath, volume: Mapping[str, Any], kinds: Seque
                 why = "the pods of a run talk to no API server" if kind == "serviceAccountToken" else ""
                 where = format_path((*path, "projected", "sources", index, kind))
                 yield Problem(where, "not allowed here", why, f"Remove it. Allowed here: {', '.join(PROJECTED_KINDS)}")
-
-
-def _hides_ours(place: str) -> bool:
-    """Whether a mount there would lie over, or inside, one of ours; scratch space may have mounts inside."""
-    plain = "/" + "/".join(part for part in place.split("/") if part)
-    over = any(ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS)
-    return over or plain.startswith(tuple(f"{ours}/" for ours in OUR_MOUNTS[:2]))
 
 
 def _check_unique(items: Sequence[Item], key: str) -> Iterator[Problem]:

@@ -6,8 +6,6 @@ from typing import Final
 from evergrad_trainer.cli.cluster.runs import Condition, Pod, Run
 from evergrad_trainer.cli.cluster.text import age
 
-VOLUME_PATH: Final = "/volume"
-"""Where the pods of a run have its volume."""
 _UNSEEN_SECONDS: Final = 30.0
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {

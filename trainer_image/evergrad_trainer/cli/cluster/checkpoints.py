@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_coordinator.contract import LABEL_PREFIX, ExitCode, RunFile
-from evergrad_trainer.cli.cluster.advice import VOLUME_PATH
+from evergrad_coordinator.contract import LABEL_PREFIX, VOLUME_PATH, ExitCode, RunFile
 from evergrad_trainer.cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
 from evergrad_trainer.cli.cluster.client import Cluster, connect, core_path, find
 from evergrad_trainer.cli.cluster.errors import RefusedError

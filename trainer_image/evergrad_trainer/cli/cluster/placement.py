@@ -6,7 +6,7 @@ from typing import Final, get_args
 
 from pydantic.fields import FieldInfo
 
-from evergrad_trainer.cli.cluster.advice import VOLUME_PATH
+from evergrad_coordinator.contract import VOLUME_PATH
 from evergrad_trainer.config.base import LocalPath, Section
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.errors import Problem

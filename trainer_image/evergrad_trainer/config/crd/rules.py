@@ -3,13 +3,20 @@
 from collections.abc import Mapping
 from typing import Final
 
-from evergrad_coordinator.contract import OUR_VARIABLE_PREFIXES, OUR_VARIABLES, VOLUME_KINDS
+from evergrad_coordinator.contract import (
+    OUR_MOUNTS,
+    OUR_VARIABLE_PREFIXES,
+    OUR_VARIABLES,
+    OUR_VOLUME_PREFIX,
+    PROJECTED_KINDS,
+    VOLUME_KINDS,
+)
 from evergrad_trainer.config.crd.cel import DNS_SUBDOMAIN, exactly_one, number, quoted, unchanged
 from evergrad_trainer.config.crd.nodes import Schema, rule
 from evergrad_trainer.config.crd.rules_training import RULES as RULES_OF_TRAINING
 from evergrad_trainer.config.quantities import LONGEST_RUN_NAME, RUN_NAME
 from evergrad_trainer.config.rules_envelope import FOLDER, IMAGE
-from evergrad_trainer.config.rules_template import OUR_MOUNTS, OUR_VOLUME_PREFIX, PROJECTED_KINDS, VALUE_KINDS
+from evergrad_trainer.config.rules_template import VALUE_KINDS
 
 _LABEL_KEY: Final = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
 _HIDES_OURS: Final = "^/+(volume(/.*)?|etc/+evergrad/+run(/.*)?|etc|etc/+evergrad|tmp|dev|dev/+shm)?/*$"
