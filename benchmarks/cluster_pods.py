@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -94,20 +95,26 @@ def measure_recipe(bench: Bench, events: int) -> list[Sample]:
 
 
 def measure_script(bench: Bench, events: int) -> list[Sample]:
-    """The script that stock torchrun starts, as ``spec.script``: the rest begin anew from the checkpoint."""
-    with bench.namespace() as runs:
-        stock.create_script(runs)
-        manifest = make_manifest("script", steps=1)
-        del manifest["spec"]["training"]
-        spec = {
-            "nodes": {"min": 1, "max": stock.NODES},
-            "resources": RESOURCES,
-            "failurePolicy": {"maxFailuresWithoutProgress": 100},  # the script tells of none
-            "script": {"command": [stock.SCRIPT, *stock.arguments("."), "--model", json.dumps(model_config())]},
-            "template": {"volumes": stock.SCRIPT_VOLUMES, "volumeMounts": stock.SCRIPT_MOUNTS},
-        }
-        run = runs.apply({**manifest, "spec": merged(manifest["spec"], spec)})
-        return _kill_in_turns(run, lambda: _script_rows(run), events)
+    """The script that stock torchrun starts, as ``spec.script``: the rest begin anew from the checkpoint.
+
+    A TrainingRun for each event: the script tells of no progress, so that the back-off would grow.
+    """
+    spec = {
+        "nodes": {"min": 1, "max": stock.NODES},
+        "resources": RESOURCES,
+        "script": {"command": [stock.SCRIPT, *stock.arguments("."), "--model", json.dumps(model_config())]},
+        "template": {"volumes": stock.SCRIPT_VOLUMES, "volumeMounts": stock.SCRIPT_MOUNTS},
+    }
+    manifest = make_manifest("script", steps=1)
+    del manifest["spec"]["training"]
+    manifest["spec"] = merged(manifest["spec"], spec)
+    samples = []
+    for _ in range(events):
+        with bench.namespace() as runs:
+            stock.create_script(runs)
+            run = runs.apply(manifest)
+            samples += _kill_in_turns(run, partial(_script_rows, run), 1)
+    return samples
 
 
 def _script_rows(run: Run) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Whatever answers there is not trusted: size, time and number are bounded, and wh
 import asyncio
 import json
 import logging
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -123,14 +124,23 @@ class Coordinators:
             if followed.answer is not None and self._clock() - followed.answer.at > 60.0:
                 followed.answer = None
                 self.on_news(key, True)
-            return min(30.0, self._settings.every * 2.0 ** min(followed.failures - 1, 5)) if followed.failures > 1 else 1.0
+            if followed.failures == 1:
+                return 1.0
+            pause = min(30.0, self._settings.every * 2.0 ** min(followed.failures - 1, 5))
+            # Those that fell silent together are not asked together again and again.
+            return max(pause, self._slowest) * random.uniform(0.7, 1.3)
         if self._followed.get(key) is not followed:
             return None
         followed.failures = 0
         old, followed.answer = followed.answer, Answer(raw, followed.attempt, self._clock())
         if old is None or old.raw != raw:
             self.on_news(key, old is None or _without_progress(old.raw) != _without_progress(raw))
-        return max(self._settings.every, len(self._followed) / self._settings.per_second)
+        return max(self._settings.every, self._slowest)
+
+    @property
+    def _slowest(self) -> float:
+        """Seconds in which all that are followed can be asked once."""
+        return len(self._followed) / self._settings.per_second
 
     async def _request(self, address: str, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """One request a connection, as the coordinator serves them: status and body. Raises OperatorError."""
