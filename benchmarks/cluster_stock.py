@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster_runs import GROUP, Runs, read_rows
+from cluster_runs import Runs, read_rows
 
 NODES = 2
 """One for each core of the machine that the bed is made for: what starts must not wait for what trains."""
@@ -17,8 +17,6 @@ SCRIPT_VOLUMES = [{"name": "script", "configMap": {"name": "script"}}]
 SCRIPT_MOUNTS = [{"name": "script", "mountPath": "/script"}]
 _NAME = "stock"
 _PORT = 29400
-
-__all__ = ["GROUP", "INDEX", "NODES", "SCRIPT", "SLOTS", "Settings", "create_job", "create_script", "read_steps"]
 
 
 @dataclass(frozen=True)
