@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this file is a program, too
 from process_state import is_alive
 
 SECONDS = 60.0

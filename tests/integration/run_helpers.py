@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # this file is a program, too
 from process_state import children_of
 
 SECONDS = 60.0
