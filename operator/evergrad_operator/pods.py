@@ -38,6 +38,8 @@ _BY_POD_REASON: Final[Mapping[str, Cause]] = {
     "PodLevelResourcesNotAdmitted": Cause.REFUSED_BY_NODE,
 }
 _NOT_STARTED: Final = frozenset({"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"})
+_NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
+"""How the container ended is lost, as after its node's reboot: the kubelet's word, and the container runtime's."""
 _NO_SPACE: Final = re.compile(r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b", re.IGNORECASE)
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
 
@@ -172,7 +174,7 @@ def _find_cause(
         return Cause.STOPPED
     if reason in _NOT_STARTED:
         return Cause.START_ERROR
-    if exit_code is None or reason == "ContainerStatusUnknown":
+    if exit_code is None or reason in _NOT_WITNESSED:
         return Cause.NODE_LOST
     return Cause.VOLUME_FULL if _NO_SPACE.search(text) else Cause.WORKER_CRASH
 

@@ -126,7 +126,7 @@ class Coordinators:
                 self.on_news(key, True)
             if followed.failures == 1:
                 return 1.0
-            pause = min(30.0, self._settings.every * 2.0 ** min(followed.failures - 1, 5))
+            pause = min(30.0, 2.0 ** min(followed.failures - 1, 5))
             # Those that fell silent together are not asked together again and again.
             return max(pause, self._slowest) * random.uniform(0.7, 1.3)
         if self._followed.get(key) is not followed:

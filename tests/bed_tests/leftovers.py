@@ -56,6 +56,8 @@ def _processes() -> set[str]:
 def _namespaces() -> set[str]:
     found = set()
     for folder in _machines_processes():
+        if not is_alive(int(folder.name)):
+            continue  # the namespace of a dead process ends when the machine's first process reaps it
         for name in NAMESPACES:
             try:
                 found.add((folder / "ns" / name).readlink().as_posix())

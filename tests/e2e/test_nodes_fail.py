@@ -37,7 +37,8 @@ def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(runs: Runs
     run.expect_same_as(reference)
     later = list(run.generations())
     assert later[: len(generations)] == generations and later == sorted(later), "an older group has written"
-    assert run.status()["failures"]["withoutProgress"] == 0
+    wait_for(lambda: run.status()["failures"]["withoutProgress"] == 0, "the lost nodes to be no failures")
+    assert "WorkerCrash" not in run.status()["restarts"]["byCause"]
 
 
 def test_17_both_nodes_lost_at_once_cost_at_most_a_checkpoint_interval(runs: Runs, faults: Any, reference: Rows) -> None:

@@ -14,6 +14,8 @@ from evergrad_operator.times import format_duration, format_time
 
 _AT_ONCE: Final = frozenset({Reason.DEADLINE_EXCEEDED, Reason.OUTPUT_CONFLICT, Reason.ALREADY_COMPLETE})
 _NOT_ASKED: Final = frozenset({"AllNodesLeft", "Signal"})
+_FIRST_WORDS_SECONDS: Final = 30.0
+"""A coordinator is given so long to be heard before a suspended run lets it go."""
 
 
 def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
@@ -126,7 +128,11 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     live_coordinators = [pod for pod in coordinators if pod.is_live]
     step = memory.training.checkpoint_step
     # The coordinator knows what the last node saved, but has not been asked since: its last words are waited for.
-    is_stale = situation.progress is not None and situation.progress.connected > 0
+    # One that has just been made, and was never heard yet, is not given up for that.
+    is_unheard = memory.training.step is None and any(
+        situation.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
+    )
+    is_stale = is_unheard if situation.progress is None else situation.progress.connected > 0
     if working or live_coordinators:
         chosen = situation.live if working else () if is_stale and live_coordinators else (*live_coordinators, *situation.nodes)
         text = f"{len(working)} nodes save and leave" if working else "the coordinator leaves"

@@ -252,6 +252,24 @@ def test_a_ghost_on_a_lost_node_does_not_hold_a_suspension_up() -> None:
     assert world.reconcile().phase == Phase.SUSPENDED
 
 
+def test_a_run_suspended_before_its_coordinator_was_heard_waits_for_its_words() -> None:
+    world = Simulation()
+    world.reconcile()
+    world.start()
+    world.reconcile()
+    world.raw["spec"]["suspend"] = True
+    world.reconcile()
+    world.leave()
+    world.reconcile()
+    assert world.status["phase"] == "Suspending"
+    assert world.live(role=names.ROLE_COORDINATOR), "its only witness was let go"
+    world.train(7, checkpointStep=7, nodes={"min": 1, "max": 2, "ready": 0, "connected": 0})
+    world.reconcile()
+    world.leave()
+    world.settle()
+    assert (world.status["phase"], world.status["checkpoint"]) == ("Suspended", {"step": 7})
+
+
 def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
     world = Simulation().run()
     world.train(50, phase="Stopped", reason="AfterStep", checkpointStep=50)

@@ -185,17 +185,18 @@ class Follower:
         self._end()
 
     def _select(self, pods: Sequence[Pod]) -> list[Pod]:
-        wanted = [pod for pod in pods if self._selection.is_wanted(pod) and pod.has_started]
+        wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
         one = not (self._selection.is_all or self._selection.is_coordinator or self._selection.index is not None)
-        return self._of_leader(wanted) if one else wanted
+        return [pod for pod in (self._of_leader(wanted) if one else wanted) if pod.has_started]
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
-        """The pods of one node: the lowest there is, and another once that has been away for long."""
-        alive = sorted({pod.index for pod in pods if pod.index is not None and not pod.is_over})
+        """The pods of one node: the lowest there is, also before it has started, and another once that has been away for long."""
+        alive = sorted({pod.index for pod in pods if pod.index is not None and pod.has_started and not pod.is_over})
         if self._leader is None or self._leader in alive or not alive:
             self._leader_missed = 0.0
             if self._leader is None:
-                self._leader = next(iter(alive or sorted({pod.index or 0 for pod in pods})), None)
+                coming = {pod.index or 0 for pod in pods if not pod.is_over} or {pod.index or 0 for pod in pods}
+                self._leader = min(coming, default=None)
         elif not self._leader_missed:
             self._leader_missed = time.monotonic()
         elif time.monotonic() - self._leader_missed > _GONE_SECONDS:
