@@ -128,11 +128,11 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     live_coordinators = [pod for pod in coordinators if pod.is_live]
     step = memory.training.checkpoint_step
     # The coordinator knows what the last node saved, but has not been asked since: its last words are waited for.
-    # One that has just been made, and was never heard yet, is not given up for that.
+    # One that has just been made may not have been asked since its nodes came.
     is_unheard = memory.training.step is None and any(
         situation.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
-    is_stale = is_unheard if situation.progress is None else situation.progress.connected > 0
+    is_stale = is_unheard or (situation.progress is not None and situation.progress.connected > 0)
     if working or live_coordinators:
         chosen = situation.live if working else () if is_stale and live_coordinators else (*live_coordinators, *situation.nodes)
         text = f"{len(working)} nodes save and leave" if working else "the coordinator leaves"

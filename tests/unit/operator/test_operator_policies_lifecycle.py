@@ -252,10 +252,13 @@ def test_a_ghost_on_a_lost_node_does_not_hold_a_suspension_up() -> None:
     assert world.reconcile().phase == Phase.SUSPENDED
 
 
-def test_a_run_suspended_before_its_coordinator_was_heard_waits_for_its_words() -> None:
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_words(is_heard: bool) -> None:
     world = Simulation()
     world.reconcile()
     world.start()
+    if is_heard:
+        world.train(None, nodes={"min": 1, "max": 2, "ready": 0, "connected": 0})
     world.reconcile()
     world.raw["spec"]["suspend"] = True
     world.reconcile()
