@@ -53,11 +53,19 @@ def _processes() -> set[str]:
     return found
 
 
+def _waits_for_reaping(folder: Path) -> bool:
+    """Whether it was the first process of a namespace of process ids, is killed, and only outlives those that are not reaped."""
+    try:
+        return (folder / "wchan").read_text() == "zap_pid_ns_processes"
+    except OSError:
+        return True
+
+
 def _namespaces() -> set[str]:
     found = set()
     for folder in _machines_processes():
-        if not is_alive(int(folder.name)):
-            continue  # the namespace of a dead process ends when the machine's first process reaps it
+        if not is_alive(int(folder.name)) or _waits_for_reaping(folder):
+            continue  # the namespaces of dead processes end when the machine's first process reaps them
         for name in NAMESPACES:
             try:
                 found.add((folder / "ns" / name).readlink().as_posix())
