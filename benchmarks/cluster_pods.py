@@ -23,7 +23,7 @@ import installed_operator
 from bed.cluster import Bed
 from bed.fixtures import Cluster
 from bed.places import KUBECONFIG, STORAGE_CLASS
-from cluster_runs import GROUP, QUICKSTART, Run, Runs, documents, make_manifest, merged, read_rows, wait_for
+from cluster_runs import QUICKSTART, RESOURCE, Run, Runs, documents, make_manifest, merged, read_rows, wait_for
 from common import Row, model_config, print_rows
 
 SAMPLES_FILE = Path(__file__).with_name("results") / "cluster-pods-samples.json"
@@ -51,7 +51,7 @@ class Bench:
         try:
             yield runs
         finally:
-            runs.kubectl("delete", f"trainingruns.{GROUP}", "--all", "--wait=false", check=False)
+            runs.kubectl("delete", RESOURCE, "--all", "--wait=false", check=False)
             runs.kubectl("delete", "jobs", "--all", "--wait=false", check=False)
             runs.kubectl("delete", "pods", "--all", "--now", "--wait=false", check=False)
             runs.kubectl("delete", "namespace", name, "--wait=false", check=False)

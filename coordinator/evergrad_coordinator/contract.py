@@ -49,6 +49,8 @@ OUR_VARIABLES: Final = (
     "MASTER_PORT",
 )
 OUR_VARIABLE_PREFIXES: Final = ("EVERGRAD_", "TORCHELASTIC_")
+UNDISTURBED_SECONDS: Final = 600.0
+"""What reports neither steps nor checkpoints has made progress if it ran so long between two failures."""
 
 
 class ExitCode(IntEnum):

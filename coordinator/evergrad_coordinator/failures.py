@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from evergrad_coordinator.contract import UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Recovery
 from evergrad_coordinator.state import Training
-
-UNDISTURBED_SECONDS = 600.0
-"""What reports neither steps nor checkpoints has made progress if it ran so long between two failures."""
 
 
 @dataclass(frozen=True)

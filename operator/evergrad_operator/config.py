@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from evergrad_coordinator.failures import UNDISTURBED_SECONDS
+from evergrad_coordinator.contract import UNDISTURBED_SECONDS
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 import pytest
 
 from evergrad_coordinator.accounting import Accounting
-from evergrad_coordinator.failures import UNDISTURBED_SECONDS, Failure, FailureBudget, find_root_cause
+from evergrad_coordinator.contract import UNDISTURBED_SECONDS
+from evergrad_coordinator.failures import Failure, FailureBudget, find_root_cause
 from evergrad_coordinator.planning import assign_places, choose_members, choose_saver, find_running
 from evergrad_coordinator.protocol import Broken, Cause, Had
 from evergrad_coordinator.state import Node, Place, Training, World, node_order
