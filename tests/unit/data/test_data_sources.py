@@ -105,7 +105,7 @@ def test_a_file_without_permission_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "what", "remedy"),
     [
-        (gzip.compress(b"{}\n"), "is compressed (gzip)", "Decompress it."),
+        (gzip.compress(b"{}\n", mtime=0), "is compressed (gzip)", "Decompress it."),
         ('{"text": "a"}\n'.encode("utf-16"), "is UTF-16 text", "Convert it to UTF-8, e.g. with iconv."),
         (b"PAR1....", "is a Parquet file", "Convert it to one JSON object a line."),
         (b"PK\x03\x04....", "is a zip archive", "Unpack it."),
