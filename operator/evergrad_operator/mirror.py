@@ -159,6 +159,12 @@ class Mirror:
             if not pods:
                 self._pods.pop(key, None)
 
+    def forget_child(self, key: Key, kind: str, name: str, uid: str) -> None:
+        """A child, neither pod nor claim, that the API server does not know any more."""
+        known = self._children.get(key, {}).get((kind, name))
+        if known is not None and known["metadata"].get("uid") == uid:
+            self._remove(CHILDREN, known)
+
     def forget_claim(self, namespace: str, name: str) -> None:
         """A claim that the API server does not know any more."""
         self._claims.pop((namespace, name), None)

@@ -12,7 +12,7 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, SpecError
 from evergrad_operator.events import derive_events
-from evergrad_operator.kube import CLAIM, KINDS, POD, SERVICE, Kind, Raw
+from evergrad_operator.kube import CLAIM, CONFIG_MAP, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim
 from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
@@ -127,10 +127,12 @@ class Reconciler:
             await self._refuse_spec(raw, memory, error)
             return None
         if decision.needs_listing or plan.create or plan.delete:
-            # The mirror is a hint. Before anything is created or ended, the pods are what the API server says they are.
+            # The mirror is a hint. Before anything is created or ended, what there is, is what the API server says.
             # Of a run that nothing was done for yet there are none; if there is one all the same, its name is taken.
             if raw.get("status") or self._mirror.pods(key) or memory.is_in_doubt:
                 await self._confirm_pods(key)
+                if plan.create:
+                    await self._confirm_children(key)
                 memory.is_in_doubt = False
             await self._look_at_claim(key, raw, oldest=0.0)
             raw = self._mirror.run(key) or raw
@@ -202,6 +204,20 @@ class Reconciler:
             metadata = pod["metadata"]
             if metadata["uid"] not in listed and int(metadata.get("resourceVersion") or 0) <= version:
                 self._mirror.forget_pod(key, metadata["name"], metadata["uid"])
+
+    async def _confirm_children(self, key: Key) -> None:
+        """New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one."""
+        for kind in (CONFIG_MAP, SERVICE):
+            known = [child["metadata"] for (of, _), child in self._mirror.children(key).items() if of == kind.kind]
+            if not known:
+                continue
+            found, version = await self._cluster.list_all(
+                kind, key[0], selector=f"{names.LABEL_RUN}={key[1]}", metadata_only=True
+            )
+            listed = {raw["metadata"]["uid"] for raw in found}
+            for metadata in known:
+                if metadata["uid"] not in listed and int(metadata.get("resourceVersion") or 0) <= version:
+                    self._mirror.forget_child(key, kind.kind, metadata["name"], metadata["uid"])
 
     async def _look_at_claim(self, key: Key, raw: Raw, *, oldest: float) -> None:
         """Fetch the existing claim that the run names, for all runs that name it: no watch shows it."""

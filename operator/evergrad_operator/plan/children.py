@@ -87,17 +87,15 @@ def _build_wanted(observation: Observation, decision: Decision, config: Config) 
         attempt = live.attempt
     wanted = [build_config_map(run, observation.raw)]
     wanted += [build_service(run, attempt=attempt)] if attempt is not None else []
-    budget = build_disruption_budget(run) if config.disruption_budgets and _is_worth_protecting(observation) else None
+    budget = build_disruption_budget(run) if config.disruption_budgets and _is_worth_protecting(observation, decision) else None
     wanted += [budget] if budget else []
     wanted += [build_network_policy(run, config)] if config.network_policies else []
     return wanted
 
 
-def _is_worth_protecting(observation: Observation) -> bool:
-    """Whether the smallest group is up. Before, a budget protects nothing, and its controller writes for each new pod."""
-    run = observation.run
-    running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
-    return running >= run.spec.nodes.min or ("PodDisruptionBudget", run.name) in observation.hashes
+def _is_worth_protecting(observation: Observation, decision: Decision) -> bool:
+    """Whether a group has formed. Before, a budget protects no work, and costs: all of a namespace are looked at for each pod."""
+    return decision.phase == names.Phase.RUNNING or ("PodDisruptionBudget", observation.run.name) in observation.hashes
 
 
 def _plan_leftovers(observation: Observation, decision: Decision, wanted: list[JsonObject]) -> Iterator[Deletion]:

@@ -98,6 +98,7 @@ def test_a_whole_plan_is_as_it_was(name: str) -> None:
     world.reconcile()
     plan = world.plan
     world.start()
+    world.train()
     world.reconcile()
     built = {
         "claim": plan.claim,
@@ -311,8 +312,10 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
 ) -> None:
     world = Simulation(make_run(nodes={"min": nodes[0], "max": nodes[1]}))
     world.reconcile()
-    assert all(child["kind"] != "PodDisruptionBudget" for child in world.plan.apply)  # nothing runs yet
     world.start()
+    world.reconcile()
+    assert all(child["kind"] != "PodDisruptionBudget" for child in world.plan.apply)  # no group has formed yet
+    world.train()
     world.reconcile()
     budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
     assert [budget["spec"]["minAvailable"] for budget in budgets] == ([] if fewest is None else [fewest])

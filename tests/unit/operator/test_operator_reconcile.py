@@ -63,6 +63,19 @@ def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(simu
     assert simulation.store.writes[before:] == []
 
 
+@pytest.mark.parametrize(("kind", "name"), [("configmaps", "run-config"), ("services", "run-coordinator")])
+def test_what_new_pods_need_is_there_again_before_they_are(simulation: Simulation, kind: str, name: str) -> None:
+    begin(simulation)
+    simulation.store.remove(kind, "ns", name)
+    simulation.reconcile()
+    assert (kind, name) not in simulation.children()  # nothing tells of it
+    before = len(simulation.store.writes)
+    simulation.store.remove("pods", "ns", "run-0-0")
+    simulation.settle()
+    made = [(write[1], write[2]) for write in writes(simulation, before) if write[1] != "trainingruns"]
+    assert made == [(kind, name), ("pods", "run-0-1")]
+
+
 def test_an_operator_that_starts_again_over_a_complete_run_writes_nothing(simulation: Simulation) -> None:
     begin(simulation)
     complete(simulation)
