@@ -23,7 +23,7 @@ import installed_operator
 from bed.cluster import Bed
 from bed.fixtures import Cluster
 from bed.places import KUBECONFIG, STORAGE_CLASS
-from cluster_runs import QUICKSTART, RESOURCE, Run, Runs, documents, make_manifest, merged, read_rows, wait_for
+from cluster_runs import QUICKSTART, Run, Runs, documents, make_manifest, merged, read_rows, wait_for
 from common import Row, model_config, print_rows
 
 SAMPLES_FILE = Path(__file__).with_name("results") / "cluster-pods-samples.json"
@@ -51,10 +51,7 @@ class Bench:
         try:
             yield runs
         finally:
-            runs.kubectl("delete", RESOURCE, "--all", "--wait=false", check=False)
-            runs.kubectl("delete", "jobs", "--all", "--wait=false", check=False)
-            runs.kubectl("delete", "pods", "--all", "--now", "--wait=false", check=False)
-            runs.kubectl("delete", "namespace", name, "--wait=false", check=False)
+            runs.remove()
             with contextlib.suppress(AssertionError):  # what is left of it must not take CPU from the next
                 wait_for(lambda: not runs.list("pods"), "the end of its pods")
 
@@ -126,12 +123,10 @@ def _script_rows(run: Run) -> list[dict[str, Any]]:
 def _kill_in_turns(run: Run, rows: Callable[[], list[dict[str, Any]]], events: int) -> list[Sample]:
     """One run; node 1 is killed, again and again, each time when all nodes have trained together for some steps."""
     samples = []
-    faults = Bed().faults
     for _ in range(events):
         wait_until_whole(rows)
         pod = wait_for(lambda: run.live_pods().get(1), "a pod to kill")
-        (process, *_) = faults.processes(run.runs.namespace, pod["metadata"]["name"])
-        samples.append(measure_kill(rows, process.kill))
+        samples.append(measure_kill(rows, run.runs.namespace, pod["metadata"]["name"]))
     return samples
 
 
@@ -144,8 +139,7 @@ def measure_stock(bench: Bench, events: int, *, settings: stock.Settings) -> lis
             rows = lambda: stock.read_steps(runs)  # noqa: E731
             wait_until_whole(rows, seconds=240)
             pod = next(one for one in runs.list("pods") if one["metadata"]["labels"][stock.INDEX] == "1")
-            (process, *_) = Bed().faults.processes(runs.namespace, pod["metadata"]["name"])
-            samples.append(measure_kill(rows, process.kill))
+            samples.append(measure_kill(rows, runs.namespace, pod["metadata"]["name"]))
     return samples
 
 
@@ -159,10 +153,11 @@ def wait_until_whole(rows: Callable[[], list[dict[str, Any]]], *, seconds: float
     wait_for(is_whole, f"{SETTLED_STEPS} steps of {stock.NODES} nodes", seconds=seconds, every=0.5)
 
 
-def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], None]) -> Sample:
+def measure_kill(rows: Callable[[], list[dict[str, Any]]], namespace: str, pod: str) -> Sample:
     """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement took part in."""
+    (process, *_) = Bed().faults.processes(namespace, pod)
     killed = time.time()
-    kill()
+    process.kill()
     before = sorted((row for row in rows() if row["time"] <= killed), key=lambda row: float(row["time"]))
     old = before[-1]
 

@@ -163,6 +163,13 @@ class Runs:
         assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
+    def remove(self) -> None:
+        """End all that is left in the namespace, and the namespace; nobody waits for it."""
+        for kind in (RESOURCE, "jobs"):
+            self.kubectl("delete", kind, "--all", "--wait=false", check=False)
+        self.kubectl("delete", "pods", "--all", "--now", "--wait=false", check=False)
+        self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
+
     def volume(self, claim: str) -> Path:
         """Where this machine sees what a PVC holds. The bed's volumes are folders here; those of another cluster are copied."""
         if self.cluster.is_bed:

@@ -94,9 +94,7 @@ def runs(cluster: Any, operator: Any, request: pytest.FixtureRequest, tmp_path: 
     if request.node.stash.get(_FAILED, False):
         print(runs.describe())
     with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):
-        runs.kubectl("delete", "trainingruns.evergrad.dev", "--all", "--wait=false", check=False)
-        runs.kubectl("delete", "pods", "--all", "--now", "--wait=false", check=False)
-        runs.kubectl("delete", "namespace", name, "--wait=false", check=False)
+        runs.remove()
 
 
 _FAILED = pytest.StashKey[bool]()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_runs import Runs, make_manifest, wait_for
+from cluster_runs import RESOURCE, Runs, make_manifest, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 EVERGRAD = Path(sys.executable).with_name("evergrad")
@@ -93,7 +93,7 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
                 lambda: (live := run.live_pods()) and not before & {pod["metadata"]["name"] for pod in live.values()}, "new pods"
             )
             assert run.repeated_steps() == 0
-            runs.kubectl("delete", "trainingruns.evergrad.dev", "long", "--wait=false")
+            runs.kubectl("delete", RESOURCE, "long", "--wait=false")
             output, _ = following.communicate(timeout=90)
         finally:
             following.kill()

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 import pytest
-from cluster_runs import STEPS, Rows, Run, Runs, wait_for
+from cluster_runs import RESOURCE, STEPS, Rows, Run, Runs, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(480)]
 
@@ -41,7 +41,7 @@ def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(run
         operator.kill(faults)
         run.wait_for_pods(0, 1)
         assert sorted(uids(run)) == [f"early-{number}-0-0", f"early-{number}-1-0", f"early-{number}-coordinator-0"]
-        runs.kubectl("delete", "trainingruns.evergrad.dev", run.name, "--wait=false")
+        runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
 
 
 def test_11_a_restarted_api_server_and_etcd_are_not_noticed(runs: Runs, faults: Any, reference: Rows) -> None:
@@ -63,7 +63,7 @@ def test_11_a_restarted_api_server_and_etcd_are_not_noticed(runs: Runs, faults: 
 def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
     run = start(runs, "deleted")
     directory, step = run.directory(), run.newest_step()
-    runs.kubectl("delete", "trainingruns.evergrad.dev", "deleted", "--wait=true", seconds=60)
+    runs.kubectl("delete", RESOURCE, "deleted", "--wait=true", seconds=60)
     wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the pods' end")
     for kind in ("configmaps", "services"):
         wait_for(lambda kind=kind: not runs.list(kind, "evergrad.dev/run=deleted"), f"the {kind}'s end")

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from cluster_runs import QUICKSTART, ROOT, STEPS, Rows, Runs, make_manifest, wait_for
+from cluster_runs import QUICKSTART, RESOURCE, ROOT, STEPS, Rows, Runs, make_manifest, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
@@ -38,7 +38,7 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
     run.wait_for_phase("Complete", seconds=200)
     rows = len(run.rows())
     manifest = run.get()
-    runs.kubectl("delete", "trainingruns.evergrad.dev", "restored", "--wait=true")
+    runs.kubectl("delete", RESOURCE, "restored", "--wait=true")
     wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the garbage collection")
     clean = {key: manifest[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "restored"}}
     runs.apply(clean)
@@ -119,7 +119,7 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
             "-n",
             runs.namespace,
             "get",
-            "trainingruns.evergrad.dev",
+            RESOURCE,
             "watched",
             "-w",
         ],
