@@ -4,6 +4,7 @@ Whatever answers there is not trusted: size, time and number are bounded, and wh
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -95,6 +96,13 @@ class Coordinators:
         """Ask nobody any more."""
         await self._queue.close(seconds=0.0)
 
+    async def ask(self, key: Key) -> None:
+        """Have a new answer now, if the run's coordinator gives one; nobody is told of it."""
+        followed = self._followed.get(key)
+        if followed is not None:
+            with contextlib.suppress(OperatorError):
+                followed.answer = await self._read_status(key, followed)
+
     async def post_bounds(self, key: Key, smallest: int, largest: int) -> None:
         """Tell the run's coordinator how many nodes may train. Raises OperatorError."""
         followed = self._followed.get(key)
@@ -113,11 +121,8 @@ class Coordinators:
         if followed is None:
             return None
         try:
-            status, data = await self._request(followed.address, "GET", "/status", b"")
-            raw = json.loads(data) if status == 200 else None
-            if not isinstance(raw, dict):
-                raise OperatorError(f"{key[0]}/{key[1]}: the coordinator answers {status}, and not with a JSON object")
-        except (OperatorError, ValueError, RecursionError) as error:
+            answer = await self._read_status(key, followed)
+        except OperatorError as error:
             followed.failures += 1
             log.debug("%s", error)
             # After a minute of silence the answer is no longer one: what it says may be long over.
@@ -132,10 +137,21 @@ class Coordinators:
         if self._followed.get(key) is not followed:
             return None
         followed.failures = 0
-        old, followed.answer = followed.answer, Answer(raw, followed.attempt, self._clock())
-        if old is None or old.raw != raw:
-            self.on_news(key, old is None or _without_progress(old.raw) != _without_progress(raw))
+        old, followed.answer = followed.answer, answer
+        if old is None or old.raw != answer.raw:
+            self.on_news(key, old is None or _without_progress(old.raw) != _without_progress(answer.raw))
         return max(self._settings.every, self._slowest)
+
+    async def _read_status(self, key: Key, followed: _Followed) -> Answer:
+        """Raises OperatorError for anything that is no status."""
+        status, data = await self._request(followed.address, "GET", "/status", b"")
+        try:
+            raw = json.loads(data) if status == 200 else None
+        except (ValueError, RecursionError):
+            raw = None
+        if not isinstance(raw, dict):
+            raise OperatorError(f"{key[0]}/{key[1]}: the coordinator answers {status}, and not with a JSON object")
+        return Answer(raw, followed.attempt, self._clock())
 
     @property
     def _slowest(self) -> float:

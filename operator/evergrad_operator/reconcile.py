@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Protocol
 
+from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, SpecError
@@ -71,6 +72,8 @@ class Memory:
     told: set[str] = field(default_factory=set)
     is_in_doubt: bool = False
     """A pod was there that the mirror did not have."""
+    ends: frozenset[str] = frozenset()
+    """Pods, by uid, that ended by themselves before the coordinator was last asked."""
 
 
 class Reconciler:
@@ -126,6 +129,8 @@ class Reconciler:
         except SpecError as error:
             await self._refuse_spec(raw, memory, error)
             return None
+        if await self._hear_verdict(key, seen, memory):
+            seen, decision, plan = self._think(key, raw, memory)
         if decision.needs_listing or plan.create or plan.delete:
             # The mirror is a hint. Before anything is created or ended, what there is, is what the API server says.
             # Of a run that nothing was done for yet there are none; if there is one all the same, its name is taken.
@@ -192,6 +197,16 @@ class Reconciler:
             self._coordinators.follow(key, newest.ip, newest.attempt)
         else:
             self._coordinators.leave(key)
+
+    async def _hear_verdict(self, key: Key, seen: Observation, memory: Memory) -> bool:
+        """Whether the coordinator was asked anew: nodes that end by themselves repeat its verdict, whose cause it alone knows."""
+        ends = frozenset(pod.uid for pod in seen.nodes if pod.end is not None and pod.end.exit_code == ExitCode.INTERNAL)
+        is_new = not ends <= memory.ends
+        memory.ends = ends
+        if is_new:
+            self._follow(key, seen)
+            await self._coordinators.ask(key)
+        return is_new
 
     # ---- looking again ------------------------------------------------------------------------------------------------
 

@@ -29,17 +29,21 @@ class Crash(BaseException):
 
 
 class FakeCoordinators(Coordinators):
-    """Answers are set by the test; bounds are kept."""
+    """Answers are set by the test: those that are known, and those that asking anew would bring; bounds are kept."""
 
     def __init__(self) -> None:
         super().__init__()
         self.answers: dict[Key, Mapping[str, Any]] = {}
+        self.unheard: dict[Key, Mapping[str, Any]] = {}
         self.bounds: list[tuple[int, int]] = []
 
     def answer(self, key: Key) -> Answer | None:
         followed = self._followed.get(key)
         raw = self.answers.get(key)
         return Answer(raw, followed.attempt, 0.0) if followed is not None and raw is not None else None
+
+    async def ask(self, key: Key) -> None:
+        self.answers.update(self.unheard)
 
     async def post_bounds(self, key: Key, smallest: int, largest: int) -> None:
         if key not in self._followed:

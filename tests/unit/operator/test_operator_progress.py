@@ -136,6 +136,24 @@ def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
     assert known.num_followed() == 0
 
 
+def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answers() -> None:
+    async def main() -> None:
+        coordinator = Coordinator(b'{"step": 1}')
+        known = Coordinators(PollSettings(port=await coordinator.listen(), timeout=0.2))
+        await known.ask(KEY)
+        assert known.answer(KEY) is None and not coordinator.requests  # nobody is followed
+        known.follow(KEY, "127.0.0.1", 3)
+        await known.ask(KEY)
+        coordinator.body = b"no JSON"
+        await known.ask(KEY)
+        answer = known.answer(KEY)
+        assert answer is not None and (answer.raw, answer.attempt) == ({"step": 1}, 3)
+        assert len(coordinator.requests) == 2
+        coordinator.close()
+
+    asyncio.run(main())
+
+
 def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
     async def main() -> Coordinator:
         coordinator = Coordinator(b"ok")

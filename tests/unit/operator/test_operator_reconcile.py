@@ -63,6 +63,21 @@ def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(simu
     assert simulation.store.writes[before:] == []
 
 
+def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_was_heard(simulation: Simulation) -> None:
+    begin(simulation)
+    failure = {"cause": "user_error", "node": "1", "rank": 1, "exitCode": 1, "message": "ValueError: x", "secondsAgo": 1}
+    running = simulation.coordinators.answers[KEY]
+    verdict = {**running, "phase": "Failed", "reason": "FailuresWithoutProgress", "lastFailure": failure}
+    simulation.coordinators.unheard[KEY] = verdict
+    simulation.end_pod("run-0-0", 137)
+    simulation.settle()
+    assert "run-0-1" in simulation.pods()  # killed by somebody: nothing to ask for
+    simulation.end_pod("run-1-0", 70)
+    simulation.settle()
+    assert (simulation.status["phase"], simulation.status["reason"]) == ("Failed", "UserError")
+    assert "run-1-1" not in simulation.pods()
+
+
 @pytest.mark.parametrize(("kind", "name"), [("configmaps", "run-config"), ("services", "run-coordinator")])
 def test_what_new_pods_need_is_there_again_before_they_are(simulation: Simulation, kind: str, name: str) -> None:
     begin(simulation)
