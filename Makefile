@@ -47,9 +47,10 @@ $(PYDOC)/documents.jsonl: | $(INSTALLED)
 run: $(INSTALLED) $(PYDOC)/documents.jsonl ## train the example on two local nodes: a small language model of Python's documentation, into runs/pydoc-lm
 	$(BIN)/evergrad run $(PYDOC)/trainingrun.yaml --nodes 2 $(RUN)
 
+# Files that start processes come first: the long ones must not be left for the end, when the other workers have nothing to do.
 test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster of this machine (PYTEST='…': only what that says)
 	$(call stage,tests of units and processes)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(PYTEST),-n $(JOBS) --dist loadfile tests/unit tests/integration)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(or $(PYTEST),-n $(JOBS) --dist loadfile --no-loadscope-reorder tests/integration tests/unit)
 	@$(if $(PYTEST),,$(MAKE) --no-print-directory test-e2e KUBECONFIG=)
 
 # Programs and images are built before pytest begins, whose timeouts are for tests.
