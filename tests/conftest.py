@@ -1,0 +1,20 @@
+"""For all tests: one folder for what they and their processes put into the temporary one, gone in the end.
+
+A process that is killed cannot remove what it has made there, and many tests kill processes.
+"""
+
+import os
+import shutil
+import tempfile
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Move TMPDIR. Workers of pytest-xdist have their controller's; ``tmp_path`` stays where pytest keeps it for a while."""
+    if hasattr(config, "workerinput"):
+        return
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    folder = tempfile.mkdtemp(prefix="evergrad-tests-")
+    os.environ["TMPDIR"], tempfile.tempdir = folder, folder
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
