@@ -144,12 +144,16 @@ class Kube:
             raise
 
     async def list_all(
-        self, kind: Kind, namespace: str | None, *, selector: str = "", metadata_only: bool = False
+        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
     ) -> tuple[list[Raw], int]:
-        """All objects, and the version the list is as of. ``metadata_only``: as the API server's PartialObjectMetadata."""
+        """All objects, or those of one name, and the version the list is as of.
+
+        ``metadata_only``: as the API server's PartialObjectMetadata.
+        """
         items: list[Raw] = []
         accept = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" if metadata_only else _JSON
         query: Query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
+        query |= {"fieldSelector": f"metadata.name={name}"} if name else {}
         while True:
             page = await self._request("GET", kind, kind.path(namespace), verb="list", query=query, accept=accept)
             items += [{**item, "kind": kind.kind} for item in page.get("items") or ()]

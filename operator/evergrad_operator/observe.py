@@ -21,6 +21,8 @@ ChildKey = tuple[str, str]
 """Kind and name."""
 OPERATIONAL_SECTIONS: Final = ("stop", "checkpoint", "evaluation", "initFrom", "runtime", "logging", "metrics")
 """Sections of ``spec.training`` that do not decide the result."""
+NAME_TAKEN: Final = "NameTaken"
+"""Reason of an ApplyFailure: an object of that name exists, and is not the run's."""
 MAX_RECORD: Final = 4096
 """Longest record of a run on a PVC, in characters."""
 
@@ -162,7 +164,9 @@ def observe(
         coordinators=tuple(pod for pod in states if pod.role == names.ROLE_COORDINATOR),
         claim=None if claim is None else _parse_claim(claim),
         others=tuple(other for raw in others if (other := _parse_other(raw, run)) is not None),
-        hashes={key: _annotation(raw, names.ANNOTATION_HASH) for key, raw in children.items()},
+        hashes={
+            key: _annotation(raw, names.ANNOTATION_HASH) for key, raw in children.items() if raw is claim or owns(run.uid, raw)
+        },
         progress=progress,
         failures=tuple(failures),
         raw=raw_run,
@@ -313,13 +317,17 @@ def overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(f"{other}/") or other.startswith(f"{one}/")
 
 
+def owns(uid: str, raw: Mapping[str, Any]) -> bool:
+    """Whether the object belongs to the run of this uid. One that only bears the right name is somebody else's."""
+    return any(one.get("uid") == uid for one in get_maps(get_map(raw, "metadata"), "ownerReferences"))
+
+
 def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:
     """Whether the pod is this run's: by its label and its owner, so that the pods of an older namesake are not taken over."""
     metadata = get_map(raw, "metadata")
     if get_map(metadata, "labels").get(names.LABEL_RUN) != run.name:
         return False
-    owners = get_maps(metadata, "ownerReferences")
-    return any(one.get("uid") == run.uid for one in owners) or not owners
+    return owns(run.uid, raw) or not get_maps(metadata, "ownerReferences")
 
 
 def _annotation(raw: Mapping[str, Any], key: str) -> str:

@@ -16,7 +16,7 @@ from evergrad_operator.events import derive_events
 from evergrad_operator.kube import CLAIM, CONFIG_MAP, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim
-from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
+from evergrad_operator.observe import NAME_TAKEN, ApplyFailure, Observation, Progress, observe, owns, parse_progress
 from evergrad_operator.plan import Deletion, Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.progress import Coordinators
@@ -28,6 +28,9 @@ RECONCILE_SECONDS: Final = 60.0
 CLAIM_SECONDS: Final = 30.0
 """So long an existing claim, which no watch shows, is taken to be as it was seen."""
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 60.0
+_BY_ITSELF: Final = frozenset(ExitCode)
+_TAKEN: Final = 412
+"""HTTP's word for: not unless it is as expected."""
 
 
 class Cluster(Protocol):
@@ -37,7 +40,7 @@ class Cluster(Protocol):
         """The object, or None."""
 
     async def list_all(
-        self, kind: Kind, namespace: str | None, *, selector: str = "", metadata_only: bool = False
+        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
     ) -> tuple[list[Raw], int]:
         """Objects, and the version of the list."""
 
@@ -199,8 +202,8 @@ class Reconciler:
             self._coordinators.leave(key)
 
     async def _hear_verdict(self, key: Key, seen: Observation, memory: Memory) -> bool:
-        """Whether the coordinator was asked anew: nodes that end by themselves repeat its verdict, whose cause it alone knows."""
-        ends = frozenset(pod.uid for pod in seen.nodes if pod.end is not None and pod.end.exit_code == ExitCode.INTERNAL)
+        """Whether the coordinator was asked anew: when nodes end by themselves, it knows the cause and the last step."""
+        ends = frozenset(pod.uid for pod in seen.nodes if pod.end is not None and pod.end.exit_code in _BY_ITSELF)
         is_new = not ends <= memory.ends
         memory.ends = ends
         if is_new:
@@ -254,16 +257,34 @@ class Reconciler:
         if plan.claim is not None:
             manager = plan.claim_manager or names.FIELD_MANAGER
             await self._try(memory, done, plan.claim, lambda body: self._cluster.apply(body, manager=manager))
-        apply = partial(self._cluster.apply, is_brief=True)
         children, services = _split(plan.apply, SERVICE.kind)
-        await _all(self._try(memory, done, body, apply) for body in children)
+        put = partial(self._put, seen)
+        await _all(self._try(memory, done, body, put) for body in children)
         if plan.bounds is not None:
             await self._coordinators.post_bounds(key, plan.bounds.min, plan.bounds.max)
         await _all(self._end(key, end) for end in plan.delete)
         # Giving a Service its address takes the API server longer than all else, and no pod has to wait for it.
-        later = [self._try(memory, done, body, apply) for body in services]
+        later = [self._try(memory, done, body, put) for body in services]
         await _all([*later, self._create_all(seen, memory, done, plan.create)])
         return Outcome(created=tuple(done.created), failures=tuple(done.failures))
+
+    async def _put(self, seen: Observation, body: Raw) -> Raw:
+        """A child that is no pod: applied where it is known to be the run's, else created, so that nobody else loses one."""
+        name, namespace = str(body["metadata"]["name"]), seen.run.namespace
+        if (body["kind"], name) in seen.hashes:
+            return await self._cluster.apply(body, is_brief=True)
+        try:
+            return await self._cluster.create(body, is_brief=True)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+            found, _ = await self._cluster.list_all(KINDS[body["kind"]], namespace, name=name, metadata_only=True)
+            if any(owns(seen.run.uid, raw) for raw in found):
+                return await self._cluster.apply(body, is_brief=True)
+            if all(_is_of_a_namesake(raw, seen.run.name) for raw in found):
+                raise  # it is about to go with its own run
+            text = f"a {body['kind']} of this name exists and belongs to somebody else"
+            raise ApiError(_TAKEN, NAME_TAKEN, text) from error
 
     async def _end(self, key: Key, end: Deletion) -> None:
         kind = KINDS[end.kind]
@@ -386,6 +407,11 @@ async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+
+
+def _is_of_a_namesake(raw: Raw, name: str) -> bool:
+    owners = raw["metadata"].get("ownerReferences") or ()
+    return any((owner.get("kind"), owner.get("name")) == (names.KIND, name) for owner in owners)
 
 
 def _split(bodies: Iterable[Raw], kind: str) -> tuple[list[Raw], list[Raw]]:

@@ -191,9 +191,8 @@ class Service:
 
     async def _resync(self) -> None:
         """List everything: what the watches lost comes, and what is gone goes."""
-        children = [CONFIG_MAP, SERVICE]
-        children += [BUDGET] if self._settings.config.disruption_budgets else []
-        children += [NETWORK_POLICY] if self._settings.config.network_policies else []
+        # Also of kinds that are switched off: those that were made before are taken away.
+        children = (CONFIG_MAP, SERVICE, BUDGET, NETWORK_POLICY)
         changed: set[Key] = set()
         for scope in self._settings.scopes:
             covers = partial(_is_within, scope)

@@ -20,10 +20,11 @@ class FakeCluster:
         return self.store.get(kind.plural, namespace, name) if (kind.plural, namespace, name) in self.store.objects else None
 
     async def list_all(
-        self, kind: Kind, namespace: str | None, *, selector: str = "", metadata_only: bool = False
+        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
     ) -> tuple[list[Any], int]:
         self.reads.append(("list", kind.plural))
-        return list(self.store.list(kind.plural, namespace, selector)), self.store.version
+        found = self.store.list(kind.plural, namespace, selector)
+        return [raw for raw in found if name in ("", raw["metadata"]["name"])], self.store.version
 
     async def create(self, body: Mapping[str, Any], *, is_brief: bool = False) -> Mapping[str, Any]:
         return self._try(lambda: self.store.create(KINDS[body["kind"]].plural, body))

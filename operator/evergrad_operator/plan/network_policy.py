@@ -13,7 +13,7 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
     """Ingress only; egress stays open. Between the run's pods all ports are: nobody knows those of collectives before."""
     own: dict[str, Any] = {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}}
     operator: dict[str, Any] = {
-        "podSelector": {"matchLabels": {names.LABEL_NAME: names.MANAGED_BY}},
+        "podSelector": {"matchLabels": {names.LABEL_ROLE: names.ROLE_OPERATOR}},
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": config.operator_namespace}}
         if config.operator_namespace
         else {},

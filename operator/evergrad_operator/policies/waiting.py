@@ -7,7 +7,7 @@ from typing import Final
 
 from evergrad_operator import names
 from evergrad_operator.names import Reason
-from evergrad_operator.observe import ApplyFailure
+from evergrad_operator.observe import NAME_TAKEN, ApplyFailure
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.failure import quote
 from evergrad_operator.policies.situation import Situation
@@ -76,6 +76,9 @@ def _is_relevant(failure: ApplyFailure, situation: Situation, wanted: frozenset[
 def explain_refusal(failure: ApplyFailure) -> Obstacle:
     """A refusal of the API server in words."""
     what, said = f"{failure.kind} {failure.name}", failure.message
+    if failure.reason == NAME_TAKEN:
+        remedy = "Delete or rename it, or give the run another name"
+        return Obstacle(Reason.CREATE_FAILED, f"{what} exists already and belongs to somebody else. {remedy}; it is tried again")
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
     if "exceeded quota" in said or "insufficient quota" in said:
         return Obstacle(Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again")

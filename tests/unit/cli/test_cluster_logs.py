@@ -218,3 +218,26 @@ def test_when_the_first_node_stays_away_another_is_followed(
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] killed", "[node 1] going on"]
     assert "Node 0 is away. Following node 1." in captured.err
+
+
+def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
+    api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(following, "_GONE_SECONDS", 0.05)
+    story = Story(api, make_run)
+    pods(api, pod(0, state="waiting"), pod(1))
+
+    def late() -> str:
+        pods(api, pod(0), pod(1))
+        return ""
+
+    def done() -> str:
+        story.is_over = True
+        return lines("the run's words")
+
+    story.stream("docs-lm-1-0", late)
+    story.stream("docs-lm-0-0", done)
+    assert call(api, "-f") == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == ["[node 0] the run's words"]
+    assert captured.err.splitlines()[:2] == ["Node 0 is away. Following node 1.", "Node 0 is there. Following it, too."]

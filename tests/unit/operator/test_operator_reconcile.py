@@ -63,6 +63,47 @@ def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(simu
     assert simulation.store.writes[before:] == []
 
 
+@pytest.mark.parametrize("labels", [{}, {"evergrad.dev/run": "run"}])
+def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(labels: dict[str, str]) -> None:
+    simulation = Simulation()
+    theirs = {"metadata": {"name": "run-config", "namespace": "ns", "labels": labels}, "data": {"theirs": "1"}}
+    with simulation.by_others():
+        simulation.store.create("configmaps", theirs)
+    simulation.start_operator()
+    simulation.create_run()
+    simulation.reconcile()
+    stored = simulation.store.get("configmaps", "ns", "run-config")
+    assert stored["data"] == {"theirs": "1"} and "ownerReferences" not in stored["metadata"]
+    assert simulation.status["reason"] == "CreateFailed"
+    assert "ConfigMap run-config exists already and belongs to somebody else. Delete or rename it" in simulation.status["message"]
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
+    for _ in range(3):
+        simulation.settle()
+        simulation.reap()
+    assert simulation.store.get("configmaps", "ns", "run-config")["data"] == {"theirs": "1"}
+    simulation.store.remove("configmaps", "ns", "run-config")
+    simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": False}})
+    simulation.now += 120
+    simulation.settle()
+    assert simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"]
+
+
+def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulation) -> None:
+    simulation.reconcile()
+    del simulation.store.objects["trainingruns", *KEY]  # the garbage collector has yet to come
+    simulation.create_run()
+    simulation.start_operator()
+    with pytest.raises(ApiError) as caught:
+        simulation.reconcile()
+    assert caught.value.status == 409
+    for plural, name in simulation.children():
+        if plural != "persistentvolumeclaims":
+            simulation.store.remove(plural, "ns", name)
+    simulation.settle()
+    uid = simulation.store.get("trainingruns", *KEY)["metadata"]["uid"]
+    assert simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"][0]["uid"] == uid
+
+
 def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_was_heard(simulation: Simulation) -> None:
     begin(simulation)
     failure = {"cause": "user_error", "node": "1", "rank": 1, "exitCode": 1, "message": "ValueError: x", "secondsAgo": 1}

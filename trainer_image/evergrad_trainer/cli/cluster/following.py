@@ -190,8 +190,14 @@ class Follower:
         return [pod for pod in (self._of_leader(wanted) if one else wanted) if pod.has_started]
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
-        """The pods of one node: the lowest there is, also before it has started, and another once that has been away for long."""
+        """The pods of one node: the lowest there is, also before it has started, and another while that is away for long.
+
+        What was followed before goes on being shown: nobody knows which of the two speaks for the run.
+        """
         alive = sorted({pod.index for pod in pods if pod.index is not None and pod.has_started and not pod.is_over})
+        if self._leader is not None and alive and alive[0] < self._leader:
+            self._remark(f"Node {alive[0]} is there. Following it, too.")
+            self._leader = alive[0]
         if self._leader is None or self._leader in alive or not alive:
             self._leader_missed = 0.0
             if self._leader is None:
