@@ -95,7 +95,7 @@ def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -
     code = "import sys\nsys.modules['kubernetes'] = None\nfrom evergrad_trainer.cli.main import main\nsys.exit(main(['list']))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 64
-    assert "pip install 'evergrad-trainer[cluster]'" in result.stderr
+    assert "pip install ./coordinator './trainer_image[cluster]'" in result.stderr
 
 
 def test_a_long_list_is_read_page_by_page(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
@@ -463,6 +463,65 @@ def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(api: Api, make_run
         assert call(api, "restart", "docs-lm", "--wait") == 0
     assert len(set(nonces)) == 2
     assert all(len(nonce) <= 64 for nonce in nonces)
+
+
+STOPPED = {"phase": "Suspended", "reason": "StoppedOnRequest"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "status", "suspend"),
+    [
+        ({}, STOPPED, None),
+        ({"suspend": False}, {"phase": "Suspending", "reason": "Suspending"}, None),
+        # Suspended after its stop, which the operator has not seen yet and therefore never will.
+        ({"suspend": True}, STOPPED, False),
+    ],
+)
+def test_a_run_that_stopped_on_request_is_resumed_by_a_nonce_and_awaited_by_it(
+    api: Api,
+    make_run: Make,
+    spec: dict[str, Any],
+    status: dict[str, Any],
+    suspend: bool | None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    nonces: list[str] = []
+
+    def patch(request: Any) -> tuple[int, Any]:
+        patched = dict(request.body["spec"])
+        nonces.append(patched.pop("restartNonce"))
+        assert patched == ({} if suspend is None else {"suspend": suspend})
+        states = [make_run(spec=spec, **status), make_run(restartNonce="of before"), make_run(restartNonce=nonces[-1])]
+        api.on("GET", RUN, lambda request: (200, states.pop(0)))
+        return 200, make_run()
+
+    api.on("GET", RUN, make_run(spec=spec, **status))
+    api.on("PATCH", RUN, patch)
+    assert call(api, "resume", "docs-lm", "--wait") == 0
+    assert len(nonces) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "trainingrun/docs-lm resumed by a new spec.restartNonce: it had stopped on request"
+    assert second == "trainingrun/docs-lm is running on 3/4 nodes"
+
+
+def test_a_stop_that_is_taken_back_already_gets_no_second_nonce(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run(spec={"restartNonce": "new"}, observedGeneration=0, **STOPPED))
+    assert call(api, "resume", "docs-lm") == 0
+    assert api.sent("PATCH") == []
+    assert capsys.readouterr().out == "trainingrun/docs-lm was resumed already\n"
+
+
+@pytest.mark.parametrize(("after", "code"), [(1100, 64), ("1.1k", 64), (1200, 0)])
+def test_a_run_whose_recipe_would_stop_it_again_at_once_is_not_resumed(
+    api: Api, make_run: Make, after: Any, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    api.on("GET", RUN, make_run(spec={"training": {"stop": {"afterStep": after}}}, **STOPPED))
+    api.on("PATCH", RUN, make_run())
+    assert call(api, "resume", "docs-lm") == code
+    assert len(api.sent("PATCH")) == (code == 0)
+    assert ("has finished step 1100, and spec.training.stop.afterStep is 1100" in capsys.readouterr().err) == (code == 64)
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,10 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     deleted["metadata"]["deletionTimestamp"] = "2026-03-01T12:59:00Z"
     assert "keeps the checkpoints" in advice_of(deleted)
     assert "evergrad resume" in advice_of(make_run(spec={"suspend": True}, phase="Suspended"))
+    stopped = {"phase": "Suspended", "reason": "StoppedOnRequest"}
+    assert "evergrad resume" in advice_of(make_run(**stopped))
+    at_its_stop = advice_of(make_run(spec={"training": {"stop": {"afterStep": 1100}}}, **stopped))
+    assert "has finished step 1100" in at_its_stop and "evergrad resume" not in at_its_stop
     stalled = make_run(conditions=[raw_condition("Progressing", "False", message="no step for 20m")])
     assert "No step for long (no step for 20m)" in advice_of(stalled)
     assert "complete.json" in advice_of(make_run(phase="Complete", conditions=[raw_condition("Complete")]))

@@ -70,6 +70,11 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
         return _complete(run)
     if run.is_true("Failed"):
         return _failed(run)
+    if run.is_beyond_its_stop:
+        return [
+            f"It has finished step {run.stop_after_step}, where spec.training.stop has it stop. Its claim keeps the checkpoints.",
+            "To train on, delete the run and submit its file without spec.training.stop.",
+        ]
     if run.wants_suspension or run.phase == "Suspended":
         return [f"To go on where it stopped: evergrad resume {run.name}"]
     if run.reason in _WAITING:

@@ -42,9 +42,8 @@ class MissingClientError(ClusterInputError):
 
     def __init__(self) -> None:
         why = "commands for a cluster need it; training does not"
-        super().__init__(
-            Problem("", "the Kubernetes client is not installed", why, "Install it: pip install 'evergrad-trainer[cluster]'")
-        )
+        remedy = "Install it, in a clone of Evergrad: pip install ./coordinator './trainer_image[cluster]'"
+        super().__init__(Problem("", "the Kubernetes client is not installed", why, remedy))
 
 
 class KubeconfigError(ClusterInputError):

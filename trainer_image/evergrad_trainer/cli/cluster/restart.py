@@ -1,10 +1,9 @@
 """``evergrad restart``: new pods for a run, from its newest checkpoint; also for one that has failed."""
 
 import argparse
-import time
 
 from evergrad_trainer.cli.cluster.runs import Run
-from evergrad_trainer.cli.cluster.switching import Switch, add_switch_arguments, flip
+from evergrad_trainer.cli.cluster.switching import Switch, add_switch_arguments, flip, new_nonce
 from evergrad_trainer.cli.cluster.waiting import Goal
 from evergrad_trainer.errors import Problem
 
@@ -22,10 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Sets a new spec.restartNonce. Returns 0, or of a wait 64, 70 or 124."""
-    now = time.time()
-    nonce = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
+    nonce = new_nonce()
     switch = Switch("restarted", {"restartNonce": nonce}, Goal.RUNNING, lambda run: False, lambda run: run.restart_nonce == nonce)
-    return flip(args, switch, check=_check)
+    return flip(args, lambda run: switch, check=_check)
 
 
 def _check(run: Run) -> Problem | None:

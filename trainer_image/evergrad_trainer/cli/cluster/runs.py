@@ -11,6 +11,8 @@ LABEL_RUN: Final = f"{LABEL_PREFIX}run"
 LABEL_INDEX: Final = f"{LABEL_PREFIX}index"
 LABEL_ATTEMPT: Final = f"{LABEL_PREFIX}attempt"
 LABEL_ROLE: Final = f"{LABEL_PREFIX}role"
+STOPPED: Final = "StoppedOnRequest"
+"""Reason of a run that is parked since its recipe or its stop file asked for it, not spec.suspend."""
 NODE: Final = "node"
 COORDINATOR: Final = "coordinator"
 _NOTHING: Final[Mapping[str, Any]] = {}
@@ -67,6 +69,8 @@ class Run:
     """Whether the operator has seen the newest generation."""
     is_deleting: bool
     wants_suspension: bool
+    stop_after_step: int | None
+    """Where its recipe has it stop before the horizon."""
     nodes: str
     step: int | None
     total_steps: int | None
@@ -105,6 +109,19 @@ class Run:
         """Whether the run has ended for good, well or not."""
         return self.is_true("Complete") or self.is_true("Failed")
 
+    @property
+    def has_stopped_on_request(self) -> bool:
+        """Whether the run saves and leaves, or has left, without being suspended; what was asked since is not seen yet."""
+        if self.wants_suspension:
+            return self.reason == STOPPED
+        return self.is_current and self.phase in ("Suspending", "Suspended")
+
+    @property
+    def is_beyond_its_stop(self) -> bool:
+        """Whether the run is parked at the step where its recipe has it stop, now and each time it goes on."""
+        is_reached = self.stop_after_step is not None and (self.checkpoint_step or 0) >= self.stop_after_step
+        return is_reached and self.reason == STOPPED
+
 
 def parse_run(raw: Mapping[str, Any]) -> Run:
     """What ``raw`` says; never raises for an object of the API server."""
@@ -114,6 +131,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
     restarts = _mapping(status, "restarts")
     step, total = _integer(progress.get("step")), _integer(progress.get("totalSteps"))
     generation = _integer(metadata.get("generation")) or 0
+    stop_after = parse_short_count(_mapping(_mapping(spec, "training"), "stop").get("afterStep"))
     return Run(
         name=name,
         namespace=_text(metadata, "namespace"),
@@ -127,6 +145,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         is_current=(_integer(status.get("observedGeneration")) or 0) >= generation,
         is_deleting=metadata.get("deletionTimestamp") is not None,
         wants_suspension=spec.get("suspend") is True,
+        stop_after_step=None if stop_after is None else round(stop_after),
         nodes=_text(nodes, "summary"),
         step=step,
         total_steps=total,

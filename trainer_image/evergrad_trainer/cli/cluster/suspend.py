@@ -20,4 +20,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Sets spec.suspend. Returns 0, or of a wait 64, 70 or 124."""
     switch = Switch("suspended", {"suspend": True}, Goal.SUSPENDED, lambda run: run.wants_suspension)
-    return flip(args, switch, check=lambda run: finished(run, "suspend"))
+    return flip(args, lambda run: switch, check=lambda run: finished(run, "suspend"))

@@ -1,6 +1,7 @@
 """What suspend, resume and restart share: one field of a run is patched, and its effect awaited if asked for."""
 
 import argparse
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,12 +36,16 @@ def add_switch_arguments(parser: argparse.ArgumentParser, *, wait_help: str) -> 
     add_cluster_arguments(parser)
 
 
-def flip(args: argparse.Namespace, switch: Switch, *, check: Callable[[Run], Problem | None]) -> int:
-    """Make the change unless it stands already; ``check`` says what forbids it. The exit code, of the wait if there is one."""
+def flip(args: argparse.Namespace, choose: Callable[[Run], Switch], *, check: Callable[[Run], Problem | None]) -> int:
+    """Make the change that ``choose`` names for the run as it is, unless it stands already; ``check`` says what forbids it.
+
+    The exit code, of the wait if there is one.
+    """
     with connect(args) as cluster:
         run = read_run(cluster, args.name)
         if (problem := check(run)) is not None:
             raise ClusterInputError(problem)
+        switch = choose(run)
         is_changed = not switch.is_done(run)
         if is_changed:
             patch_spec(cluster, args.name, switch.spec)
@@ -56,6 +61,12 @@ def flip(args: argparse.Namespace, switch: Switch, *, check: Callable[[Run], Pro
     if args.json:
         say_json({"name": args.name, "changed": is_changed, "exitCode": code, "message": message})
     return code
+
+
+def new_nonce() -> str:
+    """A text for spec.restartNonce that no run has had before: the time, to the microsecond."""
+    now = time.time()
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now % 1 * 1e6):06d}Z"
 
 
 def patch_spec(cluster: Cluster, name: str, spec: dict[str, Any]) -> None:
