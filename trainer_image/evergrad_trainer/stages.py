@@ -22,13 +22,14 @@ from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.distributed import read_launch
+from evergrad_trainer.elastic.lost_peers import LOST_WORDS, is_lost_peer
 from evergrad_trainer.errors import (
     CheckpointError,
     EvergradError,
     FencedError,
     InputError,
     NonFiniteError,
-    PeerLostError,
     Problem,
     SaveError,
 )
@@ -311,19 +312,13 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
             print(f"error: {where}{problem}", file=sys.stderr)
     elif isinstance(error, EvergradError):
         print(f"error: {where}{error}", file=sys.stderr)
-    elif _is_lost_peer(error):
-        print(f"error: rank {rank}: the connection to another process was lost", file=sys.stderr)
+    elif is_lost_peer(f"{type(error).__name__}: {error}", world_size=read_launch().world_size):
+        # A consequence, whose cause another rank tells.
+        print(f"error: rank {rank}: {LOST_WORDS}", file=sys.stderr)
     else:
         print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exception(error)
     return code
-
-
-def _is_lost_peer(error: Exception) -> bool:
-    """A connection that the other side has closed is a consequence, whose cause another rank tells."""
-    return isinstance(error, PeerLostError | RuntimeError) and any(
-        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer")
-    )
 
 
 def _close_quietly(session: Session, error: Exception, code: ExitCode) -> None:

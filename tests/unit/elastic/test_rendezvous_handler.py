@@ -557,22 +557,24 @@ def test_without_an_error_file_the_message_is_the_end_of_the_log(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("exit_code", "message", "cause"),
+    ("exit_code", "message", "world_size", "cause"),
     [
-        (1, "ValueError: shapes", "worker_crash"),
-        (-9, "", "worker_crash"),
-        (None, "", "worker_crash"),
-        (1, "RuntimeError: Connection closed by peer [10.0.0.3]:4", "peer_lost"),
-        (1, "DistBackendError: NCCL remote error", "peer_lost"),
-        (75, "", "peer_lost"),
-        (64, "no such file", "user_error"),
-        (1, "torch.OutOfMemoryError: CUDA out of memory.", "out_of_memory"),
+        (1, "ValueError: shapes", 2, "worker_crash"),
+        (-9, "", 2, "worker_crash"),
+        (None, "", 2, "worker_crash"),
+        (1, "RuntimeError: Connection closed by peer [10.0.0.3]:4", 2, "peer_lost"),
+        (1, "RuntimeError: Connection closed by peer [10.0.0.3]:4", 1, "worker_crash"),
+        (1, "ConnectionResetError: [Errno 104] Connection reset by peer", 2, "worker_crash"),
+        (1, "DistBackendError: NCCL remote error", 2, "peer_lost"),
+        (75, "", 1, "peer_lost"),
+        (64, "no such file", 2, "user_error"),
+        (1, "torch.OutOfMemoryError: CUDA out of memory.", 2, "out_of_memory"),
     ],
 )
-def test_a_failure_has_a_cause(exit_code: int | None, message: str, cause: str) -> None:
+def test_a_failure_has_a_cause(exit_code: int | None, message: str, world_size: int, cause: str) -> None:
     end = WorkerEnd(rank=1, exit_code=exit_code, at=10.0, message=message)
-    assert classify(end) == cause
-    broken = build_broken(7, end=end, step=4, now=12.5)
+    assert classify(end, world_size=world_size) == cause
+    broken = build_broken(7, end=end, world_size=world_size, step=4, now=12.5)
     assert (broken.rank, broken.step, broken.exit_code, broken.time_since) == (1, 4, exit_code, 2.5)
     assert broken.is_final == (exit_code == 64)
 

@@ -8,7 +8,6 @@ from evergrad_trainer.node.failures import (
     MAX_BYTES,
     count_oom_kills,
     describe_end,
-    is_lost_peer,
     termination_message,
     write_termination_message,
 )
@@ -35,11 +34,6 @@ def test_kills_for_want_of_memory_are_counted_in_both_versions_of_cgroups(tmp_pa
     assert count_oom_kills(tmp_path) == 2
     (tmp_path / "memory.events").write_text("low 0\nhigh 4\nmax 9\noom 1\noom_kill 5\n")
     assert count_oom_kills(tmp_path) == 5
-
-
-def test_a_lost_connection_is_told_from_an_error_of_its_own() -> None:
-    assert is_lost_peer("RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.1]:6797")
-    assert not is_lost_peer("ValueError: these labels do not fit")
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end_within_what_kubernetes_keeps(tmp_path: Path) -> None:

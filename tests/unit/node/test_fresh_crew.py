@@ -97,10 +97,10 @@ class Scene:
         self.workers.append(FakeWorker(local_rank, variables))
         return self.workers[-1]
 
-    def begin(self, generation: int = 1, first_rank: int = 2) -> list[FakeWorker]:
+    def begin(self, generation: int = 1, first_rank: int = 2, world_size: int = 4) -> list[FakeWorker]:
         self.crew.change(generation, hard=False, cause="")
         assert self.heard.take() == [("ready", generation, 2, -1)]
-        self.crew.begin(Go(generation, first_rank, 2, 4, 1, 2, "10.0.0.1", 1234))
+        self.crew.begin(Go(generation, first_rank, 2, world_size, 1, 2, "10.0.0.1", 1234))
         assert self.heard.take() == [("up", generation)]
         return self.workers[-2:]
 
@@ -139,11 +139,30 @@ def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> No
     assert scene.heard.take() == [("ready", 4, 2, -1)]
 
 
-def test_a_lost_connection_is_no_cause() -> None:
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.2]:6797."
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "world_size", "cause"),
+    [
+        ("RuntimeError", GLOO, 4, "peer_lost"),
+        ("RuntimeError", GLOO, 1, "user_error"),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer", 4, "user_error"),
+    ],
+)
+def test_only_a_lost_peer_is_no_cause(error: str, text: str, world_size: int, cause: str) -> None:
+    scene = Scene()
+    first, _ = scene.begin(world_size=world_size)
+    first.failure = say.Failed(-1, -1, 1, error, text, is_final=False, is_agreed=False)
+    (report,) = scene.end(first, 1)
+    assert report.cause == cause  # type: ignore[attr-defined]
+
+
+def test_a_typed_workers_word_of_a_lost_peer_is_understood() -> None:
     scene = Scene()
     first, _ = scene.begin()
-    first.failure = say.Failed(-1, -1, 1, "RuntimeError", "Connection closed by peer [10.0.0.2]", is_final=False, is_agreed=False)
-    (report,) = scene.end(first, 1)
+    first.last_lines = lambda: "a line before\nerror: rank 2: the connection to another process was lost"
+    (report,) = scene.end(first, 70)
     assert report.cause == "peer_lost"  # type: ignore[attr-defined]
 
 

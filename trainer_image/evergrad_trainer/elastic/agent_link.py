@@ -151,7 +151,7 @@ class AgentLink:
             if place is not None and not self._is_stopping_workers and self.newest <= place.generation and self.end is None:
                 # On a busy machine the agent may know of the end before the watch, which knows whose it was.
                 self.changed.wait_for(lambda: self._first_end is not None, _END_SECONDS if self._watch is not None else 0)
-                self._send_broken(place.generation)
+                self._send_broken(place)
             self.place = self.go = None
             self._is_stopping_workers = False
 
@@ -191,7 +191,7 @@ class AgentLink:
         """Tell a failure that the agent is not going to survive (its restarts are used up)."""
         with self.changed:
             if self.place is not None and self._first_end is not None and self.end is None:
-                self._send_broken(self.place.generation)
+                self._send_broken(self.place)
 
     def seconds_since_contact(self) -> float:
         """How long ago the coordinator was heard."""
@@ -215,10 +215,11 @@ class AgentLink:
             with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all there was to say
                 self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _send_broken(self, generation: int) -> None:
-        if self._broken_generation < generation and not self._is_leaving:
-            self._broken_generation = generation
-            self._send(build_broken(generation, end=self._first_end, step=self._reports.step, now=time.monotonic()))
+    def _send_broken(self, place: Had) -> None:
+        if self._broken_generation < place.generation and not self._is_leaving:
+            self._broken_generation = place.generation
+            end, step = self._first_end, self._reports.step
+            self._send(build_broken(place.generation, end=end, world_size=place.world_size, step=step, now=time.monotonic()))
 
     def _drains(self) -> bool:
         """Whether the planned change can wait for workers that save and leave by themselves."""
@@ -363,7 +364,7 @@ class AgentLink:
                 and not self._is_stopping_workers
                 and end.exit_code is not None
             ):
-                self._send_broken(place.generation)
+                self._send_broken(place)
 
     async def _tick(self) -> None:
         last_flush = 0.0

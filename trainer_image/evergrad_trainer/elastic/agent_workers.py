@@ -7,7 +7,6 @@ collects it. Elsewhere nothing is known of a worker's end, and the failure is st
 import asyncio
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,16 +14,11 @@ from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import MAX_TEXT, Broken, Cause
+from evergrad_trainer.elastic.lost_peers import is_lost_peer
 
 _FIND_SECONDS = 20.0
 _FIND_EVERY_SECONDS = 0.02
 _TAIL_BYTES = 16 * 1024
-_PEER_LOST = re.compile(
-    r"connection closed by peer|connection reset by peer|connection refused|broken pipe|timed out waiting|socket timeout"
-    r"|connectfullmesh failed|nccl remote error|remote process exited|recvvalue failed|sendbytes failed",
-    re.IGNORECASE,
-)
-"""What collectives say when another process is gone: a consequence, whatever the error's class."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +32,13 @@ class WorkerEnd:
     message: str = ""
 
 
-def build_broken(generation: int, *, end: WorkerEnd | None, step: int, now: float) -> Broken:
+def build_broken(generation: int, *, end: WorkerEnd | None, world_size: int, step: int, now: float) -> Broken:
     """The report that ``generation`` cannot go on, with what is known of the worker that ended first."""
     if end is None:
         return Broken(generation, cause="worker_crash", step=step, message="a worker ended; how is not known on this platform")
     return Broken(
         generation,
-        cause=classify(end),
+        cause=classify(end, world_size=world_size),
         rank=end.rank,
         step=step,
         exit_code=end.exit_code,
@@ -54,12 +48,12 @@ def build_broken(generation: int, *, end: WorkerEnd | None, step: int, now: floa
     )
 
 
-def classify(end: WorkerEnd) -> Cause:
-    """The cause as this node sees it."""
+def classify(end: WorkerEnd, *, world_size: int) -> Cause:
+    """The cause as this node sees it. ``world_size``: of the group that the worker was in."""
     if end.exit_code == ExitCode.USER_ERROR:
         return "user_error"
     # 75: the worker left as asked, or its lease was lost. Both follow from something else.
-    if end.exit_code == ExitCode.STOPPED_SAVED or _PEER_LOST.search(end.message):
+    if end.exit_code == ExitCode.STOPPED_SAVED or is_lost_peer(end.message, world_size=world_size):
         return "peer_lost"
     if "OutOfMemoryError" in end.message or "out of memory" in end.message:
         return "out_of_memory"

@@ -23,22 +23,6 @@ def describe_end(exit_code: int, *, was_oom: bool) -> str:
     return f"ended with exit code {exit_code}"
 
 
-_LOST_PEER_WORDS = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Timed out waiting",
-    "Broken pipe",
-    "NCCL communicator was aborted",
-    "remote process exited",
-    "connectFullMesh",
-)
-
-
-def is_lost_peer(text: str) -> bool:
-    """Whether an error is a consequence of another process's end, whose own cause counts more."""
-    return any(words in text for words in _LOST_PEER_WORDS)
-
-
 def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
     """Processes of this container the kernel has killed for want of memory so far; None where it does not say."""
     for name in ("memory.events", "memory/memory.oom_control"):

@@ -9,8 +9,9 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Cause, Done, Go, Result
 from evergrad_trainer.elastic import channel as say
+from evergrad_trainer.elastic.lost_peers import is_lost_peer
 from evergrad_trainer.node.crew import Listener
-from evergrad_trainer.node.failures import describe_end, is_lost_peer
+from evergrad_trainer.node.failures import describe_end
 from evergrad_trainer.node.workers import Worker
 
 _HARD_SECONDS = 0.3
@@ -136,7 +137,7 @@ class FreshCrew:
         if self._is_stopping:
             self._are_saved = self._are_saved and exit_code in (ExitCode.DONE, ExitCode.STOPPED_SAVED)
         elif exit_code not in _CLEAN and self._go is not None:
-            self._listener.broken(self._describe(worker, exit_code, self._go.generation))
+            self._listener.broken(self._describe(worker, exit_code, self._go))
             # Its siblings' group is gone too.
             self._stop(_HARD_SECONDS, is_asking=True)
         if not self._workers:
@@ -182,16 +183,16 @@ class FreshCrew:
             self._is_departing = False
             self._listener.departed(is_saved=self._are_saved)
 
-    def _describe(self, worker: Worker, exit_code: int, generation: int) -> BrokenGroup:
+    def _describe(self, worker: Worker, exit_code: int, go: Go) -> BrokenGroup:
         failure, oom = worker.failure, worker.was_oom_killed()
         text = f"{failure.error}: {failure.text}" if failure else describe_end(exit_code, was_oom=oom)
         cause: Cause = "out_of_memory" if oom else "worker_crash" if failure is None else "user_error"
         if failure is None and worker.last_lines is not None and exit_code > 0:
             text = f"{text}; it said: {worker.last_lines()}"
-        if is_lost_peer(text):
+        if is_lost_peer(text, world_size=go.world_size):
             cause = "peer_lost"
         return BrokenGroup(
-            generation,
+            go.generation,
             cause,
             rank=worker.rank,
             step=-1 if failure is None else failure.step,
