@@ -1,6 +1,7 @@
 """The private names of torch that are used still are what they were: one failing test names what another torch has changed."""
 
 import inspect
+import re
 from datetime import timedelta
 from pathlib import Path
 
@@ -48,3 +49,24 @@ def test_a_group_takes_another_timeout_after_its_set_up(group: dist.ProcessGroup
 def test_groups_can_be_aborted_by_a_call_without_arguments() -> None:
     parameters = inspect.signature(distributed_c10d._abort_process_group).parameters.values()
     assert all(parameter.default is not inspect.Parameter.empty for parameter in parameters)
+
+
+def test_tensors_of_different_shapes_are_scaled_in_place_with_the_same_bits_as_one_by_one() -> None:
+    tensors = [torch.randn(3, 5), torch.randn(7), torch.randn(())]
+    expected = [tensor * 0.3 for tensor in tensors]
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    torch_private.scale(tensors, 0.3)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, expected, strict=True))
+    assert [tensor.data_ptr() for tensor in tensors] == addresses
+
+
+def test_no_other_module_uses_a_private_name_of_torch() -> None:
+    package = Path(torch_private.__file__).parent
+    private = re.compile(r"(?:\btorch(?:\.\w+)*|\bdist|\bdistributed_c10d)\._(?!_)\w+")
+    found = {
+        f"{path.relative_to(package)}: {match[0]}"
+        for path in package.rglob("*.py")
+        if path.name != "torch_private.py"
+        for match in private.finditer(path.read_text("utf-8"))
+    }
+    assert not found

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from evergrad_trainer import torch_private
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import SlotBatch, TrainingStream
 from evergrad_trainer.errors import NonFiniteError, PeerLostError, Problem
@@ -262,7 +263,7 @@ class Stepper:
         clip = self._settings.clip_norm
         factor = ratio * (clip / (total + 1e-6) if clip and total > clip else 1.0)
         if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            torch_private.scale(gradients, factor)
         return total
 
     def _check_losses(self, step: int, losses: list[float]) -> None:

@@ -1,8 +1,10 @@
 """Every private name of torch that Evergrad uses, each with the reason; a test per supported torch holds them."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -24,6 +26,19 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 def abort_groups() -> None:
     """Free the threads of this process that wait in NCCL; gloo has no such call. Not verified: needs an accelerator."""
     distributed_c10d._abort_process_group()
+
+
+def scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
+    """Multiply all ``tensors`` by ``factor``, in place: a few kernels in all, where a loop would launch one for each.
+
+    torch's own clipping calls the same name; it has no public one.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def import_slow_parts() -> None:
+    """Import what the first optimizer step of a process, and torch's log formatter at the first error, import: seconds."""
+    import torch._dynamo  # noqa: F401
 
 
 def group_state() -> tuple[int, Any]:

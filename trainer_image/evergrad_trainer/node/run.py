@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from evergrad_coordinator.protocol import Recovery
-from evergrad_trainer import __version__
+from evergrad_trainer import __version__, torch_private
 from evergrad_trainer.config.identity import config_hash
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.script import Script
@@ -48,8 +48,7 @@ def prepare_process() -> None:
     """Once in a process that will fork workers: what each of them would otherwise pay for."""
     # Every connection to a store looks up the name of its peer's address; a lost answer would cost 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
-    # Imported by the first optimizer step of a process, and by torch's log formatter at the first error: seconds each time.
-    import torch._dynamo  # noqa: F401
+    torch_private.import_slow_parts()
 
 
 def choose_start_method(wanted: Literal["auto", "fork", "forkserver", "spawn"], *, num_accelerators: int) -> StartMethod:
