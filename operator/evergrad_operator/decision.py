@@ -25,10 +25,11 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Bounds:
-    """How many nodes train: for POST /bounds of the coordinator."""
+    """How many nodes train, and how many failures are borne: for POST /bounds of the coordinator."""
 
     min: int
     max: int
+    max_failures: int
 
 
 @dataclass(frozen=True)

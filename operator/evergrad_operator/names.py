@@ -191,6 +191,8 @@ class Reason(StrEnum):
     """A container cannot be created or started."""
     INVALID_SPEC = "InvalidSpec"
     """The run says something that the operator does not allow."""
+    DELETING = "Deleting"
+    """The run itself is being deleted."""
     # The end.
     COMPLETE = "Complete"
     """All steps are done."""

@@ -63,6 +63,7 @@ class Progress:
     generation: int
     min_nodes: int
     max_nodes: int
+    max_failures: int | None
     ready: int
     connected: int
     world_size: int
@@ -220,6 +221,7 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         generation=get_int(raw, "generation") or 0,
         min_nodes=get_int(nodes, "min") or 0,
         max_nodes=get_int(nodes, "max") or 0,
+        max_failures=get_int(raw, "maxFailures"),
         ready=get_int(nodes, "ready") or 0,
         connected=get_int(nodes, "connected") or 0,
         world_size=get_int(raw, "worldSize") or 0,

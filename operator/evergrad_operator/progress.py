@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import OperatorError
 from evergrad_operator.mirror import Key
 from evergrad_operator.names import STATUS_PORT
@@ -103,12 +104,12 @@ class Coordinators:
             with contextlib.suppress(OperatorError):
                 followed.answer = await self._read_status(key, followed)
 
-    async def post_bounds(self, key: Key, smallest: int, largest: int) -> None:
-        """Tell the run's coordinator how many nodes may train. Raises OperatorError."""
+    async def post_bounds(self, key: Key, bounds: Bounds) -> None:
+        """Tell the run's coordinator how many nodes may train, and how many failures are borne. Raises OperatorError."""
         followed = self._followed.get(key)
         if followed is None:
             raise OperatorError(f"{key[0]}/{key[1]}: no coordinator is running that could be told the new bounds")
-        body = json.dumps({"min": smallest, "max": largest}).encode()
+        body = json.dumps({"min": bounds.min, "max": bounds.max, "maxFailures": bounds.max_failures}).encode()
         status, answer = await self._request(followed.address, "POST", "/bounds", body)
         if status != 200:
             raise OperatorError(

@@ -261,7 +261,7 @@ class Reconciler:
         put = partial(self._put, seen)
         await _all(self._try(memory, done, body, put) for body in children)
         if plan.bounds is not None:
-            await self._coordinators.post_bounds(key, plan.bounds.min, plan.bounds.max)
+            await self._coordinators.post_bounds(key, plan.bounds)
         await _all(self._end(key, end) for end in plan.delete)
         # Giving a Service its address takes the API server longer than all else, and no pod has to wait for it.
         later = [self._try(memory, done, body, put) for body in services]

@@ -61,11 +61,12 @@ class Template:
     runtime_class_name: str | None
     scheduler_name: str | None
     image_pull_secrets: tuple[Mapping[str, Any], ...]
+    termination_grace_period_seconds: int | None
 
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Budgets. Failures of the user's making count in a row and without a newer checkpoint between them."""
+    """Budgets. Failures of the user's making count in a row without progress between them."""
 
     max_failures_without_progress: int
 
@@ -230,6 +231,7 @@ def _parse_template(raw: Mapping[str, Any]) -> Template:
         runtime_class_name=_text(raw, "runtimeClassName", where),
         scheduler_name=_text(raw, "schedulerName", where),
         image_pull_secrets=_mappings(raw, "imagePullSecrets", where),
+        termination_grace_period_seconds=_count(raw, "terminationGracePeriodSeconds", where),
     )
 
 

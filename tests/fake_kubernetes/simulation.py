@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from evergrad_operator.config import Config
+from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import ApiError, OperatorError
 from evergrad_operator.kube import KINDS
 from evergrad_operator.metrics import Metrics
@@ -35,7 +36,7 @@ class FakeCoordinators(Coordinators):
         super().__init__()
         self.answers: dict[Key, Mapping[str, Any]] = {}
         self.unheard: dict[Key, Mapping[str, Any]] = {}
-        self.bounds: list[tuple[int, int]] = []
+        self.bounds: list[Bounds] = []
 
     def answer(self, key: Key) -> Answer | None:
         followed = self._followed.get(key)
@@ -45,10 +46,10 @@ class FakeCoordinators(Coordinators):
     async def ask(self, key: Key) -> None:
         self.answers.update(self.unheard)
 
-    async def post_bounds(self, key: Key, smallest: int, largest: int) -> None:
+    async def post_bounds(self, key: Key, bounds: Bounds) -> None:
         if key not in self._followed:
             raise OperatorError("no coordinator")
-        self.bounds.append((smallest, largest))
+        self.bounds.append(bounds)
 
 
 class Simulation:

@@ -22,8 +22,8 @@ from evergrad_operator.plan.template import build_scheduling, build_user_labels,
 from evergrad_operator.raw import get_map
 from evergrad_operator.spec import TrainingRun, parse_count
 
-GRACE_SECONDS: Final = 25
-"""From SIGTERM to leaving alone, for a typed run; a script says its own."""
+GRACE_SECONDS: Final = 30
+"""From SIGTERM to the end of a pod, where neither the run nor its script says."""
 _MARGIN_SECONDS: Final = 5
 """For the supervisor to end after its workers, before the kubelet kills it."""
 _CACHES: Final = {
@@ -41,17 +41,19 @@ _CACHES: Final = {
 def build_node_pod(run: TrainingRun, memory: Memory, config: Config, *, index: int, attempt: int) -> JsonObject:
     """Node ``index`` in its ``attempt``."""
     spec, template = run.spec, run.spec.template
-    grace = spec.script.grace_period_seconds if spec.script else GRACE_SECONDS
+    whole = template.termination_grace_period_seconds or GRACE_SECONDS
+    if spec.script:
+        whole = max(template.termination_grace_period_seconds or 0, spec.script.grace_period_seconds + _MARGIN_SECONDS)
     pod: JsonObject = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
+        "terminationGracePeriodSeconds": whole,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
         **build_scheduling(run),
         "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
         "imagePullSecrets": build_pull_secrets(run, config),
-        "containers": [_build_container(run, memory, config, index=index, grace=grace)],
+        "containers": [_build_container(run, memory, config, index=index, grace=whole - _MARGIN_SECONDS)],
         "volumes": [*_build_volumes(run, config), *template.volumes],
     }
     metadata = build_metadata(run, names.node_pod_name(run.name, index, attempt))

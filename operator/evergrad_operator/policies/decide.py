@@ -37,7 +37,7 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     """What should be done with the run at ``now``, seconds since 1970. The same arguments give the same decision."""
     situation = Situation(observation, remember(observation, config, now), config, now)
     if observation.run.is_deleting:
-        return situation.hold(Phase.RUNNING, Reason.RESTARTING, "the run is being deleted; its pods save and leave")
+        return _let_go(situation)
     if situation.memory.finish is not None:
         return conclude(situation)
     for end in (complete_if_recorded, refuse_if_taken):
@@ -48,8 +48,23 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     for end in (fail_if_due, fail_at_deadline):
         if (over := end(situation)) is not None:
             return conclude(over)
-    decision = stop_if_asked(situation) or _hold_if_wrong(situation) or drain_older(situation) or _run(situation)
+    started = _note_start(situation)
+    decision = stop_if_asked(situation) or _hold_if_wrong(started) or drain_older(situation) or _run(started)
     return replace(decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(situation)))
+
+
+def _let_go(situation: Situation) -> Decision:
+    """The garbage collector takes everything; what is over stays what it was."""
+    finish = situation.memory.finish
+    if finish is not None:
+        return situation.hold(finish.phase, finish.reason, finish.message)
+    return situation.hold(Phase.RUNNING, Reason.DELETING, "the run is being deleted; its pods save and leave")
+
+
+def _note_start(situation: Situation) -> Situation:
+    """The clock of the run's deadline runs while it waits, too."""
+    memory = situation.memory
+    return situation if memory.start_time is not None else replace(situation, memory=replace(memory, start_time=situation.now))
 
 
 def _hold_if_wrong(situation: Situation) -> Decision | None:
@@ -80,7 +95,7 @@ def _run(situation: Situation) -> Decision:
         held = situation.hold(Phase.WAITING, obstacle.reason, obstacle.message)
         return replace(held, is_blocked=True, requeue_after=_CLAIM_RETRY_SECONDS)
     scale = decide_scale(situation)
-    memory = _start(situation, scale)
+    memory = _note_gang(situation, scale)
     record = situation.build_record(scale.epoch)
     wanted = [names.node_pod_name(situation.run.name, *node) for node in scale.nodes_to_create]
     if scale.coordinator_attempt is not None:
@@ -102,11 +117,9 @@ def _run(situation: Situation) -> Decision:
     )
 
 
-def _start(situation: Situation, scale: Scale) -> Memory:
-    """Note the start, and how many nodes a queue admits together, for as long as any of them are there."""
+def _note_gang(situation: Situation, scale: Scale) -> Memory:
+    """Note how many nodes a queue admits together, for as long as any of them are there."""
     memory = situation.memory
-    if memory.start_time is None:
-        memory = replace(memory, start_time=situation.now)
     if memory.gang_size == 0 and names.LABEL_QUEUE in situation.run.labels:
         memory = replace(memory, gang_size=situation.run.spec.nodes.min, gang=scale.epoch)
     return memory

@@ -98,5 +98,8 @@ def _find_bounds(situation: Situation) -> Bounds | None:
     progress, nodes = situation.progress, situation.run.spec.nodes
     if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
         return None
-    is_equal = (progress.min_nodes, progress.max_nodes) == (nodes.min, nodes.max)
-    return None if is_equal else Bounds(nodes.min, nodes.max)
+    most = situation.run.spec.failure_policy.max_failures_without_progress
+    wanted = Bounds(nodes.min, nodes.max, most)
+    # A coordinator of an older release tells of no such number, and is not asked for it.
+    told = Bounds(progress.min_nodes, progress.max_nodes, most if progress.max_failures is None else progress.max_failures)
+    return None if told == wanted else wanted

@@ -40,6 +40,7 @@ FULL_TEMPLATE: dict[str, Any] = {
     "runtimeClassName": "nvidia",
     "schedulerName": "scheduler-plugins-scheduler",
     "imagePullSecrets": [{"name": "registry"}],
+    "terminationGracePeriodSeconds": 120,
 }
 
 
@@ -319,6 +320,32 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
     world.reconcile()
     budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
     assert [budget["spec"]["minAvailable"] for budget in budgets] == ([] if fewest is None else [fewest])
+
+
+@pytest.mark.parametrize(
+    ("changes", "pod", "node"),
+    [
+        ({}, 30, 25),
+        ({"template": {"terminationGracePeriodSeconds": 300}}, 300, 295),
+        ({"training": None, "script": {"command": ["a.py"], "gracePeriodSeconds": 60}}, 65, 60),
+        (
+            {
+                "training": None,
+                "script": {"command": ["a.py"], "gracePeriodSeconds": 60},
+                "template": {"terminationGracePeriodSeconds": 20},
+            },
+            65,
+            60,
+        ),
+    ],
+)
+def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(changes: dict[str, Any], pod: int, node: int) -> None:
+    world = Simulation(make_run(**changes))
+    world.reconcile()
+    spec = next(one for one in world.plan.create if one["metadata"]["name"] == "docs-lm-0-0")["spec"]
+    arguments = spec["containers"][0]["args"]
+    assert spec["terminationGracePeriodSeconds"] == pod
+    assert arguments[arguments.index("--grace") + 1] == str(node)
 
 
 def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:

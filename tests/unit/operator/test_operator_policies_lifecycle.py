@@ -97,8 +97,18 @@ def test_a_run_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
     world = Simulation().run()
     world.raw["metadata"]["deletionTimestamp"] = "2030-03-17T17:46:40Z"
     world.vanish("docs-lm-0-0")
-    assert world.reconcile().action == Action.HOLD
+    decision = world.reconcile()
+    assert (decision.action, decision.reason) == (Action.HOLD, Reason.DELETING)
     assert world.plan.is_empty
+
+
+def test_a_run_that_is_over_stays_what_it_was_while_it_is_deleted() -> None:
+    world = Simulation(make_run(activeDeadlineSeconds=10)).run()
+    world.age(11)
+    world.settle()
+    world.raw["metadata"]["deletionTimestamp"] = "2030-03-17T17:46:40Z"
+    decision = world.reconcile()
+    assert (decision.action, decision.phase, decision.reason) == (Action.HOLD, Phase.FAILED, Reason.DEADLINE_EXCEEDED)
 
 
 def test_pods_of_an_older_namesake_are_not_taken_over() -> None:
@@ -117,12 +127,22 @@ def test_more_nodes_are_made_and_the_coordinator_is_told() -> None:
     world.set_spec(nodes={"min": 2, "max": 5})
     decision = world.reconcile()
     assert decision.nodes_to_create == ((3, 0), (4, 0))
-    assert world.plan.bounds == Bounds(2, 5)
+    assert world.plan.bounds == Bounds(2, 5, 3)
     world.train(20)
     world.start()
     assert world.reconcile().bounds is None
     assert world.status["nodes"]["max"] == 5
     assert [event.message for event in world.events if event.reason == "NodesChanged"] == ["nodes: min 2, max 5"]
+
+
+def test_a_new_budget_of_failures_is_told_to_a_coordinator_that_knows_of_it() -> None:
+    world = Simulation().run()
+    world.set_spec(failurePolicy={"maxFailuresWithoutProgress": 7})
+    assert world.reconcile().bounds is None  # one of an older release
+    world.train(20, maxFailures=3)
+    assert world.reconcile().bounds == Bounds(2, 3, 7)
+    world.train(21, maxFailures=7)
+    assert world.reconcile().bounds is None
 
 
 def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart() -> None:
@@ -132,7 +152,7 @@ def test_fewer_nodes_leave_from_the_highest_index_down_and_count_as_no_restart()
     decision = world.reconcile()
     assert [pod.name for pod in decision.pods_to_delete] == ["docs-lm-4-0", "docs-lm-3-0", "docs-lm-2-0"]
     assert {pod.grace_seconds for pod in decision.pods_to_delete} == {None}
-    assert world.plan.bounds == Bounds(1, 2)
+    assert world.plan.bounds == Bounds(1, 2, 3)
     world.reconcile()
     world.leave()
     world.train(20)
@@ -596,6 +616,14 @@ def test_a_deadline_ends_the_run_with_its_state_saved() -> None:
     assert "1h after its start" in decision.message
     world.leave()
     assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-coordinator-0"]
+
+
+def test_a_deadline_runs_while_a_volume_is_waited_for() -> None:
+    world = Simulation(make_run(activeDeadlineSeconds=3600, storage={"claimName": "missing"}))
+    assert world.reconcile().reason == Reason.VOLUME_MISSING
+    world.age(3601)
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.DEADLINE_EXCEEDED)
 
 
 def test_a_deadline_does_not_run_while_suspended() -> None:

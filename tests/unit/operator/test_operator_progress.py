@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import OperatorError
 from evergrad_operator.progress import MAX_BYTES, Coordinators, PollSettings
 
@@ -160,14 +161,14 @@ def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
         port = await coordinator.listen()
         known = Coordinators(PollSettings(port=port))
         with pytest.raises(OperatorError, match="no coordinator"):
-            await known.post_bounds(KEY, 1, 2)
+            await known.post_bounds(KEY, Bounds(1, 2, 3))
         known.follow(KEY, "127.0.0.1", 0)
-        await known.post_bounds(KEY, 1, 2)
+        await known.post_bounds(KEY, Bounds(1, 2, 3))
         coordinator.head, coordinator.body = "HTTP/1.1 400 Bad Request", b"bounds: max is below min"
         with pytest.raises(OperatorError, match="max is below min"):
-            await known.post_bounds(KEY, 3, 2)
+            await known.post_bounds(KEY, Bounds(3, 2, 3))
         coordinator.close()
         await asyncio.sleep(0)
         return coordinator
 
-    assert asyncio.run(main()).requests[0] == 'POST /bounds HTTP/1.1{"min": 1, "max": 2}'
+    assert asyncio.run(main()).requests[0] == 'POST /bounds HTTP/1.1{"min": 1, "max": 2, "maxFailures": 3}'

@@ -8,6 +8,7 @@ import pytest
 from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
 from fake_kubernetes.store import RefusedError, Write
 
+from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import ApiError
 
 Story = Callable[[Simulation], None]
@@ -429,7 +430,7 @@ def test_live_bounds_are_told_to_the_coordinator(simulation: Simulation) -> None
     begin(simulation)
     simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": 2, "max": 3}}})
     simulation.settle()
-    assert simulation.coordinators.bounds[-1] == (2, 3)
+    assert simulation.coordinators.bounds[-1] == Bounds(2, 3, 3)
 
 
 def test_a_reconcile_that_hangs_ends_with_its_time(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ FULL_TEMPLATE: dict[str, Any] = {
     "runtimeClassName": "nvidia",
     "schedulerName": "volcano",
     "imagePullSecrets": [{"name": "registry"}],
+    "terminationGracePeriodSeconds": 120,
 }
 
 

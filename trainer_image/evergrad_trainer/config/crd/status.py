@@ -120,7 +120,7 @@ def build_status() -> Schema:
             "failures": mapping(
                 "What failurePolicy counts.",
                 {
-                    "withoutProgress": integer("Failures in a row without a newer checkpoint.", least=0),
+                    "withoutProgress": integer("Failures of pods in a row without progress between them.", least=0),
                     "checkpointStep": integer("Newest checkpoint when counting began.", least=0, large=True),
                 },
             ),
