@@ -156,11 +156,15 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(cluster: An
                 str(ROOT / "examples/quickstart/trainingrun.yaml"),
             )
         )
-        bad: dict[str, Any] = {
-            "spec.image": {"image": "elsewhere.example.com/x:1"},
-            "spec.template.priorityClassName": {"template": {"priorityClassName": "high"}},
-            "spec.nodes.max": {"nodes": {"min": 1, "max": 3}},
-        }
+        too_many = "spec.nodes.max"
+        bad: list[tuple[str, dict[str, Any]]] = [
+            (too_many, {"nodes": {"min": 1, "max": 3}}),
+            ("spec.image", {"image": "elsewhere.example.com/x:1"}),
+            ("spec.template.priorityClassName", {"template": {"priorityClassName": "high"}}),
+            (too_many, {"nodes": {"min": 3}}),
+            (too_many, {"nodes": {"min": 1, "max": "3"}}),
+            (too_many, {"nodes": {"min": 1, "max": "0.003k"}}),
+        ]
 
         def apply(spec: dict[str, Any]) -> str:
             manifest = json.dumps({**good, "metadata": {"name": "ruled"}, "spec": {**good["spec"], **spec}})
@@ -168,10 +172,11 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(cluster: An
                 cluster, "create", "--dry-run=server", "--namespace", namespace, "--filename", "-", text=manifest, check=False
             )
 
-        _wait_for_refusal(lambda: apply(bad["spec.nodes.max"]))
-        for path, spec in bad.items():
-            assert f"{path}: " in apply(spec)
-        fine = {"image": "registry.example.com/x:1", "template": {"priorityClassName": "low"}, "nodes": {"min": 1, "max": 2}}
-        assert "created" in apply(fine)
+        _wait_for_refusal(lambda: apply(bad[0][1]))
+        for path, spec in bad:
+            assert f"{path}: " in apply(spec), spec
+        fine = {"image": "registry.example.com/x:1", "template": {"priorityClassName": "low"}}
+        for nodes in ({"min": 1, "max": 2}, {"min": 2}, {"min": "1", "max": " 2 "}, {"max": "0.002k"}, {}):
+            assert "created" in apply({**fine, "nodes": nodes}), nodes
     finally:
         helm(cluster, namespace, "uninstall", "rules")

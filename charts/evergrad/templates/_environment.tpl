@@ -24,6 +24,8 @@
   "DEFAULT_STORAGE_SIZE" $runs.storage.size
   "STORAGE_ACCESS_MODE" $runs.storage.accessMode
   "NODE_LOSS_TOLERATION_SECONDS" $runs.nodeLossTolerationSeconds
+  "USER_ID" (int64 $runs.userId)
+  "GROUP_ID" (int64 $runs.groupId)
   "COORDINATOR_CPU" $runs.coordinator.cpu
   "COORDINATOR_MEMORY" $runs.coordinator.memory
   "COORDINATOR_MEMORY_LIMIT" $runs.coordinator.memoryLimit
@@ -38,6 +40,9 @@
 {{- end }}
 {{- if $runs.storage.storageClassName }}
 {{- $_ := set $settings "DEFAULT_STORAGE_CLASS" $runs.storage.storageClassName }}
+{{- end }}
+{{- if $runs.sharedMemorySize }}
+{{- $_ := set $settings "SHARED_MEMORY_SIZE" $runs.sharedMemorySize }}
 {{- end }}
 {{- if $runs.clusterDomain }}
 {{- $_ := set $settings "CLUSTER_DOMAIN" $runs.clusterDomain }}

@@ -91,14 +91,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]
-{{- if .Values.runs.disruptionBudgets }}
+# What is switched off is deleted where it is left of before; only making it goes with the switch.
 - apiGroups: [policy]
   resources: [poddisruptionbudgets]
-  verbs: [list, create, patch, delete]
-{{- end }}
-{{- if .Values.runs.networkPolicies }}
+  verbs: {{ ternary (list "list" "create" "patch" "delete") (list "list" "delete") .Values.runs.disruptionBudgets | toJson }}
 - apiGroups: [networking.k8s.io]
   resources: [networkpolicies]
-  verbs: [list, create, patch, delete]
-{{- end }}
+  verbs: {{ ternary (list "list" "create" "patch" "delete") (list "list" "delete") .Values.runs.networkPolicies | toJson }}
 {{- end -}}

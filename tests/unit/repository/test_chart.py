@@ -152,13 +152,14 @@ def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(rendering: list[Ob
             assert resource not in {"secrets", "nodes", "serviceaccounts", "namespaces", "pods/exec", "pods/log", "pods/attach"}
 
 
-def test_rights_on_policies_and_budgets_go_with_the_features() -> None:
-    (role,) = [
-        one
-        for one in of_kind(chart.render(chart.MATRIX["runs without policies"]), "ClusterRole")
-        if not re.search("-(view|edit|admin)$", one["metadata"]["name"])
-    ]
-    assert {group for group, _ in rights_of(role)} == {"", "evergrad.dev", "authorization.k8s.io"}
+@pytest.mark.parametrize(
+    ("switch", "kind"),
+    [("disruptionBudgets", ("policy", "poddisruptionbudgets")), ("networkPolicies", ("networking.k8s.io", "networkpolicies"))],
+)
+def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(switch: str, kind: tuple[str, str]) -> None:
+    objects = chart.render({"rbac": {"aggregatedRoles": False}, "runs": {switch: False}})
+    (role,) = of_kind(objects, "ClusterRole")
+    assert rights_of(role) == RIGHTS | REVIEWS | {kind: {"list", "delete"}}
 
 
 def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> None:
@@ -216,6 +217,21 @@ def test_the_operator_understands_the_settings_it_is_given(rendering: list[Objec
     assert settings.port == container["ports"][0]["containerPort"] == 8080
 
 
+def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are_written() -> None:
+    assert "EVERGRAD_SHARED_MEMORY_SIZE" not in environment(chart.render({}))
+    given = environment(chart.render({"runs": {"sharedMemorySize": "8Gi", "userId": 1000660000, "groupId": 0}}))
+    config = parse_settings([], given).config
+    assert (config.shared_memory_size, config.user_id, config.group_id) == ("8Gi", 1000660000, 0)
+
+
+def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_name() -> None:
+    (deployment,) = of_kind(chart.render({"nameOverride": "trainings", "podLabels": {"a": "b"}}), "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert labels["app.kubernetes.io/name"] == "trainings"
+    assert labels["evergrad.dev/role"] == "operator"
+    assert labels["a"] == "b"
+
+
 def test_a_digest_wins_over_a_tag() -> None:
     assert environment(chart.render(chart.MATRIX["everything"]))["EVERGRAD_TRAINER_IMAGE"] == (
         "registry.example.com/evergrad/trainer@sha256:" + "ab" * 32
@@ -263,9 +279,26 @@ def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces()
     (expression,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
     assert expression["values"] == ["team-a"]
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
-    assert [rule["expression"] for rule in policy["spec"]["validations"]] == [
-        "!has(object.spec.nodes) || !has(object.spec.nodes.max) || object.spec.nodes.max <= 3"
-    ]
+    assert [rule["expression"] for rule in policy["spec"]["validations"]] == ["variables.maxNodes < 3.5"]
+
+
+def test_the_admission_policy_reads_numbers_of_nodes_with_the_units_the_crd_allows() -> None:
+    (policy,) = of_kind(chart.render({"admissionPolicy": {"enabled": True, "maxNodes": 3}}), "ValidatingAdmissionPolicy")
+    (crd,) = of_kind(chart.render({}), "CustomResourceDefinition")
+    (chosen, number) = policy["spec"]["variables"]
+    (version,) = crd["spec"]["versions"]
+    bounds = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["nodes"]["properties"]
+    for bound in ("max", "min"):
+        assert f"has(object.spec.nodes.{bound}) ? dyn(object.spec.nodes.{bound})" in chosen["expression"]
+        (units,) = re.findall(r"\[([a-zA-Z]+)\]\?\\s\*\$$", bounds[bound]["pattern"])
+        assert f"find('[{units}]')" in number["expression"]
+        assert set(re.findall("'([a-zA-Z])':", number["expression"])) == set(units)
+
+
+def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -> None:
+    objects = chart.render({"admissionPolicy": {"enabled": True, "allowedImages": ["registry.example.com/"]}})
+    (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
+    assert "variables" not in policy["spec"]
 
 
 def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> None:
@@ -286,6 +319,10 @@ def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> Non
         ({"admissionPolicy": {"enabled": True}}, "admissionPolicy: enabled"),
         ({"admissionPolicy": {"allowedImages": ["a' || true || 'b"]}}, "allowedImages"),
         ({"serviceAccount": {"create": False}}, "serviceAccount.name: missing"),
+        ({"runs": {"userId": 0}}, "runs.userId"),
+        ({"runs": {"sharedMemorySize": "much"}}, "runs.sharedMemorySize"),
+        ({"podLabels": {"evergrad.dev/role": "other"}}, "podLabels.evergrad"),
+        ({"commonLabels": {"evergrad.dev/role": "other"}}, "commonLabels.evergrad"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_path(values: Object, path: str) -> None:
