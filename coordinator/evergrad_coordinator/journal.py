@@ -70,6 +70,8 @@ class FileStore:
             os.close(self._lock)
             text = f"{path}: held by {holder}; one coordinator rules a run. Wait for it to end, or end it."
             raise JournalError(text) from error
+        self._unsynced: int | None = None
+        """The number in the file, put there by this process, if the folder may not be on disk with it."""
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -92,7 +94,12 @@ class FileStore:
 
     def advance(self, expected: int, new: int) -> bool:
         """Replace the file if it still says ``expected``; on disk when this returns."""
-        if self.load() != expected:
+        known = self.load()
+        if known == new == self._unsynced:
+            # Asked again after the last step had failed: this process itself has put the number there.
+            self._sync_folder()
+            return True
+        if known != expected:
             return False
         temporary = self._path.with_name(self._path.name + ".tmp")
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -102,12 +109,17 @@ class FileStore:
         finally:
             os.close(file)
         os.replace(temporary, self._path)
+        self._unsynced = new
+        self._sync_folder()
+        return True
+
+    def _sync_folder(self) -> None:
         folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-        return True
+        self._unsynced = None
 
     def close(self) -> None:
         """Let the next one have it."""

@@ -1,6 +1,8 @@
 """The number's file: durable, compared before it is set, held by one process."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,36 @@ def test_a_number_that_is_not_the_expected_one_is_not_replaced(tmp_path: Path) -
     assert store.advance(0, 5)
     assert not store.advance(4, 6)
     assert store.load() == 5
+    store.close()
+
+
+def test_a_retry_after_the_folder_could_not_be_synced_finds_its_own_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore(tmp_path / "state")
+    sync, synced = os.fsync, []
+
+    def fail_for_folders(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            synced.append(descriptor)
+            if len(synced) == 1:
+                raise OSError(5, "Input/output error")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    with pytest.raises(OSError, match="Input/output"):
+        store.advance(0, 5)
+    assert store.advance(0, 5)
+    assert len(synced) == 2, "the retry is durable too"
+    assert not store.advance(0, 5), "only what was left undone is taken for granted"
+    assert store.advance(5, 6)
+    store.close()
+
+
+def test_a_number_of_another_process_is_not_taken_for_our_own(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "state")
+    (tmp_path / "state").write_text('{"generation": 5}')
+    assert not store.advance(0, 5)
     store.close()
 
 
