@@ -10,7 +10,9 @@ from typing import Any, TypeVar, cast
 import pytest
 
 from evergrad_coordinator.protocol import (
+    Boundary,
     Capacity,
+    Done,
     End,
     Go,
     Had,
@@ -20,12 +22,15 @@ from evergrad_coordinator.protocol import (
     Message,
     Ping,
     Plan,
+    Progress,
     Ready,
     Refused,
+    Result,
     Welcome,
     decode_from_node,
     encode,
 )
+from evergrad_trainer.elastic.channel import Ended, Observed
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.supervisor import Crew, NodeSettings, Supervisor
 
@@ -62,6 +67,14 @@ class Peer:
             if isinstance(message, kind):
                 return message
         raise EOFError(f"the node has hung up before {kind.TYPE}")
+
+    async def hear_until(self, kind: type[Message]) -> list[Message]:
+        """All that is said up to the first of a kind, without pings."""
+        found: list[Message] = []
+        while not found or not isinstance(found[-1], kind):
+            message = await self.hear(Message)
+            found += [] if isinstance(message, Ping) else [message]
+        return found
 
     def say(self, message: Message) -> None:
         self.writer.write(encode(message))
@@ -178,6 +191,81 @@ def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
         assert (await peer.hear(Left)).is_saved is False
 
     assert play(tmp_path, script) == 76
+
+
+def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        for step, checkpoint_step in ((10, None), (12, 10), (13, 10), (14, 10), (25, 20), (26, 20)):
+            scene.supervisor.reported({"rank": 0, "generation": 3, "step": step, "checkpoint_step": checkpoint_step})
+        scene.supervisor.reported({"rank": 1, "generation": 3, "step": 26, "checkpoint_step": 25})
+        scene.supervisor.done(Done(3))
+        said = await peer.hear_until(Done)
+        assert [one for one in said if isinstance(one, Boundary)] == [Boundary(3, 10), Boundary(3, 20)]
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
+@pytest.mark.parametrize(
+    ("finish", "last"),
+    [
+        (lambda supervisor: supervisor.done(Done(3)), Done),
+        (lambda supervisor: supervisor.stopped(Result(3, 0, 75, "stopped")), Result),
+        (lambda supervisor: supervisor.ended(Ended(3, 30, 0, "complete")), Result),
+        (lambda supervisor: supervisor.ready(4, workers=1, step=-1), Ready),
+    ],
+)
+def test_the_last_of_many_quick_steps_is_told_before_the_end(
+    tmp_path: Path, finish: Callable[[Supervisor], None], last: type[Message]
+) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        for step in range(1, 31):
+            scene.supervisor.reported({"step": step, "generation": 3})
+        finish(scene.supervisor)
+        said = await peer.hear_until(last)
+        assert [one.step for one in said if isinstance(one, Progress)] == [1, 30]
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
+def test_a_report_that_is_read_after_its_process_has_ended_still_comes_before_the_end(tmp_path: Path) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        scene.supervisor.done(Done(3))
+        await asyncio.sleep(0)
+        scene.supervisor.reported({"step": 30, "generation": 3})
+        said = await peer.hear_until(Done)
+        assert [one.step for one in said if isinstance(one, Progress)] == [30]
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
+def test_a_step_that_nothing_follows_for_long_is_told_all_the_same(tmp_path: Path) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        for step in (1, 2):
+            scene.supervisor.reported({"step": step, "generation": 3})
+        assert [(await peer.hear(Progress)).step, (await peer.hear(Progress)).step] == [1, 2]
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
+def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: Path) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        supervisor = scene.supervisor
+        supervisor.reported({"step": 23, "generation": 3})
+        event = {"type": "save", "time": 1.0, "step": 23, "generation": 3, "checkpoint": "step-20"}
+        supervisor.observed(Observed("event", event))
+        assert await peer.hear(Boundary) == Boundary(3, 20)
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
 
 
 @pytest.mark.parametrize(

@@ -45,12 +45,16 @@ from evergrad_trainer.node.failures import write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.output import WorkerOutput
 from evergrad_trainer.node.workers import Worker, adopt_orphans, end_orphans, name_process
+from evergrad_trainer.observers.events import parse_event_row, saved_step
+from evergrad_trainer.records import EventType
 
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _UNREACHABLE_SECONDS = 3.0
 """After so long without the coordinator a node that must go leaves on its own."""
 _PROGRESS_SECONDS = 0.5
+_TURNS = 8
+"""Of the event loop, from the end of a process until what it had said is read: a connection is accepted first."""
 _KILL_SECONDS = 10.0
 """How long workers may take to end once the run is over."""
 
@@ -128,6 +132,10 @@ class Supervisor:
         self._root_cause = ""
         self._over = asyncio.Event()
         self._progress_at = 0.0
+        self._unsent: Progress | None = None
+        self._checkpoint_step = -1
+        """Newest checkpoint that the coordinator was told of."""
+        self._last_words: set[asyncio.Task[None]] = set()
         self._done: Done | None = None
         self._up: Up | None = None
         self._is_draining = False
@@ -195,6 +203,7 @@ class Supervisor:
             return
         # A new store for each round, on a port nobody knew before: late members of an older one cannot meet newer ones.
         self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
+        self._flush_progress()
         self._client.send(Ready(generation, workers, self._store.port, step))
 
     def up(self, generation: int, step: int) -> None:
@@ -211,6 +220,7 @@ class Supervisor:
 
     def ended(self, record: say.Ended) -> None:
         self._result = Result(record.generation, record.step, record.exit_code, record.reason)
+        self._flush_progress()
         self._client.send(self._result)
 
     def observed(self, record: say.Observed) -> None:
@@ -218,22 +228,46 @@ class Supervisor:
         progress = self._metrics.progress
         if progress is None:
             return
-        if record.kind == "event" and record.record.get("type") == "save":
-            self._client.send(Boundary(progress.generation, progress.step))
-        self._send_progress(progress)
+        self._note_progress(progress)
+        if record.kind == "event" and record.record.get("type") == EventType.SAVE:
+            self._note_checkpoint(progress.generation, saved_step(parse_event_row(record.record)))
 
-    def _send_progress(self, progress: Progress) -> None:
-        now = time.monotonic()
-        if now - self._progress_at >= _PROGRESS_SECONDS:
-            self._progress_at = now
-            self._client.send(progress)
+    def _note_progress(self, progress: Progress) -> None:
+        self._unsent = progress
+        if time.monotonic() - self._progress_at >= _PROGRESS_SECONDS:
+            self._flush_progress()
+
+    def _flush_progress(self) -> None:
+        """Nothing is newer: an end, or a tick without a further report, must not leave the run at an older step."""
+        if self._unsent is not None and self._client.send(self._unsent):
+            self._unsent, self._progress_at = None, time.monotonic()
+
+    def _note_checkpoint(self, generation: int, step: int) -> None:
+        """Joins wait for a new checkpoint: one that is named again in a later report is none."""
+        if step <= self._checkpoint_step:
+            return
+        self._flush_progress()
+        if self._client.send(Boundary(generation, step)):
+            self._checkpoint_step = step
 
     def done(self, message: Done) -> None:
         self._done = message
-        self._client.send(message)
+        self._send_last(message)
 
     def stopped(self, message: Result) -> None:
         self._result = message
+        self._send_last(message)
+
+    def _send_last(self, message: Message) -> None:
+        task = asyncio.get_running_loop().create_task(self._send_after_reports(message))
+        self._last_words.add(task)
+        task.add_done_callback(self._last_words.discard)
+
+    async def _send_after_reports(self, message: Message) -> None:
+        """The end of a script's process may be seen before its last report is read; after the end of the run nobody listens."""
+        for _ in range(_TURNS):
+            await asyncio.sleep(0)
+        self._flush_progress()
         self._client.send(message)
 
     def reported(self, report: dict[str, object]) -> None:
@@ -241,9 +275,10 @@ class Supervisor:
         progress = self._metrics.report(report)
         if progress is None:
             return
-        if report.get("checkpoint_step") is not None:
-            self._client.send(Boundary(progress.generation, progress.step))
-        self._send_progress(progress)
+        self._note_progress(progress)
+        step = report.get("checkpoint_step")
+        if isinstance(step, int):
+            self._note_checkpoint(progress.generation, step)
 
     async def may_commit(self, generation: int) -> bool:
         """Whether a generation may still write, as the coordinator says."""
@@ -266,6 +301,7 @@ class Supervisor:
         return self._is_draining
 
     def departed(self, *, is_saved: bool) -> None:
+        self._flush_progress()
         self._client.send(Left(self._known_generation, is_saved))
         self._stop(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
 
@@ -299,6 +335,7 @@ class Supervisor:
         place = self._crew.place
         if self._up is not None and place is not None and place.generation == self._up.generation:
             self._client.send(self._up)
+        self._flush_progress()
         if self._result is not None:
             self._client.send(self._result)
         if self._done is not None:
@@ -355,6 +392,8 @@ class Supervisor:
             self._crew.tick()
             end_orphans(known=self._pids)
             self._on_tick()
+            if time.monotonic() - self._progress_at >= _PROGRESS_SECONDS:
+                self._flush_progress()
             away = self._client.seconds_since_contact
             if not self._is_cut_off and self._crew.place is not None and away > self._lease_seconds:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
