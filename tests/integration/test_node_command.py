@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from coordinator_processes import Coordinator
+from run_helpers import metric_rows, recipe
 
 EVERGRAD = Path(sys.executable).with_name("evergrad")
 SCRIPT = "import os, pathlib\npathlib.Path(f\"wrote-{os.environ['RANK']}\").write_text(os.getcwd())\n"
@@ -72,3 +73,23 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
     late = node("--join", "127.0.0.1:9", "--address", "127.0.0.1", "--node", "0")
     out, _ = late.communicate(timeout=60)
     assert (late.returncode, "is complete" in out) == (0, True)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(method: str, experiment: Any, tmp_path: Path) -> None:
+    experiment.write(recipe(horizon={"steps": 2}))
+    coordinator = Coordinator(tmp_path, "--start-wait", "0.1", run="tiny", most=1)
+    command = [str(EVERGRAD), "node", "tiny.yaml", "--run-directory", "run", "--start-method", method, "--workers", "1"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        join = ["--join", f"127.0.0.1:{coordinator.wait_until_listening().port}", "--address", "127.0.0.1", "--node", "0"]
+        done = subprocess.run(
+            [*command, *join], env=environment, cwd=experiment.path, capture_output=True, text=True, timeout=200, check=False
+        )
+    finally:
+        coordinator.end()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row["step"] for row in metric_rows(experiment.path / "run")] == [1, 2]
+    assert "step 2/2" in (experiment.path / "run/logs/node-0-worker-0.out").read_text()
+    assert "[node 0 rank 0] step 2/2" in done.stderr, "its output is the node's"

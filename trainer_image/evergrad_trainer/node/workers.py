@@ -9,12 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal, Protocol
 
 from evergrad_trainer.elastic.channel import Channel, Failed, channel_pair
-from evergrad_trainer.elastic.processes import die_with_parent, run_and_exit
+from evergrad_trainer.elastic.processes import die_with_client, die_with_parent, run_and_exit
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.node.failures import count_oom_kills
 
@@ -106,7 +107,8 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     pulse = Pulse()
     read_end, write_end = os.pipe() if order.captures != "nothing" else (None, None)
     context = multiprocessing.get_context(order.method)
-    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), write_end, order.captures, order.name)
+    output = None if write_end is None else _Descriptor(write_end)
+    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), output, order)
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=_worker_main, args=(start,), name=f"evergrad-worker-{order.local_rank}"
     )
@@ -126,27 +128,47 @@ class _Start:
     pulse: Pulse
     variables: dict[str, str]
     parent: int
-    output: int | None
-    captures: str
-    name: str
+    output: "_Descriptor | None"
+    order: WorkerOrder
+
+
+class _Descriptor:
+    """An open file that a worker gets however it is started: a fork has it, the other methods pass it on as they pickle this."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _take_descriptor, (reduction.DupFd(self.number),)
+
+
+class _Passed(Protocol):
+    def detach(self) -> int: ...
+
+
+def _take_descriptor(passed: _Passed) -> _Descriptor:
+    return _Descriptor(passed.detach())
 
 
 def _worker_main(start: _Start) -> None:
-    die_with_parent(start.parent)
+    if start.order.method == "forkserver":
+        die_with_client()
+    else:
+        die_with_parent(start.parent)
     # Out of the terminal's foreground group: Ctrl-C reaches the node alone, which asks its workers.
     os.setpgid(0, 0)
-    name_process(f"evergrad-w{start.name}")
-    _forget_parent(keep=(start.channel.socket.fileno(), start.output))
+    name_process(f"evergrad-w{start.order.name}")
+    _forget_parent(keep=(start.channel.socket.fileno(), None if start.output is None else start.output.number))
     os.environ.update(start.variables)
     run_and_exit(lambda: _run_target(start))
 
 
 def _run_target(start: _Start) -> int:
     if start.output is not None:
-        if start.captures == "both":
-            os.dup2(start.output, 1)
-        os.dup2(start.output, 2)
-        os.close(start.output)
+        if start.order.captures == "both":
+            os.dup2(start.output.number, 1)
+        os.dup2(start.output.number, 2)
+        os.close(start.output.number)
     return start.target(start.channel, start.pulse)
 
 
