@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.failures import MAX_FAILURES
 from evergrad_coordinator.http import StatusServer
 from evergrad_coordinator.journal import FileStore, GenerationStore, JournalError, MemoryStore
 from evergrad_coordinator.membership import Membership
@@ -25,7 +26,7 @@ _TIMES = {
     "lease": "workers stop so long after their last contact",
     "ready_limit": "for a node to be out of its group",
     "soft_limit": "for a group to reach a step boundary",
-    "up_limit": "for a group to come up",
+    "up_limit": "for a group to come up, with all that its members restore or hand over",
     "longest_hold": "that a join waits for a checkpoint",
 }
 
@@ -54,7 +55,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint")
     parser.add_argument("--exit-when-empty", action="store_true", help="end with 75 or 76 when all nodes have left")
     parser.add_argument("--nothing-runs", action="store_true", help="no group of this run is left from before: wait for none")
-    parser.add_argument("--max-failures", type=int, default=Settings.max_failures_without_progress)
+    most = Settings.max_failures_without_progress
+    parser.add_argument("--max-failures", type=int, default=most, help=f"allowed without progress ({most})")
     parser.add_argument("--max-members", type=int, default=Settings.max_members)
     parser.add_argument("--linger", type=float, default=3.0, help="seconds for late joiners after the end")
     for name, text in _TIMES.items():
@@ -92,7 +94,7 @@ def find_problems(options: argparse.Namespace) -> list[str]:
     for name, most in (
         ("first_generation", MAX_GENERATION),
         ("epoch", 2**19),
-        ("max_failures", 2**31),
+        ("max_failures", MAX_FAILURES),
         ("port", 65535),
         ("status_port", 65535),
     ):

@@ -1,4 +1,6 @@
-"""How long nodes are waited for before a first plan: at the start, after a restart, and after all connections were lost. Pure."""
+"""How long nodes are waited for before a first plan (at the start, after a restart, after all connections were lost), and how
+long those that join a group wait for it. Pure.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -27,3 +29,19 @@ class Gathering:
         if num_candidates < settings.min_nodes or self.first_seen is None:
             return float("inf")
         return self.first_seen + settings.start_wait_seconds
+
+
+@dataclass
+class JoinHold:
+    """Nodes that would join a group of fresh workers wait for a checkpoint that is made after they came."""
+
+    since: float | None = None
+    """The first of them is here; None while nobody waits."""
+    has_boundary: bool = False
+    """A checkpoint stands since then."""
+
+    def ends_at(self, settings: Settings, *, now: float) -> float:
+        """Until when they wait; ``now`` or earlier if they do not any more."""
+        if self.since is None:
+            self.since, self.has_boundary = now, False
+        return self.since if self.has_boundary else self.since + settings.longest_hold_seconds

@@ -37,7 +37,8 @@ class StatusServer:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._listener: asyncio.Server | None = None
-        self._num_open = 0
+        self._open: dict[asyncio.StreamWriter, None] = {}
+        """Connections that are not done, in the order of their coming."""
         self._pages: dict[str, Callable[[], Answer]] = {
             "/status": self._status,
             "/healthz": lambda: (200, _TEXT, "ok\n"),
@@ -56,18 +57,22 @@ class StatusServer:
             self._listener.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._num_open += 1
+        self._open[writer] = None
+        if len(self._open) > MAX_CONNECTIONS:
+            # Whoever asks is answered at once: the oldest is one that does not ask, or does not read.
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         try:
-            if self._num_open <= MAX_CONNECTIONS:
-                async with asyncio.timeout(REQUEST_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    body = await reader.readexactly(_body_length(head))
-                    writer.write(self._answer(head, body))
-                    await writer.drain()
+            async with asyncio.timeout(REQUEST_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                body = await reader.readexactly(_body_length(head))
+                writer.write(self._answer(head, body))
+                await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.transport.abort()
         finally:
-            self._num_open -= 1
+            self._open.pop(writer, None)
             with contextlib.suppress(OSError):
                 writer.close()
 
@@ -97,15 +102,17 @@ class StatusServer:
         return "\r\n".join(lines).encode("latin-1") + (b"" if words[0] == "HEAD" else data)
 
     def _set_bounds(self, content: bytes) -> Answer:
-        """``{"min": 2, "max": 4}``: how many nodes train from now on."""
+        """``{"min": 2, "max": 4}``: so many nodes train from now on. With ``"maxFailures": 3`` so many failures are allowed."""
         try:
             bounds = json.loads(content)
-            low, high = bounds["min"], bounds["max"]
-        except (ValueError, KeyError, TypeError, RecursionError):
+            low, high, failures = bounds["min"], bounds["max"], bounds.get("maxFailures", 0)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return 400, _TEXT, 'bounds: not a JSON object such as {"min": 2, "max": 4}\n'
         if type(low) is not int or type(high) is not int:
             return 400, _TEXT, "bounds: min and max are whole numbers\n"
-        fault = self._server.set_bounds(low, high)
+        if type(failures) is not int:
+            return 400, _TEXT, "bounds: maxFailures is a whole number, at least 0\n"
+        fault = self._server.set_bounds(low, high, failures if "maxFailures" in bounds else None)
         return (400, _TEXT, f"{fault}\n") if fault else (200, _TEXT, "ok\n")
 
     def _status(self) -> Answer:

@@ -10,7 +10,7 @@ from evergrad_coordinator import admission, planning
 from evergrad_coordinator.accounting import Accounting
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.failures import Failure, FailureBudget
-from evergrad_coordinator.gathering import Gathering
+from evergrad_coordinator.gathering import Gathering, JoinHold
 from evergrad_coordinator.limits import check_limits
 from evergrad_coordinator.protocol import (
     Commit,
@@ -64,7 +64,7 @@ class Membership:
         self.finished: End | None = None
         self.saver: Key | None = None
         self.saved_step = -1
-        self.has_boundary = False
+        self.joins = JoinHold()
         self.was_left = False
         """The last node to go had been asked to."""
         self.fence_until = 0.0
@@ -75,7 +75,6 @@ class Membership:
         self._num_holders = 0
         """Nodes that held a state when the newest plan was made."""
         self._planned_at = float("-inf")
-        self._growth_since: float | None = None
         self._review_at: float | None = None
         self._ticked_at = now
         self._effects: list[Effect] = []
@@ -137,9 +136,13 @@ class Membership:
             self._review(now)
         return self._take()
 
-    def set_bounds(self, *, min_nodes: int, max_nodes: int, now: float) -> list[Effect]:
-        """Other numbers of nodes from now on; a group that runs is changed at its next step boundary, if at all."""
+    def set_bounds(self, *, min_nodes: int, max_nodes: int, max_failures: int | None = None, now: float) -> list[Effect]:
+        """Other limits from now on (None: as it was); a group that runs is changed at its next step boundary, if at all."""
         settings = self.settings
+        if max_failures is not None and max_failures != self.budget.limit:
+            self.budget.limit = max_failures
+            self.log("bounds", maxFailures=max_failures)
+            self.change(now)
         if (min_nodes, max_nodes) != (settings.min_nodes, settings.max_nodes):
             self.settings = dataclasses.replace(settings, min_nodes=min_nodes, max_nodes=max_nodes, expect=max_nodes)
             self.log("bounds", min=min_nodes, max=max_nodes)
@@ -180,6 +183,8 @@ class Membership:
         self._roster.remove(node)
         self.log("gone", node=node.name, why=why)
         world, proposal = self.world, self.proposal
+        if world and node.key in world.places:
+            world.has_lost |= node.key not in world.done
         if world and node.key in world.places and node.key not in world.out:
             world.last_contact[node.key] = node.seen
             if not world.is_over and node.key not in world.done:
@@ -216,7 +221,7 @@ class Membership:
     def settle(self, now: float) -> None:
         """All that were asked are ready: leavers may go, and the members begin, if they are enough."""
         proposal = self.proposal
-        if proposal is None or proposal.waits_for:
+        if proposal is None or proposal.waits_for or self.finished:
             return
         members = [self.nodes[name] for name, _ in proposal.members if name in self.nodes]
         if tuple(node.key for node in members) != proposal.members or not all(_takes_part(node, proposal) for node in members):
@@ -227,12 +232,21 @@ class Membership:
         if is_going and self._waits_for_saver(members):
             return
         if is_going:
-            self._go(members, now)
+            if world := self.world:  # only now is known what became of its members: each has answered, or was lost
+                is_whole = planning.is_whole(world, self.nodes.values())
+                self.budget.conclude(world.generation, self.training, is_whole=is_whole)
+            if not self._has_failed_too_often():
+                self._go(members, now)
             return
         self.proposal = None
         if self.world:
             self.world.is_over = True
         self.log("waiting", ready=len(members), needed=self._needed)
+
+    def _has_failed_too_often(self) -> bool:
+        if self.budget.is_exhausted:
+            self.finish(ExitCode.INTERNAL, "FailuresWithoutProgress", self.budget.describe())
+        return self.budget.is_exhausted
 
     def finish(self, exit_code: int, reason: str, message: str = "") -> None:
         """The run is over, for all."""
@@ -271,7 +285,7 @@ class Membership:
         is_member = world is not None and node.key in world.places and node.key not in world.out
         if world and is_member and not self.gathering and not planning.holds_its_place(world, node):
             world.out.add(node.key)
-            world.is_broken = True
+            world.is_broken = world.has_lost = True
             self.accounting.begin("node_lost", at=now)
         if proposal:
             if node.key in proposal.members or node.group:
@@ -310,8 +324,7 @@ class Membership:
 
     def _review(self, now: float) -> None:
         self._review_at = None
-        if self.budget.is_exhausted:
-            self.finish(ExitCode.INTERNAL, "FailuresWithoutProgress", self.budget.describe())
+        if self._has_failed_too_often():
             return
         if self.gathering and not self._has_gathered(now):
             return
@@ -364,12 +377,13 @@ class Membership:
         if any(node.group > self.generation for node in self.nodes.values()):
             return False
         if proposal:
-            return tuple(node.key for node in members) == proposal.members and (proposal.hard or not self._must_be_hard())
+            is_same = tuple(node.key for node in members) == proposal.members
+            return is_same and (proposal.hard or not planning.must_be_hard(world, self.nodes.values()))
         if world is None or world.is_over or world.is_broken:
             return False
         if not planning.is_intact(world, members):
             return planning.is_growth(world, members) and self._holds_growth(now)
-        self._growth_since = None
+        self.joins = JoinHold()
         self._release(now, staying=None)
         return True
 
@@ -379,10 +393,9 @@ class Membership:
         if world is None or not world.is_up:
             return True  # `up` asks for a review
         settings = self.settings
-        if not settings.hold_joins or settings.recovery != "fresh" or len(world.places) < settings.expect or self.has_boundary:
+        if not settings.hold_joins or settings.recovery != "fresh" or len(world.places) < settings.expect:
             return False
-        self._growth_since = now if self._growth_since is None else self._growth_since
-        until = self._growth_since + settings.longest_hold_seconds
+        until = self.joins.ends_at(settings, now=now)
         if until > now:
             self.ask_review(until)
         return until > now
@@ -391,13 +404,6 @@ class Membership:
         """Whether only its ``ready`` can tell: its workers are in a group, or it leaves and may hold the newest state."""
         may_hold = self.settings.recovery == "in-process" and self.generation > 0 and node.step is None and node.workers > 0
         return node.group > 0 or (node.is_leaving and node.released_at is None and may_hold)
-
-    def _must_be_hard(self) -> bool:
-        """Whether the running group cannot reach a step boundary any more."""
-        world, nodes = self.world, self.nodes.values()
-        if world is None or world.is_over or not any(node.group == world.generation for node in nodes):
-            return False
-        return world.is_broken or not world.is_up or bool(planning.find_lost(world, nodes))
 
     def has_boundary_ahead(self, node: Node) -> bool:
         """Whether its workers are in the running group; any other group waits for members that are elsewhere."""
@@ -444,7 +450,8 @@ class Membership:
         self._effects.append(Persist(old, self.generation))
         keys = tuple(node.key for node in members)
         waits_for = set(keys) | {node.key for node in self.nodes.values() if self._must_be_asked(node)}
-        self.proposal = Proposal(self.generation, keys, self._must_be_hard(), cause, reason, now, waits_for)
+        is_hard = planning.must_be_hard(world, self.nodes.values())
+        self.proposal = Proposal(self.generation, keys, is_hard, cause, reason, now, waits_for)
         self.log("plan", hard=self.proposal.hard, members=len(keys), reason=reason)
         self._num_holders = sum(node.step is not None and node.step >= 0 for node in self.nodes.values())
         for node in self.nodes.values():
@@ -462,7 +469,7 @@ class Membership:
         places = planning.assign_places(members)
         self.world = World(self.generation, places, started_at=now)
         self.proposal, self.gathering = None, None
-        self.has_boundary, self._growth_since = False, None
+        self.joins = JoinHold()
         self._roster.steps.clear()
         self.log("go", nodes=len(places), worldSize=self.world.size)
         for node, message in planning.build_go(self.generation, members, places):

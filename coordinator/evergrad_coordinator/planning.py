@@ -1,6 +1,6 @@
 """Who is in the next group, at which ranks, and which leaving node saves. Pure functions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.state import Key, Node, Place, Proposal, World, node_order
@@ -33,6 +33,18 @@ def _is_work_lost(world: World, candidates: Sequence[Node]) -> bool:
 def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
     """Members that are gone although nobody knows that their workers are. One that had ended well is not missed."""
     return world.places.keys() - {node.key for node in connected} - world.out - world.done
+
+
+def is_whole(world: World, connected: Collection[Node]) -> bool:
+    """Whether not one member was lost or has left since it was told to go."""
+    return not world.has_lost and not find_lost(world, connected)
+
+
+def must_be_hard(world: World | None, connected: Collection[Node]) -> bool:
+    """Whether the running group cannot reach a step boundary any more."""
+    if world is None or world.is_over or not any(node.group == world.generation for node in connected):
+        return False
+    return world.is_broken or not world.is_up or bool(find_lost(world, connected))
 
 
 def is_intact(world: World, members: Sequence[Node]) -> bool:

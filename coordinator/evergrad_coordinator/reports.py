@@ -130,7 +130,7 @@ def _on_boundary(group: Membership, node: Node, message: Boundary, now: float) -
         return
     group.training.checkpoint_step = max(group.training.checkpoint_step, message.step)
     group.budget.observe(group.training)
-    group.has_boundary = True
+    group.joins.has_boundary = True
     group.change(now)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.failures import MAX_FAILURES
 from evergrad_coordinator.journal import GenerationStore, JournalError
 from evergrad_coordinator.membership import Membership
 from evergrad_coordinator.protocol import (
@@ -181,12 +182,16 @@ class Server:
             peer.close(patience=1.0)
         await asyncio.sleep(0)
 
-    def set_bounds(self, min_nodes: int, max_nodes: int) -> str:
+    def set_bounds(self, min_nodes: int, max_nodes: int, max_failures: int | None = None) -> str:
         """Whoever owns the run has changed its bounds. What is wrong with them, in words; empty if nothing is."""
         most = self.membership.settings.max_members
         if not 1 <= min_nodes <= max_nodes <= most:
             return f"bounds: min {min_nodes} and max {max_nodes} are not 1 <= min <= max <= {most}. Correct them."
-        self._apply(self.membership.set_bounds(min_nodes=min_nodes, max_nodes=max_nodes, now=time.monotonic()))
+        if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
+            return f"bounds: maxFailures {max_failures} is not within 0 and {MAX_FAILURES}. Correct it."
+        now = time.monotonic()
+        bounds = self.membership.set_bounds(min_nodes=min_nodes, max_nodes=max_nodes, max_failures=max_failures, now=now)
+        self._apply(bounds)
         return ""
 
     # ---- called by peers ---------------------------------------------------------------------------------------------

@@ -25,7 +25,8 @@ class Settings:
     lease_seconds: float = 10.0
     ready_limit_seconds: float = 35.0
     soft_limit_seconds: float = 120.0
-    up_limit_seconds: float = 60.0
+    up_limit_seconds: float = 600.0
+    """With all that a member does before it is up: it may restore a large state, or get it from another node."""
     hold_joins: bool = False
     longest_hold_seconds: float = 600.0
     max_failures_without_progress: int = 3
@@ -146,6 +147,8 @@ class World:
     out: set[Key] = field(default_factory=set)
     """Members whose workers are known to be gone from it."""
     done: set[Key] = field(default_factory=set)
+    has_lost: bool = False
+    """A member was lost, replaced or has left, before or after its workers were out; one that had ended well is none."""
     last_contact: dict[Key, float] = field(default_factory=dict)
     """Of members that are not connected."""
 

@@ -117,6 +117,7 @@ def build_status(group: Membership, *, now: float) -> dict[str, Any]:
         "checkpointStep": training.checkpoint_step if training.checkpoint_step >= 0 else None,
         "restarts": dict(group.accounting.restarts),
         "lostSeconds": {cause: round(seconds, 3) for cause, seconds in group.accounting.observe_lost(now=now).items()},
+        "maxFailures": group.budget.limit,
         "lastFailure": _build_failure(group, now),
         "updatedSecondsAgo": None if training.updated_at is None else round(now - training.updated_at, 3),
     }

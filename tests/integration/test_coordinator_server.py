@@ -349,10 +349,14 @@ async def test_the_bounds_of_a_run_can_be_changed_while_it_trains(start: Start) 
     coordinator = start("--max", "3")
     nodes = await form_group(coordinator)
     await poll(lambda: coordinator.status()["phase"] == "Running", "the run")
+    assert coordinator.status()["maxFailures"] == 3
+    assert coordinator.post("/bounds", b'{"min": 1, "max": 3, "maxFailures": 7}') == (200, "ok\n")
+    assert coordinator.status()["maxFailures"] == 7
     assert coordinator.post("/bounds", b'{"min": 1, "max": 2}') == (200, "ok\n")
     await poll(lambda: coordinator.status()["worldSize"] == 2, "the smaller group")
     bounds = coordinator.status()["nodes"]
     assert (bounds["min"], bounds["max"], bounds["connected"]) == (1, 2, 3)
+    assert coordinator.status()["maxFailures"] == 7
     await end_nodes(*nodes)
 
 
@@ -363,6 +367,12 @@ def test_bounds_that_make_no_sense_are_refused_with_the_reason(start: Start) -> 
         (b'{"min": 0, "max": 2}', "min 0"),
         (b'{"min": true, "max": 2}', "whole numbers"),
         (b'{"min": 1}', "not a JSON object"),
+        (b"[1, 2]", "not a JSON object"),
+        (b'{"min": 2, "max": 2, "maxFailures": -1}', "maxFailures -1 is not within 0 and"),
+        (b'{"min": 2, "max": 2, "maxFailures": 99999999999}', "maxFailures 99999999999 is not within"),
+        (b'{"min": 2, "max": 2, "maxFailures": "3"}', "maxFailures is a whole number, at least 0"),
+        (b'{"min": 2, "max": 2, "maxFailures": true}', "maxFailures is a whole number"),
+        (b'{"min": 2, "max": 2, "maxFailures": null}', "maxFailures is a whole number"),
         (b"[" * 4000, "not a JSON object"),
     ):
         code, text = coordinator.post("/bounds", body)
@@ -371,6 +381,26 @@ def test_bounds_that_make_no_sense_are_refused_with_the_reason(start: Start) -> 
     with pytest.raises(OSError):
         coordinator.post("/bounds", b"x" * 100_000)
     assert coordinator.status()["nodes"]["max"] == 3
+    assert coordinator.status()["maxFailures"] == 3
+
+
+def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: Start) -> None:
+    coordinator = start().wait_until_listening()
+    crowd: list[socket.socket] = []
+    try:
+        for number in range(200):
+            crowd.append(socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE))
+            if number % 2:
+                crowd[-1].sendall(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
+        assert coordinator.get("/healthz") == (200, "ok\n")
+        assert coordinator.status()["run"] == "r"
+        assert read_until_closed(crowd[0]) == b"", "the oldest has made way"
+        crowd[-1].sendall(b"no\r\n\r\n")
+        assert read_until_closed(crowd[-1]).startswith(b"HTTP/1.1 200"), "the youngest has not"
+    finally:
+        for one in crowd:
+            one.close()
+    assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -157,6 +157,23 @@ def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and
     assert [node.name for node in cluster.members_of(cluster.group.generation)] == ["0", "1", "2", "3"]
 
 
+def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go_on() -> None:
+    cluster, _ = start_running("012", max_failures_without_progress=1)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    group = cluster.group
+
+    def allow(failures: int) -> None:
+        cluster.carry_out(group.set_bounds(min_nodes=2, max_nodes=4, max_failures=failures, now=cluster.now))
+
+    fail_often(cluster, 1)
+    allow(3)
+    fail_often(cluster, 2)
+    assert (cluster.exit_code, group.budget.used) == (None, 3)
+    allow(2)
+    cluster.run(0.2)
+    assert cluster.exit_code == 70
+
+
 def test_bounds_that_are_as_they_were_change_nothing() -> None:
     cluster, _ = start_running("012")
     generation = cluster.group.generation
@@ -460,6 +477,55 @@ def test_a_broken_group_is_planned_anew_with_everybody() -> None:
     assert cluster.group.accounting.restarts == {"peer_lost": 1}
 
 
+def break_whole_group(cluster: Cluster, *, step: int = 5) -> None:
+    """All see their peers fail, and nobody is lost."""
+    for node in [one for one in cluster.nodes if one.group]:
+        node.step = step
+        break_group(node, "peer_lost", step=step, message="Timed out waiting")
+    cluster.run(0.2)
+
+
+def test_a_group_that_breaks_again_at_the_same_step_although_nobody_was_lost_uses_up_the_failures() -> None:
+    cluster, nodes = start_running(max_failures_without_progress=2)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    used = []
+    for _ in range(4):
+        break_whole_group(cluster)
+        if cluster.exit_code is None:
+            cluster.run_until_running()
+        used.append(cluster.group.budget.used)
+    assert (used, cluster.exit_code) == ([0, 1, 2, 3], 70)
+    message = of_kind(nodes[0], End)[-1].message
+    for words in ("after step 5 although no node was lost; 3 failures", "2 allowed", "Timed out", "--address", "collective"):
+        assert words in message
+    assert [len(of_kind(node, End)) for node in nodes] == [1, 1, 1]
+
+
+def test_breaks_with_progress_between_them_are_free() -> None:
+    cluster, _ = start_running(max_failures_without_progress=0)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    for step in range(5, 10):
+        break_whole_group(cluster, step=step)
+        cluster.run_until_running()
+    assert cluster.group.budget.used == 0
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.4])
+def test_a_break_that_lost_a_node_is_free_even_if_the_loss_is_seen_later(delay: float) -> None:
+    cluster, _ = start_running("0123", max_failures_without_progress=0)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    for _ in range(4):
+        victim = cluster.newest("1")
+        assert victim
+        victim.is_frozen = True
+        break_whole_group(cluster)
+        cluster.run(delay)
+        victim.die()
+        cluster.start("1")
+        cluster.run_until_running()
+    assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
+
+
 def test_a_report_about_an_older_generation_is_ignored() -> None:
     cluster, nodes = start_running()
     nodes[0].die()
@@ -526,7 +592,7 @@ def test_what_no_retry_can_cure_ends_the_run_with_64() -> None:
 
 
 def test_a_storm_of_broken_groups_slows_down() -> None:
-    cluster, _ = start_running()
+    cluster, _ = start_running(max_failures_without_progress=1000)
     cluster.train = lambda: None  # type: ignore[method-assign]
     for _ in range(200):
         for node in cluster.nodes:
@@ -607,6 +673,18 @@ def test_a_held_join_waits_for_the_checkpoint() -> None:
     cluster.run(5)
     assert cluster.group.generation == 1
     nodes[0].say(Boundary(1, 10))
+    cluster.run(1)
+    assert len(cluster.go_members[2]) == 4
+
+
+def test_a_join_waits_for_a_checkpoint_after_it_not_for_one_before() -> None:
+    cluster, nodes = start_running(recovery="fresh", hold_joins=True, longest_hold_seconds=50)
+    nodes[0].say(Boundary(1, 10))
+    cluster.run(1)
+    cluster.start(7)
+    cluster.run(5)
+    assert cluster.group.generation == 1
+    nodes[0].say(Boundary(1, 20))
     cluster.run(1)
     assert len(cluster.go_members[2]) == 4
 

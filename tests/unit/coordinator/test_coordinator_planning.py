@@ -118,6 +118,48 @@ def test_what_reports_nothing_makes_progress_by_running_long() -> None:
     assert budget.is_exhausted
 
 
+def conclude(budget: FailureBudget, generation: int, training: Training, *, at: float = 0.0, is_whole: bool = True) -> None:
+    """One more group that broke by the loss of peers, and nothing else."""
+    budget.report(build_failure("peer_lost", at, generation=generation, step=-1), training)
+    budget.conclude(generation, training, is_whole=is_whole)
+
+
+def test_a_loss_of_a_node_begins_the_count_of_unexplained_breaks_anew() -> None:
+    budget = FailureBudget(3, "fresh")
+    for generation, is_whole in enumerate((True, False, True, True, True), start=1):
+        conclude(budget, generation, Training(step=9, checkpoint_step=5), is_whole=is_whole)
+    assert budget.used == 2
+
+
+def test_with_fresh_workers_an_unexplained_break_after_a_newer_checkpoint_is_free() -> None:
+    budget = FailureBudget(3, "fresh")
+    conclude(budget, 1, Training(step=9, checkpoint_step=5))
+    conclude(budget, 2, Training(step=12, checkpoint_step=10))
+    assert budget.used == 0
+    conclude(budget, 3, Training(step=14, checkpoint_step=10))
+    assert budget.used == 1
+
+
+def test_unexplained_breaks_long_apart_are_free_where_nothing_is_reported() -> None:
+    budget = FailureBudget(3, "fresh")
+    for generation in range(1, 4):
+        conclude(budget, generation, Training(), at=generation * UNDISTURBED_SECONDS)
+    assert budget.used == 0
+    conclude(budget, 4, Training(), at=3 * UNDISTURBED_SECONDS + 1)
+    assert budget.used == 1
+    assert "before a step was reported although no node was lost; 1 failure without" in budget.describe()
+
+
+def test_a_generation_that_has_a_cause_counts_once_and_only_for_that() -> None:
+    budget = FailureBudget(3, "in-process")
+    for generation in (1, 2):
+        budget.report(build_failure("peer_lost", 0.0, generation=generation), Training(step=3))
+        budget.report(build_failure("worker_crash", 1.0, generation=generation), Training(step=3))
+        budget.conclude(generation, Training(step=3), is_whole=True)
+    assert budget.used == 2
+    assert "worker_crash" in budget.describe()
+
+
 def test_lost_seconds_belong_to_the_cause_not_to_its_consequence() -> None:
     accounting = Accounting()
     accounting.begin("peer_lost", at=10.0)

@@ -29,6 +29,7 @@ def test_a_running_group_is_described() -> None:
     assert status["updatedSecondsAgo"] == 2
     assert status["nodes"]["members"][1] == {"node": "1", "firstRank": 1, "workers": 1, "state": "running", "address": "10.0.0.1"}
     assert status["lastFailure"] is None
+    assert status["maxFailures"] == cluster.group.settings.max_failures_without_progress
 
 
 def test_what_is_not_known_is_null() -> None:
