@@ -1,6 +1,6 @@
 """Raw runs → what is exported of them as metrics. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,15 @@ class RunFacts:
     progressed_at: float | None
 
 
+def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """How many runs there are in each phase, however long they have been over."""
+    counts = {phase.value: 0 for phase in Phase}
+    for raw in runs:
+        phase = _phase(raw)
+        counts[phase] = counts.get(phase, 0) + 1
+    return counts
+
+
 def read_runs(runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float) -> tuple[RunFacts, ...]:
     """Facts of all runs that are not long over. ``now``: epoch seconds."""
     facts = (_read_run(key, raw) for key, raw in runs.items())
@@ -37,7 +46,7 @@ def _read_run(key: tuple[str, str], raw: Mapping[str, Any]) -> RunFacts:
     status = _mapping(raw, "status")
     progress, restarts = _mapping(status, "progress"), _mapping(_mapping(status, "restarts"), "byCause")
     step, total = progress.get("step"), progress.get("totalSteps")
-    phase = str(status.get("phase") or Phase.PENDING.value)
+    phase = _phase(raw)
     is_over = phase in (Phase.COMPLETE.value, Phase.FAILED.value)
     return RunFacts(
         namespace=key[0],
@@ -50,6 +59,10 @@ def _read_run(key: tuple[str, str], raw: Mapping[str, Any]) -> RunFacts:
         progress=step / total if isinstance(step, int) and isinstance(total, int) and total > 0 else None,
         progressed_at=parse_time(progress.get("updatedAt")),
     )
+
+
+def _phase(raw: Mapping[str, Any]) -> str:
+    return str(_mapping(raw, "status").get("phase") or Phase.PENDING.value)
 
 
 def _mapping(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:

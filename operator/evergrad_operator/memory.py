@@ -79,7 +79,10 @@ class Coordinator:
 
 @dataclass(frozen=True)
 class Training:
-    """What was last known of the training itself. ``updated_at``: when the step last changed, seconds since 1970."""
+    """What was last known of the training itself. Times in seconds since 1970.
+
+    ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first told of.
+    """
 
     generation: int | None = None
     step: int | None = None
@@ -88,6 +91,7 @@ class Training:
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
     checkpoint_step: int | None = None
+    checkpoint_at: float | None = None
     ready: int = 0
     updated_at: float | None = None
 
@@ -225,6 +229,7 @@ def _parse_training(status: Mapping[str, Any]) -> Training:
         tokens_per_second=parse_rate(get_text(raw, "tokensPerSecond")),
         eta_seconds=get_float(raw, "etaSeconds"),
         checkpoint_step=get_int(get_map(status, "checkpoint"), "step"),
+        checkpoint_at=parse_time(get_map(status, "checkpoint").get("savedAt")),
         ready=get_int(get_map(status, "nodes"), "ready") or 0,
         updated_at=parse_time(raw.get("updatedAt")),
     )

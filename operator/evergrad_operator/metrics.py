@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from evergrad_operator.facts import RunFacts
-from evergrad_operator.names import Phase
 
 PREFIX: Final = "evergrad_operator_"
 _FAST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -27,6 +26,7 @@ class Facts:
     queue_adds: int
     watch_lag: Mapping[str, float]
     objects: Mapping[str, int]
+    phases: Mapping[str, int]
     runs: tuple[RunFacts, ...]
 
 
@@ -98,10 +98,7 @@ class FactsCollector:
         yield CounterMetricFamily(PREFIX + "queue_adds", "Keys that were put into the queue.", value=facts.queue_adds)
         yield _by("watch_lag_seconds", "How far a watch is behind what the API server has answered.", "resource", facts.watch_lag)
         yield _by("mirror_objects", "Objects that are known.", "resource", facts.objects)
-        counts = dict.fromkeys([phase.value for phase in Phase], 0)
-        for run in facts.runs:
-            counts[run.phase] = counts.get(run.phase, 0) + 1
-        yield _by("runs", "Runs by phase.", "phase", counts)
+        yield _by("runs", "Runs by phase.", "phase", facts.phases)
         yield from _collect_runs(facts.runs)
 
 

@@ -15,7 +15,7 @@ import kopf
 
 from evergrad_operator.connection import Connection, connect
 from evergrad_operator.errors import ApiError, LeaseLostError, SettingsError
-from evergrad_operator.facts import read_runs
+from evergrad_operator.facts import count_phases, read_runs
 from evergrad_operator.handlers import build_registry, build_settings, check_kopf, describe_kopf
 from evergrad_operator.health import HealthServer
 from evergrad_operator.kube import BUDGET, CLAIM, CONFIG_MAP, NETWORK_POLICY, POD, RUN, SERVICE, Kind, Kube, Limits, OpenGate, Raw
@@ -249,6 +249,7 @@ class Service:
             queue_adds=state.added,
             watch_lag=self.mirror.oldest_echo(),
             objects=self.mirror.count(),
+            phases=count_phases(self.mirror.runs().values()),
             runs=read_runs(self.mirror.runs(), now=time.time()),
         )
 

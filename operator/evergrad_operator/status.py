@@ -60,7 +60,7 @@ def build_status(observation: Observation, decision: Decision, outcome: Outcome,
         **built,
         "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(memory.training, is_running=not is_at_rest),
-        "checkpoint": {"step": memory.training.checkpoint_step},
+        "checkpoint": _build_checkpoint(memory.training),
     }
     cleaned: dict[str, Any] = without_empty(status)
     cleaned["conditions"] = build_conditions(observation, shown, now=now, progress_timeout=PROGRESS_TIMEOUT_SECONDS)
@@ -80,6 +80,11 @@ def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:
     if attempt is not None and names.coordinator_pod_name(run, attempt) in created:
         coordinator = Coordinator(attempt, coordinator.image)
     return replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded), coordinator=coordinator)
+
+
+def _build_checkpoint(training: Training) -> dict[str, Any]:
+    at = training.checkpoint_at
+    return {"step": training.checkpoint_step, "savedAt": None if at is None else format_time(at)}
 
 
 def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:

@@ -275,6 +275,7 @@ def _merge_training(known: Training, progress: Progress, now: float) -> Training
     """What the coordinator does not know yet, as after its own restart, stays as it was."""
     is_new = progress.step is not None and progress.step != known.step
     ago = progress.updated_seconds_ago or 0.0
+    has_saved = progress.checkpoint_step is not None and progress.checkpoint_step != known.checkpoint_step
     return Training(
         generation=progress.generation or known.generation,
         step=known.step if progress.step is None else progress.step,
@@ -283,6 +284,7 @@ def _merge_training(known: Training, progress: Progress, now: float) -> Training
         tokens_per_second=known.tokens_per_second if progress.tokens_per_second is None else progress.tokens_per_second,
         eta_seconds=known.eta_seconds if progress.eta_seconds is None else progress.eta_seconds,
         checkpoint_step=known.checkpoint_step if progress.checkpoint_step is None else progress.checkpoint_step,
+        checkpoint_at=now if has_saved else known.checkpoint_at,
         ready=progress.ready,
         updated_at=now - ago if is_new else known.updated_at,
     )

@@ -290,7 +290,7 @@ def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_wor
     world.reconcile()
     world.leave()
     world.settle()
-    assert (world.status["phase"], world.status["checkpoint"]) == ("Suspended", {"step": 7})
+    assert (world.status["phase"], world.status["checkpoint"]["step"]) == ("Suspended", 7)
 
 
 def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_progress, make_run
 
 from evergrad_operator.events import derive_events
+from evergrad_operator.facts import count_phases, read_runs
 from evergrad_operator.memory import (
     format_rate,
     pack_counts,
@@ -69,7 +70,7 @@ def test_a_run_that_trains_shows_what_people_want_to_see() -> None:
         "etaSeconds": 18734,
         "updatedAt": format_time(START - 2),
     }
-    assert world.status["checkpoint"] == {"step": 1200}
+    assert world.status["checkpoint"] == {"step": 1200, "savedAt": format_time(START)}
     assert statuses(world)["Ready"] == "True"
     assert statuses(world)["CheckpointHealthy"] == "True"
 
@@ -376,3 +377,11 @@ def test_progress_of_an_older_coordinator_is_not_believed() -> None:
     world.settle()
     world.progress = make_progress(0, phase="Failed", reason="UserError", message="long ago")
     assert world.reconcile().phase != "Failed"
+
+
+def test_the_fleet_is_counted_whole_and_single_runs_leave_the_metrics_a_day_after_their_end() -> None:
+    over = {"metadata": {"name": "old"}, "status": {"phase": "Complete", "completionTime": format_time(START)}}
+    runs = {("ns", "old"): over, ("ns", "new"): {"metadata": {"name": "new"}}}
+    assert [fact.name for fact in read_runs(runs, now=START + 90_000)] == ["new"]
+    counts = count_phases(runs.values())
+    assert (counts["Complete"], counts["Pending"], counts["Failed"]) == (1, 1, 0)

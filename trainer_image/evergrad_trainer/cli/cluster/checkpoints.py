@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from evergrad_trainer.cli.cluster.arguments import add_cluster_arguments, add_ru
 from evergrad_trainer.cli.cluster.client import Cluster, connect, core_path, find
 from evergrad_trainer.cli.cluster.errors import RefusedError
 from evergrad_trainer.cli.cluster.runs import LABEL_RUN, NODE, Run, newest_of_each, parse_pods
-from evergrad_trainer.cli.cluster.text import printable
+from evergrad_trainer.cli.cluster.text import age, printable
 from evergrad_trainer.cli.cluster.waiting import read_run
 
 NAME = "checkpoints"
@@ -46,7 +47,7 @@ def execute(args: argparse.Namespace) -> int:
     if args.json:
         say_json(facts)
         return int(ExitCode.DONE)
-    for line in render(facts):
+    for line in render(facts, now=time.time()):
         say(line)
     return int(ExitCode.DONE)
 
@@ -92,6 +93,7 @@ def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]
     return {
         "name": run.name,
         "newestStep": step,
+        "savedAt": run.checkpoint_at,
         "step": run.step,
         "stepsSince": None if run.step is None or step is None else max(0, run.step - step),
         "healthy": None if healthy is None or healthy.status == "Unknown" else healthy.status == "True",
@@ -108,9 +110,11 @@ def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]
     }
 
 
-def render(facts: Mapping[str, Any]) -> list[str]:
-    """The document as people read it."""
+def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
+    """The document as people read it. ``now`` in Unix seconds."""
     newest = "none known" if facts["newestStep"] is None else f"step {facts['newestStep']}"
+    if facts["savedAt"] is not None:
+        newest += f", {age(now - facts['savedAt'])} ago"
     if facts["stepsSince"]:
         newest += f"; {facts['stepsSince']} steps since"
     claim = f"{facts['claim']}, folder {facts['folder']}"

@@ -81,6 +81,7 @@ class Run:
     eta_seconds: float | None
     updated: float | None
     checkpoint_step: int | None
+    checkpoint_at: float | None
     restarts: int
     restarts_by_cause: Mapping[str, int]
     failures_without_progress: int | None
@@ -156,6 +157,7 @@ def parse_run(raw: Mapping[str, Any]) -> Run:
         eta_seconds=parse_short_count(progress.get("etaSeconds")),
         updated=parse_time(progress.get("updatedAt")),
         checkpoint_step=_integer(_mapping(status, "checkpoint").get("step")),
+        checkpoint_at=parse_time(_mapping(status, "checkpoint").get("savedAt")),
         restarts=_integer(restarts.get("total")) or 0,
         restarts_by_cause=_counts(_mapping(restarts, "byCause")),
         failures_without_progress=_integer(_mapping(status, "failures").get("withoutProgress")),

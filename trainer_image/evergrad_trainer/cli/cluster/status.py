@@ -145,7 +145,8 @@ def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
     facts = [("Name", run.name), ("Namespace", run.namespace), ("Phase", phase), ("Message", run.message)]
     facts += [("Progress", _progress(run, is_unicode=is_unicode)), ("", _speed(run, now)), ("Nodes", run.nodes)]
     if run.checkpoint_step is not None:
-        facts.append(("Checkpoint", f"step {run.checkpoint_step}"))
+        ago = "" if run.checkpoint_at is None else f", {age(now - run.checkpoint_at)} ago"
+        facts.append(("Checkpoint", f"step {run.checkpoint_step}{ago}"))
     by_cause = ", ".join(f"{count} {cause}" for cause, count in sorted(run.restarts_by_cause.items()))
     facts.append(("Restarts", f"{run.restarts}{f' ({by_cause})' if by_cause else ''}"))
     facts += [("Storage", f"claim {run.claim}, folder {run.folder}"), ("Image", run.image), ("Age", _ages(run, now))]

@@ -108,7 +108,11 @@ def build_status() -> Schema:
             "nodes": _nodes(),
             "progress": _progress(),
             "checkpoint": mapping(
-                "The newest valid checkpoint.", {"step": integer("Optimizer step it was saved at.", least=0, large=True)}
+                "The newest valid checkpoint.",
+                {
+                    "step": integer("Optimizer step it was saved at.", least=0, large=True),
+                    "savedAt": moment("When the operator first heard of it."),
+                },
             ),
             "restarts": mapping(
                 "Pods that ended and were replaced.",
