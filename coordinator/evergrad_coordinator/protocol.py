@@ -25,7 +25,7 @@ MAX_INTEGER = 2**53 - 1
 Recovery = Literal["in-process", "fresh"]
 """in-process: workers outlive a change of the group. fresh: each generation has its own workers."""
 Cause = Literal["worker_crash", "out_of_memory", "peer_lost", "user_error", "setup_failed", "stuck"]
-"""Why a generation broke, as its node sees it. ``peer_lost`` is a consequence and never the cause of a run's failure."""
+"""Why a generation broke, as its node sees it. ``peer_lost`` is a consequence; a failure only where nobody was lost."""
 
 
 class ProtocolError(ValueError):
