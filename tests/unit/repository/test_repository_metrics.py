@@ -1,0 +1,15 @@
+"""The reference of metrics lists those of the operator, each with its type. What the trainer exports: tests/unit/observers."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from evergrad_operator.metrics import PREFIX, Facts, FactsCollector, Metrics
+
+
+def test_every_metric_of_the_operator_is_in_the_reference_with_its_type(root: Path) -> None:
+    facts = Facts(**{field.name: 0 if field.type in (int, float) else {} for field in fields(Facts)})
+    families = [*Metrics().registry.collect(), *FactsCollector(facts).collect()]
+    exported = {family.name + "_total" * (family.type == "counter"): family.type for family in families}
+    page = (root / "docs/reference/metrics.md").read_text()
+    assert dict(re.findall(rf"^\| `({PREFIX}\w+)` \| (\w+) \|", page, re.MULTILINE)) == exported
