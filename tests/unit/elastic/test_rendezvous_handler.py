@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, RendezvousTimeoutError
 
 from evergrad_coordinator.protocol import (
     Boundary,
@@ -36,9 +36,9 @@ from evergrad_coordinator.protocol import (
     Up,
     Welcome,
 )
-from evergrad_trainer.elastic import agent_link
+from evergrad_trainer.elastic import agent_link, rendezvous
 from evergrad_trainer.elastic.agent_workers import WorkerEnd, WorkerWatch, build_broken, classify, read_message
-from evergrad_trainer.elastic.rendezvous import EvergradRendezvousHandler, create_handler, parse_settings
+from evergrad_trainer.elastic.rendezvous import EvergradRendezvousHandler, _Silence, create_handler, parse_settings
 
 SECONDS = 20.0
 
@@ -211,7 +211,8 @@ def test_an_address_of_version_6_is_taken_without_its_brackets() -> None:
         ({"lease": "soon"}, "--rdzv-conf lease: 'soon' is no number of seconds above zero"),
         ({"lease": "0"}, "--rdzv-conf lease: '0'"),
         ({"token_file": "/nowhere"}, "token_file: /nowhere cannot be read"),
-        ({"colour": "red"}, "--rdzv-conf colour: no such key. The keys are lease, node, token_file."),
+        ({"join_timeout": "0"}, "--rdzv-conf join_timeout: '0' is no number of seconds above zero."),
+        ({"colour": "red"}, "--rdzv-conf colour: no such key. The keys are join_timeout, lease, node, token_file."),
     ],
 )
 def test_a_bad_argument_is_named_with_its_remedy(config: dict[str, str], message: str) -> None:
@@ -303,6 +304,39 @@ def test_the_coordinators_exit_code_is_the_agents(
     assert rendezvous.exit_code == code
     assert message.message in capfd.readouterr().err
     assert handler.is_closed()
+
+
+def test_a_rendezvous_without_a_coordinator_says_so_and_gives_up_after_torchs_join_timeout(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = parse_settings(parameters(timeout=900, join_timeout=35), {})
+    assert settings.join_seconds == 35
+    assert parse_settings(parameters(timeout=900), {}).join_seconds == 900
+    silence, never = _Silence(settings, now=100.0), float("inf")
+    for now in (101.0, 109.0, 111.0, 119.0, 122.0, 134.0):
+        silence.check(never, now=now)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(";")[0] for line in said] == [
+        f"evergrad: the coordinator at 127.0.0.1:29400 has never answered, in {seconds} s" for seconds in (11, 22, 34)
+    ]
+    silence.check(20.0, now=150.0)
+    assert "has not answered for 20 s; still trying. Check" in capsys.readouterr().err
+    with pytest.raises(RendezvousTimeoutError, match=r"127\.0\.0\.1:29400 has not answered for 35 s"):
+        silence.check(36.0, now=151.0)
+
+
+def test_a_spare_that_the_coordinator_knows_of_may_wait_for_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    silence = _Silence(parse_settings(parameters(join_timeout=35), {}), now=100.0)
+    silence.check(0.4, now=10_000.0)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_handler_raises_torchs_own_error(handler: EvergradRendezvousHandler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(handler, "_settings", parse_settings(parameters(join_timeout=0.1), {}))
+    FakeClient.newest.seconds_since_contact = float("inf")
+    with pytest.raises(RendezvousTimeoutError):
+        handler.next_rendezvous()
 
 
 # ---- while workers run -----------------------------------------------------------------------------------------------

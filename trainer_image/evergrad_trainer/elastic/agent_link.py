@@ -48,7 +48,10 @@ _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUI
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """What a node has to know to join. ``lease_seconds`` holds until the coordinator has told its own."""
+    """What a node has to know to join. ``lease_seconds`` holds until the coordinator has told its own.
+
+    ``join_seconds``: how long a rendezvous waits for a coordinator that does not answer.
+    """
 
     run: str
     node: str
@@ -58,6 +61,7 @@ class NodeSettings:
     token_file: Path | None
     lease_seconds: float
     fingerprint: dict[str, str]
+    join_seconds: float = 900.0
 
 
 class AgentLink:

@@ -8,12 +8,14 @@ names of its api module are imported here, and what only an agent needs is impor
 
 import atexit
 import contextlib
+import math
 import os
 import shutil
 import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 
 if TYPE_CHECKING:
@@ -32,9 +35,11 @@ if TYPE_CHECKING:
 
 BACKEND = "evergrad"
 _DEFAULT_LEASE_SECONDS = 10.0
-_OWN_KEYS = ("lease", "node", "token_file")
+_OWN_KEYS = ("join_timeout", "lease", "node", "token_file")
 _TORCH_KEYS = ("timeout",)
 """What torchrun's launcher adds to the configuration by itself."""
+_JOIN_SECONDS = 900.0
+"""What torchrun's launcher gives as ``timeout`` by itself."""
 _WAIT_SECONDS = 1.0
 
 
@@ -78,6 +83,10 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
     lease_seconds = _parse_positive(given.get("lease", _DEFAULT_LEASE_SECONDS))
     if lease_seconds is None:
         problems.append(f"--rdzv-conf lease: {given['lease']!r} is no number of seconds above zero.")
+    join_key = "join_timeout" if "join_timeout" in given else "timeout"
+    join_seconds = _parse_positive(given.get(join_key, _JOIN_SECONDS))
+    if join_seconds is None:
+        problems.append(f"--rdzv-conf {join_key}: {given[join_key]!r} is no number of seconds above zero.")
     if problems:
         raise ValueError("\n".join(problems))
     return NodeSettings(
@@ -88,6 +97,7 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
         address=parameters.local_addr,
         token_file=Path(token_file) if token_file else None,
         lease_seconds=lease_seconds or _DEFAULT_LEASE_SECONDS,
+        join_seconds=join_seconds or _JOIN_SECONDS,
         fingerprint={"torch": version("torch")},
     )
 
@@ -139,11 +149,14 @@ class EvergradRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         """Called with the old workers gone; returns when this node has its place in a new group.
 
-        Raises SystemExit with the coordinator's exit code when the run has ended, or this node is not wanted.
+        Raises SystemExit with the coordinator's exit code when the run has ended, or this node is not wanted, and
+        RendezvousTimeoutError when nobody has answered at the coordinator's address for as long as torch lets a join take.
+        A spare, which the coordinator knows of, may wait for ever.
         """
         link = self._link
         self._store = None
         link.leave_group()
+        silence = _Silence(self._settings, now=time.monotonic())
         with link.changed:
             answered = 0
             while True:
@@ -159,6 +172,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
                     link.answer(link.plan, port=self._store.port if self._store is not None else 0)
                     continue
                 link.changed.wait(_WAIT_SECONDS)
+                silence.check(link.seconds_since_contact(), now=time.monotonic())
             link.take_place(go)
         os.environ["EVERGRAD_GENERATION"] = str(go.generation)
         return self._build_info(go)
@@ -194,6 +208,28 @@ class EvergradRendezvousHandler(RendezvousHandler):
             if threading.current_thread() is threading.main_thread():
                 signal.set_wakeup_fd(-1)
             shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Silence:
+    """How long one rendezvous has waited for an answer of the coordinator, and what was said of it."""
+
+    def __init__(self, settings: "NodeSettings", *, now: float) -> None:
+        self._settings = settings
+        self._began = self._said = now
+
+    def check(self, seconds_since_contact: float, *, now: float) -> None:
+        """Say every ten seconds that nobody answers. Raises RendezvousTimeoutError when that has lasted too long."""
+        from evergrad_trainer.elastic.silence import SAY_SECONDS, describe_silence
+
+        settings, waited = self._settings, min(seconds_since_contact, now - self._began)
+        address = f"{settings.host}:{settings.port}"
+        if waited > settings.join_seconds:
+            text = f"the coordinator at {address} has not answered for {settings.join_seconds:g} s (--rdzv-conf join_timeout)"
+            raise RendezvousTimeoutError(text)
+        if min(waited, now - self._said) >= SAY_SECONDS:
+            self._said = now
+            words = describe_silence(address, seconds=waited, was_there=math.isfinite(seconds_since_contact))
+            print(f"evergrad: {words}", file=sys.stderr, flush=True)
 
 
 class _ExitBarrierStore(HashStore):
