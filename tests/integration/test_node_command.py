@@ -14,7 +14,10 @@ from coordinator_processes import Coordinator
 from run_helpers import metric_rows, recipe
 
 EVERGRAD = Path(sys.executable).with_name("evergrad")
-SCRIPT = "import os, pathlib\npathlib.Path(f\"wrote-{os.environ['RANK']}\").write_text(os.getcwd())\n"
+SCRIPT = """\
+import os, pathlib
+pathlib.Path("wrote-" + os.environ["RANK"]).write_text(os.getcwd() + " " + os.environ["EVERGRAD_STOP_SECONDS"])
+"""
 
 
 @pytest.fixture
@@ -27,7 +30,7 @@ def node(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 "apiVersion": "evergrad.dev/v1alpha1",
                 "kind": "TrainingRun",
                 "metadata": {"name": "r"},
-                "spec": {"nodes": {"min": 1, "max": 2}, "script": {"command": ["write.py"]}},
+                "spec": {"nodes": {"min": 1, "max": 2}, "script": {"command": ["write.py"], "gracePeriodSeconds": 60}},
             }
         )
     )
@@ -64,9 +67,10 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
         for one in nodes:
             out, _ = one.communicate(timeout=100)
             assert one.returncode == 0, out
+            assert "] generation 1: ranks " in out, "what its supervisor says"
     finally:
         coordinator.end()
-    assert {(tmp_path / f"run/wrote-{rank}").read_text() for rank in (0, 1)} == {str(tmp_path / "run")}
+    assert {(tmp_path / f"run/wrote-{rank}").read_text() for rank in (0, 1)} == {f"{tmp_path / 'run'} 59"}
     assert json.loads((tmp_path / "run/run.json").read_text())["baseDirectory"] == "."
     assert json.loads((tmp_path / "run/complete.json").read_text())["run"] == "r"
     # Nobody answers at this address, and nobody need be asked.

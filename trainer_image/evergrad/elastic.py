@@ -34,7 +34,7 @@ _TERMINATED = 143
 _LEASE_LOST = 75
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 25.0
-"""Below the 30 s after which torchrun kills a worker that was told to stop."""
+"""Below the 30 s after which torchrun kills a worker that was told to stop. A node of Evergrad's own says its own number."""
 _ANSWER_SECONDS = 15.0
 
 
@@ -64,7 +64,8 @@ def should_stop() -> bool:
     """Whether this rank was asked to stop: agree with the others, save, and end with exit code 75.
 
     The first call (from the main thread) takes over SIGTERM and, under Evergrad, starts the guard: a thread that ends the
-    process when it was told to stop and its group is gone or 25 seconds have passed, or when the node has lost its lease.
+    process when it was told to stop and its group is gone or its time is over (``spec.script.gracePeriodSeconds``; 25 seconds
+    under torchrun), or when the node has lost its lease.
     """
     worker = _worker()
     worker.start_guard()

@@ -5,7 +5,11 @@ from pathlib import Path
 import pytest
 
 from evergrad_trainer.cli.main import main
-from evergrad_trainer.node.run import choose_start_method
+from evergrad_trainer.cli.nodes import coordinator_settings
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.config.script import Script
+from evergrad_trainer.node.run import choose_start_method, stop_seconds, with_grace_of
+from evergrad_trainer.node.supervisor import NodeSettings
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/elastic/trainingrun.yaml"
 
@@ -57,3 +61,23 @@ def test_a_forked_process_that_cannot_use_the_accelerator_is_found_out(
     monkeypatch.setattr("torch.zeros", fail)
     assert choose_start_method("auto", num_accelerators=1) == "spawn"
     assert "a forked process cannot use the accelerator here" in caplog.text
+
+
+def script_of(grace: int) -> Script:
+    return Script.model_validate({"command": ["train.py"], "gracePeriodSeconds": grace})
+
+
+@pytest.mark.parametrize(("grace", "seconds"), [(0, 0), (5, 4.5), (30, 29), (600, 599)])
+def test_a_script_leaves_by_itself_a_moment_before_it_would_be_killed(grace: int, seconds: float) -> None:
+    assert stop_seconds(grace) == seconds
+
+
+def test_a_node_and_a_local_coordinator_wait_for_a_script_that_takes_long_to_save(tmp_path: Path) -> None:
+    settings = NodeSettings("r", "0", "127.0.0.1", 1, "127.0.0.1", "fresh", tmp_path)
+    assert with_grace_of(script_of(600), settings).grace_seconds == 600
+    assert with_grace_of(script_of(5), settings).grace_seconds == settings.grace_seconds
+    for grace, limits in ((30, ()), (600, ("--soft-limit", "610"))):
+        spec = {"nodes": {"min": 1}, "script": {"command": ["train.py"], "gracePeriodSeconds": grace}}
+        manifest = {"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "r"}, "spec": spec}
+        found = coordinator_settings(TrainingRun.model_validate(manifest), tmp_path, num_nodes=1, recovery="fresh")
+        assert found.extra == ("--hold-joins", *limits)

@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--base-directory", type=Path, metavar="DIR", help="where relative paths of the manifest start (default: its own folder)"
     )
-    parser.add_argument("--grace", type=float, default=25.0, metavar="SECONDS", help="from SIGTERM to leaving alone (25)")
+    parser.add_argument(
+        "--grace", type=float, metavar="SECONDS", help="from SIGTERM to leaving alone (25; of a script its own, if longer)"
+    )
     parser.add_argument(
         "--start-method", choices=["auto", "fork", "forkserver", "spawn"], default="auto", help="how workers are started (auto)"
     )
@@ -89,7 +91,7 @@ def _serve_typed(args: argparse.Namespace, loaded: LoadedManifest, settings: "No
 
 
 def _serve_script(args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings") -> int:
-    from evergrad_trainer.node.run import run_script_node
+    from evergrad_trainer.node.run import run_script_node, with_grace_of
     from evergrad_trainer.node.scripts import preload
 
     script, base, directory = loaded.run.script, loaded.base_directory, RunDirectory(settings.run_directory)
@@ -98,6 +100,8 @@ def _serve_script(args: argparse.Namespace, loaded: LoadedManifest, settings: "N
     # Each node writes the same, so the directory tells whose it is whoever comes first, and that all is done whoever goes last.
     directory.write_resolved(resolved_script_record(loaded.run, base_directory=os.path.relpath(base, directory.path)))
     preload(script, base)
+    if args.grace is None:
+        settings = with_grace_of(script, settings)
     code = run_script_node(script, base, settings, num_workers=num_workers)
     if code == ExitCode.DONE:
         directory.mark_complete({"run": loaded.run.metadata.name, "time": time.time()})
@@ -132,7 +136,7 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
         recovery="fresh",
         run_directory=Path(),
         token=token,
-        grace_seconds=args.grace,
+        grace_seconds=NodeSettings.grace_seconds if args.grace is None else args.grace,
         termination_log=args.termination_log,
     )
 

@@ -24,6 +24,7 @@ from evergrad_trainer.node.run import (
     run_node,
     run_script_node,
     started_later,
+    with_grace_of,
 )
 from evergrad_trainer.node.scripts import preload
 from evergrad_trainer.node.supervisor import NodeSettings
@@ -35,6 +36,9 @@ from evergrad_trainer.script_files import script_problems
 if TYPE_CHECKING:
     from evergrad_trainer.stages import SessionPlan
 
+_SOFT_LIMIT_SECONDS = 120
+"""How long a coordinator by itself waits for a group that is to end at a step boundary."""
+_SOFT_MARGIN_SECONDS = 10
 COORDINATOR = "coordinator"
 """Folder of a local coordinator's files in a run directory."""
 
@@ -80,7 +84,7 @@ def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
 
     def be_node(index: int) -> int:
         settings = _node_settings(run, directory.path, coordinator, index, recovery="fresh")
-        return run_script_node(run.script, base, settings, num_workers=num_workers)
+        return run_script_node(run.script, base, with_grace_of(run.script, settings), num_workers=num_workers)
 
     code = run_local(coordinator, LocalNodes(be_node, num_nodes))
     if code == ExitCode.DONE:
@@ -105,8 +109,14 @@ def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int, r
         first_generation=newest_generation(checkpoints) if (checkpoints / "gen").is_dir() else 0,
         log=directory / "logs" / "coordinator.log",
         max_failures=run.spec.failure_policy.max_failures_without_progress,
-        extra=("--hold-joins",) if recovery == "fresh" else (),
+        extra=(*(("--hold-joins",) if recovery == "fresh" else ()), *_limits(run)),
     )
+
+
+def _limits(run: TrainingRun) -> tuple[str, ...]:
+    """A coordinator that waits for a script that saves as long as its nodes do."""
+    grace = 0 if run.spec.script is None else run.spec.script.grace_period_seconds
+    return ("--soft-limit", str(grace + _SOFT_MARGIN_SECONDS)) if grace + _SOFT_MARGIN_SECONDS > _SOFT_LIMIT_SECONDS else ()
 
 
 def _node_settings(

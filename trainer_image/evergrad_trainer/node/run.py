@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 
+from evergrad.board_file import STOP_SECONDS_VARIABLE
 from evergrad_coordinator.protocol import Recovery
 from evergrad_trainer import __version__, torch_private
 from evergrad_trainer.config.identity import config_hash
@@ -28,9 +29,10 @@ from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.inprocess import run_worker
 from evergrad_trainer.node.crew import Bounds, InProcessCrew
 from evergrad_trainer.node.fresh import FreshCrew
+from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.scripts import can_fork, run_script
-from evergrad_trainer.node.supervisor import NodeSettings, Supervisor
+from evergrad_trainer.node.supervisor import Crew, NodeSettings, Supervisor
 from evergrad_trainer.node.workers import Captures, StartMethod, Worker, WorkerOrder, start_worker
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter
@@ -40,6 +42,7 @@ from evergrad_trainer.session import run_session
 from evergrad_trainer.stages import SessionPlan, open_data
 
 _log = logging.getLogger(__name__)
+_MARGIN_SECONDS = 1.0
 _SETUP_SECONDS = 5.0
 """Longest time for the members of a group, who are all ready, to meet."""
 
@@ -95,13 +98,25 @@ def run_node(plan: SessionPlan, settings: NodeSettings, *, num_workers: int, sta
     """Be a node of a typed run until it is over; returns the exit code."""
     metrics = NodeMetrics(settings.run, settings.node, _exporter(plan.run.training.metrics, settings))
     serve = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
-    return asyncio.run(serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method))
+    with speaking_as(settings.node):
+        return asyncio.run(serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method))
 
 
 def run_script_node(script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int) -> int:
     """Be a node of a script's run until it is over; returns the exit code."""
     metrics = NodeMetrics(settings.run, settings.node, _exporter(script.metrics, settings))
-    return asyncio.run(_serve_script(script, base_directory, settings, metrics, num_workers=num_workers))
+    with speaking_as(settings.node):
+        return asyncio.run(_serve_script(script, base_directory, settings, metrics, num_workers=num_workers))
+
+
+async def _run(supervisor: Supervisor, crew: Crew, settings: NodeSettings) -> int:
+    """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
+    address = f"{settings.coordinator_host}:{settings.coordinator_port}"
+    warnings = asyncio.create_task(warn_of_silence(lambda: supervisor.seconds_since_contact, address=address))
+    try:
+        return await supervisor.run(crew)
+    finally:
+        warnings.cancel()
 
 
 async def _serve_in_process(
@@ -124,7 +139,7 @@ async def _serve_in_process(
         describe_place=functools.partial(_describe_place, open_data(plan).train),
         bounds=Bounds(_SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)),
     )
-    return await supervisor.run(crew)
+    return await _run(supervisor, crew, settings)
 
 
 async def _serve_fresh(
@@ -145,13 +160,23 @@ async def _serve_fresh(
         can_stop=lambda generation: True,
         grace_seconds=settings.grace_seconds,
     )
-    return await supervisor.run(crew)
+    return await _run(supervisor, crew, settings)
 
 
 def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation: int) -> int:
     """One worker of a typed run whose world lasts as long as itself."""
     gc.disable()  # until its first step is done
     return run_session(plan, generation=generation, relay=Relay(channel.observe))
+
+
+def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
+    """A node that does not leave alone before its script has had its time to save."""
+    return dataclasses.replace(settings, grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds)))
+
+
+def stop_seconds(grace_seconds: float) -> float:
+    """How long a script that was asked to stop may still work: it leaves by itself a moment before its node would kill it."""
+    return grace_seconds - min(_MARGIN_SECONDS, grace_seconds / 10)
 
 
 async def _serve_script(
@@ -182,7 +207,8 @@ async def _serve_script(
         announce()
         target = functools.partial(run_script, script=script, base_directory=base_directory, is_warm=reason is None)
         order = WorkerOrder(local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}")
-        return supervisor.adopt(start_worker(target, order, variables={**variables, **board.environment}))
+        own = {**variables, **board.environment, STOP_SECONDS_VARIABLE: f"{stop_seconds(script.grace_period_seconds):g}"}
+        return supervisor.adopt(start_worker(target, order, variables=own))
 
     supervisor = Supervisor(settings, metrics=metrics, on_tick=announce)
     crew = FreshCrew(
@@ -194,7 +220,7 @@ async def _serve_script(
     )
     await board.start()
     try:
-        return await supervisor.run(crew)
+        return await _run(supervisor, crew, settings)
     finally:
         await board.close()
         folder.cleanup()

@@ -18,6 +18,7 @@ from evergrad_trainer.elastic.channel import Channel, Failed, channel_pair
 from evergrad_trainer.elastic.processes import die_with_client, die_with_parent, run_and_exit
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.node.failures import count_oom_kills
+from evergrad_trainer.node.log import fall_silent
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
@@ -157,6 +158,7 @@ def _worker_main(start: _Start) -> None:
         die_with_parent(start.parent)
     # Out of the terminal's foreground group: Ctrl-C reaches the node alone, which asks its workers.
     os.setpgid(0, 0)
+    fall_silent()
     name_process(f"evergrad-w{start.order.name}")
     _forget_parent(keep=(start.channel.socket.fileno(), None if start.output is None else start.output.number))
     os.environ.update(start.variables)
