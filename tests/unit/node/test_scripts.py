@@ -9,12 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from evergrad_trainer.config.loader import load_manifest
 from evergrad_trainer.config.script import Script
 from evergrad_trainer.node.scripts import _imports_of, preload
+from evergrad_trainer.script_files import script_problems
+
+ROOT = Path(__file__).resolve().parents[3]
 
 RUNNER = """
 import json, sys
 from pathlib import Path
+from evergrad_trainer.config.loader import load_manifest
 from evergrad_trainer.config.script import Script
 from evergrad_trainer.elastic.channel import channel_pair
 from evergrad_trainer.elastic.pulse import Pulse
@@ -90,3 +95,11 @@ def test_only_known_libraries_that_the_script_imports_are_loaded_before_the_fork
 def test_a_script_that_cannot_be_parsed_is_its_workers_to_tell(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def (", "utf-8")
     assert preload(Script(command=("train.py",)), tmp_path) == ("torch",)
+
+
+def test_the_manifest_of_the_documentation_is_valid_and_its_script_is_there(tmp_path: Path) -> None:
+    text = (ROOT / "docs/elastic-scripts.md").read_text("utf-8").split("```yaml\n")[1].split("```")[0]
+    (tmp_path / "demo.yaml").write_text(text, "utf-8")
+    script = load_manifest(tmp_path / "demo.yaml").run.script
+    assert script.grace_period_seconds == 60
+    assert script_problems(script, base_directory=ROOT) == []
