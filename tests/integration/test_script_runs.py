@@ -171,6 +171,24 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_pa
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_peer(
+    make: Make, tmp_path: Path, nodes: int
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "raise ConnectionResetError(104, 'Connection reset by peer')\n",
+        "utf-8",
+    )
+    run = make(["train.py"], nodes=nodes).start()
+    assert run.wait() == 70
+    assert "ConnectionResetError" in next(event for event in run.events() if event["event"] == "finished")["message"]
+    assert {event["cause"] for event in run.events() if event["event"] == "broken"} == {"user_error"}
+    assert "[node 0] rank 0 ConnectionResetError: [Errno 104] Connection reset by peer" in run.output
+
+
+@pytest.mark.timeout(240)
 def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(make: Make, tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(

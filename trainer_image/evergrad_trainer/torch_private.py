@@ -1,6 +1,5 @@
 """Every private name of torch that Evergrad uses, each with the reason; a test per supported torch holds them."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +27,7 @@ def abort_groups() -> None:
     distributed_c10d._abort_process_group()
 
 
-def scale(tensors: Sequence[torch.Tensor], factor: float) -> None:
+def scale(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply all ``tensors`` by ``factor``, in place: a few kernels in all, where a loop would launch one for each.
 
     torch's own clipping calls the same name; it has no public one.
