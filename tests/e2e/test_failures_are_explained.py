@@ -122,11 +122,7 @@ def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(r
         },
         failurePolicy={"maxFailuresWithoutProgress": 1},
     )
-    # Which of the two depends on whom the operator hears first: the coordinator, who knows the cause, or the pods, who quote it.
-    wait_for(lambda: run.is_so("Failed"), "the run's failure", seconds=180)
-    condition = run.condition("Failed")
-    assert condition["reason"] in ("UserError", "WorkerCrash")
-    assert "ValueError: the eighth sin" in condition["message"] and "rank 1" in condition["message"]
+    expect_failed(run, "UserError", "ValueError: the eighth sin", "rank 1")
 
 
 def test_secrets_are_only_ever_referred_to(runs: Runs, operator: Any) -> None:

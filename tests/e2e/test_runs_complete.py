@@ -138,6 +138,6 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
     assert lines[0].split()[:4] == ["NAME", "PHASE", "NODES", "STEP"]
     phases = len({line.split()[1] for line in lines[1:]})
     assert len(lines) - 1 <= seconds / 10 + 2 * phases + 2, "\n".join(lines)
-    reasons = [event["reason"] for event in sorted(runs.list("events"), key=lambda one: one["metadata"]["creationTimestamp"])
-               if event["involvedObject"]["kind"] == "TrainingRun"]  # fmt: skip
+    told = [event for event in runs.list("events") if event["involvedObject"]["kind"] == "TrainingRun"]
+    reasons = [event["reason"] for event in sorted(told, key=lambda one: int(one["metadata"]["resourceVersion"]))]
     assert len(reasons) == len(set(reasons)) and reasons[-1] == "Complete", reasons

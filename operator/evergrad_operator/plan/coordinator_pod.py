@@ -13,8 +13,11 @@ from evergrad_operator.plan.common import (
     build_tolerations,
     without_none,
 )
+from evergrad_operator.plan.node_pod import grace_seconds
 from evergrad_operator.spec import TrainingRun
 
+_SOON_SECONDS, _MARGIN_SECONDS = 100, 20
+"""The coordinator's own limit for a departure is two minutes."""
 _LINGER_SECONDS = 10**8
 """It stays after the end, so that the operator can read how the run ended, until the operator deletes it."""
 
@@ -70,7 +73,9 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attemp
 
 
 def _build_arguments(run: TrainingRun, *, attempt: int, expect: int) -> list[str]:
-    nodes = run.spec.nodes
+    nodes, grace = run.spec.nodes, grace_seconds(run)
+    # A departure is waited for as long as a node may take for it.
+    soft_limit = ("--soft-limit", str(grace + _MARGIN_SECONDS)) if grace > _SOON_SECONDS else ()
     return [
         *("--run", run.name),
         *("--min", str(nodes.min)),
@@ -82,5 +87,6 @@ def _build_arguments(run: TrainingRun, *, attempt: int, expect: int) -> list[str
         *("--epoch", str(attempt)),
         *("--recovery", run.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
+        *soft_limit,
         *("--linger", str(_LINGER_SECONDS)),
     ]

@@ -40,20 +40,17 @@ _CACHES: Final = {
 
 def build_node_pod(run: TrainingRun, memory: Memory, config: Config, *, index: int, attempt: int) -> JsonObject:
     """Node ``index`` in its ``attempt``."""
-    spec, template = run.spec, run.spec.template
-    whole = template.termination_grace_period_seconds or GRACE_SECONDS
-    if spec.script:
-        whole = max(template.termination_grace_period_seconds or 0, spec.script.grace_period_seconds + _MARGIN_SECONDS)
+    template, grace = run.spec.template, grace_seconds(run)
     pod: JsonObject = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": whole,
+        "terminationGracePeriodSeconds": grace + _MARGIN_SECONDS,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
         **build_scheduling(run),
         "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
         "imagePullSecrets": build_pull_secrets(run, config),
-        "containers": [_build_container(run, memory, config, index=index, grace=whole - _MARGIN_SECONDS)],
+        "containers": [_build_container(run, memory, config, index=index, grace=grace)],
         "volumes": [*_build_volumes(run, config), *template.volumes],
     }
     metadata = build_metadata(run, names.node_pod_name(run.name, index, attempt))
@@ -131,6 +128,14 @@ def _build_queue(run: TrainingRun, memory: Memory, index: int) -> tuple[dict[str
         return {}, {}
     group = f"{run.name}-{memory.gang}"
     return {names.LABEL_QUEUE_GROUP: group}, {names.ANNOTATION_QUEUE_GROUP_SIZE: str(memory.gang_size)}
+
+
+def grace_seconds(run: TrainingRun) -> int:
+    """From SIGTERM to the time when a node leaves alone."""
+    given, script = run.spec.template.termination_grace_period_seconds, run.spec.script
+    if script is None:
+        return (given or GRACE_SECONDS) - _MARGIN_SECONDS
+    return max((given or 0) - _MARGIN_SECONDS, script.grace_period_seconds)
 
 
 def metrics_port(run: TrainingRun) -> int:
