@@ -11,7 +11,7 @@ from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
 from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
 from evergrad_operator.pods import MAX_MESSAGE, PodState, parse_pod
-from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_text
+from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun, parse_run
 from evergrad_operator.times import parse_time
 
@@ -23,6 +23,10 @@ OPERATIONAL_SECTIONS: Final = ("stop", "checkpoint", "evaluation", "initFrom", "
 """Sections of ``spec.training`` that do not decide the result."""
 NAME_TAKEN: Final = "NameTaken"
 """Reason of an ApplyFailure: an object of that name exists, and is not the run's."""
+_MAX_COUNT: Final = 10**6
+_MAX_SECONDS: Final = 10**9
+_MAX_VALUE: Final = 1e15
+"""What a coordinator says beyond these is not believed: a status with it would be refused."""
 MAX_RECORD: Final = 4096
 """Longest record of a run on a PVC, in characters."""
 
@@ -218,24 +222,24 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         phase=raw["phase"][:64],
         reason=get_text(raw, "reason")[:128],
         message=get_text(raw, "message")[: 4 * MAX_MESSAGE],
-        generation=get_int(raw, "generation") or 0,
-        min_nodes=get_int(nodes, "min") or 0,
-        max_nodes=get_int(nodes, "max") or 0,
-        max_failures=get_int(raw, "maxFailures"),
-        ready=get_int(nodes, "ready") or 0,
-        connected=get_int(nodes, "connected") or 0,
-        world_size=get_int(raw, "worldSize") or 0,
-        step=get_int(raw, "step"),
-        total_steps=get_int(raw, "totalSteps"),
-        loss=get_float(raw, "loss"),
-        tokens_per_second=get_float(raw, "tokensPerSecond"),
-        eta_seconds=get_float(raw, "etaSeconds"),
-        checkpoint_step=get_int(raw, "checkpointStep"),
+        generation=get_natural(raw, "generation") or 0,
+        min_nodes=get_natural(nodes, "min", most=_MAX_COUNT) or 0,
+        max_nodes=get_natural(nodes, "max", most=_MAX_COUNT) or 0,
+        max_failures=get_natural(raw, "maxFailures"),
+        ready=get_natural(nodes, "ready", most=_MAX_COUNT) or 0,
+        connected=get_natural(nodes, "connected", most=_MAX_COUNT) or 0,
+        world_size=get_natural(raw, "worldSize") or 0,
+        step=get_natural(raw, "step"),
+        total_steps=get_natural(raw, "totalSteps"),
+        loss=get_float(raw, "loss", least=-_MAX_VALUE, most=_MAX_VALUE),
+        tokens_per_second=get_float(raw, "tokensPerSecond", least=0, most=_MAX_VALUE),
+        eta_seconds=get_float(raw, "etaSeconds", least=0, most=_MAX_SECONDS),
+        checkpoint_step=get_natural(raw, "checkpointStep"),
         restarts={key: int(value) for key, value in _counters(raw, "restarts").items()},
         lost_seconds=_counters(raw, "lostSeconds"),
         last_failure=_parse_failure(failure) if isinstance(failure, Mapping) else None,
-        failures_without_progress=(get_int(failure, "withoutProgress") or 0) if isinstance(failure, Mapping) else 0,
-        updated_seconds_ago=get_float(raw, "updatedSecondsAgo"),
+        failures_without_progress=(get_natural(failure, "withoutProgress") or 0) if isinstance(failure, Mapping) else 0,
+        updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
     )
 
 
@@ -243,11 +247,11 @@ def _parse_failure(raw: Mapping[str, Any]) -> Failure:
     return Failure(
         cause=get_text(raw, "cause")[:64],
         node=get_text(raw, "node")[:128],
-        rank=get_int(raw, "rank"),
-        step=get_int(raw, "step"),
-        exit_code=get_int(raw, "exitCode"),
+        rank=get_natural(raw, "rank", most=_MAX_COUNT),
+        step=get_natural(raw, "step"),
+        exit_code=get_int(raw, "exitCode", most=2**31 - 1),
         message=get_text(raw, "message")[: 4 * MAX_MESSAGE],
-        seconds_ago=get_float(raw, "secondsAgo") or 0.0,
+        seconds_ago=get_float(raw, "secondsAgo", least=0, most=_MAX_SECONDS) or 0.0,
     )
 
 
@@ -339,4 +343,4 @@ def _annotation(raw: Mapping[str, Any], key: str) -> str:
 def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:
     values = get_map(raw, key)
     pairs = [(str(cause)[:LONGEST_CAUSE], get_float(values, cause)) for cause in values]
-    return {cause: value for cause, value in pairs[:MAX_CAUSES] if value is not None and value >= 0}
+    return {cause: value for cause, value in pairs[:MAX_CAUSES] if value is not None and 0 <= value <= _MAX_SECONDS}

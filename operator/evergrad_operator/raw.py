@@ -31,14 +31,20 @@ def get_text(raw: Mapping[str, Any], key: str) -> str:
     return value if isinstance(value, str) else ""
 
 
-def get_int(raw: Mapping[str, Any], key: str) -> int | None:
-    """The whole number ``key``."""
+def get_int(raw: Mapping[str, Any], key: str, *, most: int = 2**63 - 1) -> int | None:
+    """The whole number ``key``, of at most this size."""
     value = raw.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and -most <= value <= most else None
 
 
-def get_float(raw: Mapping[str, Any], key: str) -> float | None:
-    """The finite number ``key``, which may be written as a text."""
+def get_natural(raw: Mapping[str, Any], key: str, *, most: int = 2**53) -> int | None:
+    """The whole number ``key``, from 0 to ``most``."""
+    value = get_int(raw, key, most=most)
+    return None if value is None or value < 0 else value
+
+
+def get_float(raw: Mapping[str, Any], key: str, *, least: float = float("-inf"), most: float = float("inf")) -> float | None:
+    """The finite number ``key``, which may be written as a text, within these bounds."""
     value = raw.get(key)
     if isinstance(value, str):
         try:
@@ -47,8 +53,11 @@ def get_float(raw: Mapping[str, Any], key: str) -> float | None:
             return None
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
-    number = float(value)
-    return number if math.isfinite(number) else None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) and least <= number <= most else None
 
 
 def keep_end(text: str, most: int) -> str:

@@ -28,6 +28,7 @@ from evergrad_operator.raw import keep_end
 IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed")
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
 _FREE_SHORT_LIVES = 3
+_NODE_DIGITS = 7
 
 
 _ECHO_SECONDS = 60.0
@@ -257,7 +258,7 @@ def _note_progress(memory: Memory, observation: Observation, now: float) -> Memo
         if known is None or at > known.at + 2 or is_echo:
             described = LastFailure(
                 cause=_CAUSES.get(failure.cause, Cause.WORKER_CRASH),
-                node=int(failure.node) if failure.node.isdecimal() else None,
+                node=int(failure.node) if failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS else None,
                 message=keep_end(failure.message, MAX_MESSAGE),
                 at=at,
                 rank=failure.rank,

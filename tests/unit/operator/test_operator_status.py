@@ -1,12 +1,14 @@
 """The status on the wire: conditions, sizes, when it is written, which events a change makes."""
 
+import functools
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_run import START, Simulation, make_progress, make_run
 
@@ -152,11 +154,38 @@ def test_what_is_no_text_does_not_stop_the_status() -> None:
     json.dumps(world.status, ensure_ascii=False).encode()
 
 
-def test_every_status_fits_the_crds_schema() -> None:
-    from pathlib import Path
-
+@functools.cache
+def status_schema() -> dict[str, Any]:
     crd = yaml.safe_load((Path(__file__).parents[3] / "crds" / "trainingrun.yaml").read_text())
-    schema = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    return dict(crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"])
+
+
+ODD = (-1, 0, -(2**70), 2**70, 1e300, -0.5, 3.7, "7", "nan", None, True, [], {})
+NUMBERS = st.sampled_from(ODD) | st.integers() | st.floats()
+COUNTERS = st.dictionaries(st.text(max_size=100), NUMBERS, max_size=40)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes(data: st.DataObject) -> None:
+    whole = ("generation", "step", "totalSteps", "loss", "tokensPerSecond", "etaSeconds", "checkpointStep", "updatedSecondsAgo")
+    said = {key: data.draw(NUMBERS, label=key) for key in (*whole, "worldSize", "maxFailures")}
+    said["nodes"] = {key: data.draw(NUMBERS, label=key) for key in ("min", "max", "ready", "connected")}
+    failure = {key: data.draw(NUMBERS, label=key) for key in ("rank", "step", "exitCode", "secondsAgo", "withoutProgress")}
+    failure |= {key: data.draw(st.text() | st.integers().map(str), label=key) for key in ("cause", "node", "message")}
+    said |= {"restarts": data.draw(COUNTERS), "lostSeconds": data.draw(COUNTERS), "lastFailure": failure}
+    world = Simulation()
+    world.reconcile()
+    world.start()
+    world.progress = make_progress(0, phase=data.draw(st.sampled_from(["Running", "Failed", "Waiting", "Complete"])), **said)
+    for _ in range(2):
+        world.reconcile()
+        assert problems_with(world.status, status_schema()) == []
+        json.dumps(world.status, ensure_ascii=False, allow_nan=False)
+        world.age(20)
+
+
+def test_every_status_fits_the_crds_schema() -> None:
     world = Simulation(make_run(activeDeadlineSeconds=600, restartNonce="a")).run()
     failure = {"cause": "worker_crash", "node": "0", "rank": 0, "step": 3, "exitCode": 1, "message": "x", "secondsAgo": 1}
     fields = {"loss": 2.0, "tokensPerSecond": 3.0, "etaSeconds": 9, "checkpointStep": 1, "generation": 3}
@@ -172,7 +201,7 @@ def test_every_status_fits_the_crds_schema() -> None:
     world.reconcile()
     seen.append(world.status)
     for status in seen:
-        assert problems_with(status, schema) == []
+        assert problems_with(status, status_schema()) == []
 
 
 def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> list[str]:
@@ -193,6 +222,14 @@ def problems_with(value: Any, schema: dict[str, Any], path: str = "status") -> l
         found += [f"{path}.{key}: missing" for key in schema.get("required", ()) if key not in value]
         if len(value) > schema.get("maxProperties", 10**9):
             found.append(f"{path}: too many")
+    if isinstance(value, int) and not isinstance(value, bool):
+        bits = 63 if schema.get("format") == "int64" else 31
+        if (
+            not max(schema.get("minimum", -(2**bits)), -(2**bits))
+            <= value
+            <= min(schema.get("maximum", 2**bits - 1), 2**bits - 1)
+        ):
+            found.append(f"{path}: {value} is out of bounds")
     if isinstance(value, list):
         for item in value:
             found += problems_with(item, schema["items"], f"{path}[]")
