@@ -126,7 +126,7 @@ def _kill_in_turns(run: Run, rows: Callable[[], list[dict[str, Any]]], events: i
     for _ in range(events):
         wait_until_whole(rows)
         pod = wait_for(lambda: run.live_pods().get(1), "a pod to kill")
-        samples.append(measure_kill(rows, run.runs.namespace, pod["metadata"]["name"]))
+        samples.append(measure_kill(rows, _find_kill(run.runs.namespace, pod["metadata"]["name"])))
     return samples
 
 
@@ -139,7 +139,7 @@ def measure_stock(bench: Bench, events: int, *, settings: stock.Settings) -> lis
             rows = lambda: stock.read_steps(runs)  # noqa: E731
             wait_until_whole(rows, seconds=240)
             pod = next(one for one in runs.list("pods") if one["metadata"]["labels"][stock.INDEX] == "1")
-            samples.append(measure_kill(rows, runs.namespace, pod["metadata"]["name"]))
+            samples.append(measure_kill(rows, _find_kill(runs.namespace, pod["metadata"]["name"])))
     return samples
 
 
@@ -153,11 +153,16 @@ def wait_until_whole(rows: Callable[[], list[dict[str, Any]]], *, seconds: float
     wait_for(is_whole, f"{SETTLED_STEPS} steps of {stock.NODES} nodes", seconds=seconds, every=0.5)
 
 
-def measure_kill(rows: Callable[[], list[dict[str, Any]]], namespace: str, pod: str) -> Sample:
-    """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement took part in."""
+def _find_kill(namespace: str, pod: str) -> Callable[[], None]:
+    """What sends SIGKILL to a pod's first process."""
     (process, *_) = Bed().faults.processes(namespace, pod)
+    return process.kill
+
+
+def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], None]) -> Sample:
+    """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement took part in."""
     killed = time.time()
-    process.kill()
+    kill()
     before = sorted((row for row in rows() if row["time"] <= killed), key=lambda row: float(row["time"]))
     old = before[-1]
 
