@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cluster_runs import Run, Runs, wait_for
+from cluster_runs import RESOURCE, Run, Runs, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 def expect_failed(run: Run, reason: str, *words: str) -> None:
     """The run has failed with this reason; each of ``words`` stands in the message; nothing is left that trains."""
     run.wait_for_phase("Failed", seconds=180)
+    run.runs.kubectl("wait", "--for=condition=Failed", f"{RESOURCE}/{run.name}", "--timeout=10s")
     condition = run.condition("Failed")
     assert (condition["status"], condition["reason"]) == ("True", reason), condition
     assert run.is_so("Stalled") and not run.is_so("Ready")

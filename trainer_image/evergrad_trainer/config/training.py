@@ -240,7 +240,7 @@ class Metrics(Section):
     """The Prometheus endpoint."""
 
     port: Count | None = Field(default=None, ge=0, le=65535)
-    """Port of the Prometheus endpoint; 0: any free one; default: no endpoint."""
+    """Port of the Prometheus endpoint; 0: any free one; default: no endpoint, on a cluster 29402."""
     linger_seconds: Count = Field(default=0, ge=0, le=600)
     """Seconds the endpoint stays after the end, so that the last values are scraped."""
 
