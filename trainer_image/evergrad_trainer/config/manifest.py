@@ -90,7 +90,7 @@ class Template(Section):
     """Scheduler of the pods."""
     image_pull_secrets: tuple[dict[str, Any], ...] = ()
     """Secrets that the image is pulled with: ``name`` each."""
-    termination_grace_period_seconds: Count | None = Field(default=None, ge=10, le=86400)
+    termination_grace_period_seconds: int | None = Field(default=None, ge=10, le=86400, strict=True)
     """Seconds a pod has to save and leave before it is killed; default: 30, never less than a script's gracePeriodSeconds + 5."""
 
 

@@ -207,6 +207,9 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
             return {**_without_description(int_or_text("", pattern=_QUANTITY_PATTERN)), "minimum": 0}
     if annotation is bool:
         return {"type": "boolean"}
+    if annotation is int:
+        # Spelled as in Kubernetes, so without units and their rule.
+        return {"type": "integer", "format": "int64", **_number_bounds(metadata)}
     if annotation is str:
         return {**_text_schema(metadata), **_path_rules(metadata)}
     raise TypeError(f"no structural schema for {annotation}")
