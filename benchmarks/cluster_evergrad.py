@@ -83,7 +83,9 @@ class Evergrad:
     @staticmethod
     def owns(verb: str, resource: str) -> bool:
         """Whether only the operator writes this."""
-        return verb == "APPLY" or resource.startswith("trainingruns") or (resource == "pods" and verb in ("POST", "DELETE"))
+        children = ("configmaps", "services", "networkpolicies", "poddisruptionbudgets")
+        is_pod = resource == "pods" and verb in ("POST", "DELETE")
+        return verb == "APPLY" or resource.startswith("trainingruns") or is_pod or (resource in children and verb == "POST")
 
     def count_events(self) -> float:
         """Events that the operator has posted, by its own count: the API server does not say whose they are."""
