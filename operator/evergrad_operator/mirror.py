@@ -128,11 +128,10 @@ class Mirror:
 
         The runs that something has changed for. Objects that are newer than the list stay.
         """
-        listed: set[str] = set()
+        raws = list(raws)
         changed: set[Key] = set()
         for raw in raws:
             identity = str(raw["metadata"].get("uid", ""))
-            listed.add(identity)
             known = self._find(resource, raw)
             if (
                 known is None
@@ -140,10 +139,9 @@ class Mirror:
                 or _version(known["metadata"]) < _version(raw["metadata"])
             ):
                 changed.update(self.see(resource, raw))
-        for known in list(self._all(resource)):
+        for known in find_vanished(self._all(resource), raws, version=version):
             metadata = known["metadata"]
-            is_gone = metadata.get("uid") not in listed and _version(metadata) <= version
-            if is_gone and covers(str(metadata.get("namespace", ""))):
+            if covers(str(metadata.get("namespace", ""))):
                 changed.update(self._concerned(resource, known))
                 changed.update(self._neighbours(known) if resource == RUNS else ())
                 self._remove(resource, known)
@@ -153,17 +151,11 @@ class Mirror:
 
     def forget_pod(self, key: Key, name: str, uid: str) -> None:
         """A pod that the API server does not know any more."""
-        pods = self._pods.get(key, {})
-        if name in pods and pods[name]["metadata"].get("uid") == uid:
-            del pods[name]
-            if not pods:
-                self._pods.pop(key, None)
+        self._forget(PODS, self._pods.get(key, {}).get(name), uid)
 
     def forget_child(self, key: Key, kind: str, name: str, uid: str) -> None:
         """A child, neither pod nor claim, that the API server does not know any more."""
-        known = self._children.get(key, {}).get((kind, name))
-        if known is not None and known["metadata"].get("uid") == uid:
-            self._remove(CHILDREN, known)
+        self._forget(CHILDREN, self._children.get(key, {}).get((kind, name)), uid)
 
     def forget_claim(self, namespace: str, name: str) -> None:
         """A claim that the API server does not know any more."""
@@ -176,6 +168,10 @@ class Mirror:
         for echo in self._echoes.values():
             ages[echo.resource] = max(ages[echo.resource], now - echo.since)
         return ages
+
+    def _forget(self, resource: str, known: Raw | None, uid: str) -> None:
+        if known is not None and known["metadata"].get("uid") == uid:
+            self._remove(resource, known)
 
     # ---- how it is kept -----------------------------------------------------------------------------------------------
 
@@ -303,6 +299,12 @@ def slim_pod(raw: Raw) -> Raw:
 def slim_run(raw: Raw) -> Raw:
     """A run without what only the API server and kubectl need."""
     return {**{key: raw[key] for key in raw if key != "metadata"}, "metadata": slim_metadata(raw)}
+
+
+def find_vanished(known: Iterable[Raw], listed: Iterable[Raw], *, version: int) -> list[Raw]:
+    """Those of ``known`` that a list as of ``version`` lacks. What is newer than the list may have come since."""
+    uids = {raw["metadata"].get("uid") for raw in listed}
+    return [raw for raw in known if raw["metadata"].get("uid") not in uids and _version(raw["metadata"]) <= version]
 
 
 def slim_metadata(raw: Raw) -> Raw:

@@ -15,7 +15,7 @@ from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, Sp
 from evergrad_operator.events import derive_events
 from evergrad_operator.kube import CLAIM, CONFIG_MAP, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.metrics import Metrics
-from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim, find_vanished
 from evergrad_operator.observe import NAME_TAKEN, ApplyFailure, Observation, Progress, observe, owns, parse_progress
 from evergrad_operator.plan import Deletion, Plan, plan_children
 from evergrad_operator.policies import Decision, decide
@@ -217,25 +217,20 @@ class Reconciler:
         pods, version = await self._cluster.list_all(POD, key[0], selector=f"{names.LABEL_RUN}={key[1]}")
         for pod in pods:
             self._mirror.see(PODS, pod)
-        listed = {pod["metadata"]["uid"] for pod in pods}
-        for pod in self._mirror.pods(key):
-            metadata = pod["metadata"]
-            if metadata["uid"] not in listed and int(metadata.get("resourceVersion") or 0) <= version:
-                self._mirror.forget_pod(key, metadata["name"], metadata["uid"])
+        for pod in find_vanished(self._mirror.pods(key), pods, version=version):
+            self._mirror.forget_pod(key, pod["metadata"]["name"], pod["metadata"]["uid"])
 
     async def _confirm_children(self, key: Key) -> None:
         """New pods need the ConfigMap and the Service; no watch shows that somebody has deleted one."""
         for kind in (CONFIG_MAP, SERVICE):
-            known = [child["metadata"] for (of, _), child in self._mirror.children(key).items() if of == kind.kind]
+            known = [child for (of, _), child in self._mirror.children(key).items() if of == kind.kind]
             if not known:
                 continue
             found, version = await self._cluster.list_all(
                 kind, key[0], selector=f"{names.LABEL_RUN}={key[1]}", metadata_only=True
             )
-            listed = {raw["metadata"]["uid"] for raw in found}
-            for metadata in known:
-                if metadata["uid"] not in listed and int(metadata.get("resourceVersion") or 0) <= version:
-                    self._mirror.forget_child(key, kind.kind, metadata["name"], metadata["uid"])
+            for child in find_vanished(known, found, version=version):
+                self._mirror.forget_child(key, kind.kind, child["metadata"]["name"], child["metadata"]["uid"])
 
     async def _look_at_claim(self, key: Key, raw: Raw, *, oldest: float) -> None:
         """Fetch the existing claim that the run names, for all runs that name it: no watch shows it."""
