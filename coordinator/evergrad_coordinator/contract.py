@@ -49,8 +49,15 @@ OUR_VARIABLES: Final = (
     "MASTER_PORT",
 )
 OUR_VARIABLE_PREFIXES: Final = ("EVERGRAD_", "TORCHELASTIC_")
+SOFT_LIMIT_SECONDS: Final = 120
+"""So long a coordinator waits by itself for a group that is to end at a step boundary."""
 UNDISTURBED_SECONDS: Final = 600.0
 """What reports neither steps nor checkpoints has made progress if it ran so long between two failures."""
+
+
+def build_soft_limit(seconds: int) -> tuple[str, ...]:
+    """The coordinator's arguments where a node may take so long to leave; none where it waits as long by itself."""
+    return ("--soft-limit", str(seconds)) if seconds > SOFT_LIMIT_SECONDS else ()
 
 
 class ExitCode(IntEnum):

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
 from evergrad_coordinator.protocol import Broken, Had, Message, Ready, Recovery
 
 MAX_GENERATION = 2**52
@@ -24,7 +25,7 @@ class Settings:
     silence_seconds: float = 3.0
     lease_seconds: float = 10.0
     ready_limit_seconds: float = 35.0
-    soft_limit_seconds: float = 120.0
+    soft_limit_seconds: float = float(SOFT_LIMIT_SECONDS)
     up_limit_seconds: float = 600.0
     """With all that a member does before it is up: it may restore a large state, or get it from another node."""
     hold_joins: bool = False

@@ -1,5 +1,6 @@
 """The pod of a run's coordinator: the only authority on who trains."""
 
+from evergrad_coordinator.contract import build_soft_limit
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.memory import Memory
@@ -16,8 +17,8 @@ from evergrad_operator.plan.common import (
 from evergrad_operator.plan.node_pod import grace_seconds
 from evergrad_operator.spec import TrainingRun
 
-_SOON_SECONDS, _MARGIN_SECONDS = 100, 20
-"""The coordinator's own limit for a departure is two minutes."""
+_MARGIN_SECONDS = 20
+"""From the time when a node leaves alone to the coordinator's end of patience."""
 _LINGER_SECONDS = 10**8
 """It stays after the end, so that the operator can read how the run ended, until the operator deletes it."""
 
@@ -73,9 +74,7 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attemp
 
 
 def _build_arguments(run: TrainingRun, *, attempt: int, expect: int) -> list[str]:
-    nodes, grace = run.spec.nodes, grace_seconds(run)
-    # A departure is waited for as long as a node may take for it.
-    soft_limit = ("--soft-limit", str(grace + _MARGIN_SECONDS)) if grace > _SOON_SECONDS else ()
+    nodes = run.spec.nodes
     return [
         *("--run", run.name),
         *("--min", str(nodes.min)),
@@ -87,6 +86,6 @@ def _build_arguments(run: TrainingRun, *, attempt: int, expect: int) -> list[str
         *("--epoch", str(attempt)),
         *("--recovery", run.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
-        *soft_limit,
+        *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
         *("--linger", str(_LINGER_SECONDS)),
     ]

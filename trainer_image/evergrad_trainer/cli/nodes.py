@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ExitCode, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
 from evergrad_trainer.checkpoint.generations import newest_generation
 from evergrad_trainer.cli.run_arguments import machine_and_workers, run_directory_of
@@ -36,8 +36,6 @@ from evergrad_trainer.script_files import script_problems
 if TYPE_CHECKING:
     from evergrad_trainer.stages import SessionPlan
 
-_SOFT_LIMIT_SECONDS = 120
-"""How long a coordinator by itself waits for a group that is to end at a step boundary."""
 _SOFT_MARGIN_SECONDS = 10
 COORDINATOR = "coordinator"
 """Folder of a local coordinator's files in a run directory."""
@@ -116,7 +114,7 @@ def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int, r
 def _limits(run: TrainingRun) -> tuple[str, ...]:
     """A coordinator that waits for a script that saves as long as its nodes do."""
     grace = 0 if run.spec.script is None else run.spec.script.grace_period_seconds
-    return ("--soft-limit", str(grace + _SOFT_MARGIN_SECONDS)) if grace + _SOFT_MARGIN_SECONDS > _SOFT_LIMIT_SECONDS else ()
+    return build_soft_limit(grace + _SOFT_MARGIN_SECONDS)
 
 
 def _node_settings(
