@@ -129,6 +129,15 @@ class Story:
         self.streams[name] = list(answers)
         self._api.on("GET", f"{PODS}/{name}/log", lambda request: self._next(name))
 
+    def ending(self, *texts: str) -> Callable[[], str]:
+        """An answer that is the last: the run is over as these lines are read."""
+
+        def answer() -> str:
+            self.is_over = True
+            return lines(*texts)
+
+        return answer
+
     def _next(self, name: str) -> Any:
         with self._lock:
             rest = self.streams[name]
@@ -170,11 +179,7 @@ def test_a_stream_that_breaks_goes_on_without_a_line_lost_or_told_twice(
     story = Story(api, make_run)
     pods(api, pod(0))
 
-    def done() -> str:
-        story.is_over = True
-        return lines("one", "two", "three")
-
-    story.stream("docs-lm-0-0", lines("one", "two"), (500, "the server restarts"), done)
+    story.stream("docs-lm-0-0", lines("one", "two"), (500, "the server restarts"), story.ending("one", "two", "three"))
     assert call(api, "-f") == 0
     assert capsys.readouterr().out.splitlines() == ["[node 0] one", "[node 0] two", "[node 0] three"]
     since = [request.query.get("sinceTime") for request in api.requests if request.path.endswith("/log")]
@@ -208,12 +213,8 @@ def test_when_the_first_node_stays_away_another_is_followed(
         pods(api, pod(0, state="terminated"), pod(1))
         return lines("killed")
 
-    def done() -> str:
-        story.is_over = True
-        return lines("going on")
-
     story.stream("docs-lm-0-0", killed)
-    story.stream("docs-lm-1-0", done)
+    story.stream("docs-lm-1-0", story.ending("going on"))
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] killed", "[node 1] going on"]
@@ -231,12 +232,8 @@ def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
         pods(api, pod(0), pod(1))
         return ""
 
-    def done() -> str:
-        story.is_over = True
-        return lines("the run's words")
-
     story.stream("docs-lm-1-0", late)
-    story.stream("docs-lm-0-0", done)
+    story.stream("docs-lm-0-0", story.ending("the run's words"))
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] the run's words"]
