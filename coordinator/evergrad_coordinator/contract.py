@@ -1,7 +1,8 @@
 """Published names, exit codes and the layout of a run directory: what operator and trainer agree on."""
 
-from enum import IntEnum
-from typing import Final
+import json
+from enum import IntEnum, StrEnum
+from typing import Any, Final
 
 API_GROUP = "evergrad.dev"
 API_VERSION = f"{API_GROUP}/v1alpha1"
@@ -71,6 +72,45 @@ class ExitCode(IntEnum):
     """Stopped on request, state saved."""
     STOPPED_UNSAVED = 76
     """Stopped on request, state not saved."""
+
+
+class ErrorKind(StrEnum):
+    """What kind of trouble ended a process, decided where it arises. Only ``INPUT`` can end a run for good."""
+
+    INPUT = "input"
+    """What a person wrote is wrong: configuration, data, a script. A retry cannot cure it."""
+    ENVIRONMENT = "environment"
+    """Trouble of one host or one moment: a mount, a device, memory, a refusal. Retried in place, then on another host."""
+    NUMERIC = "numeric"
+    """A loss, a gradient or a replica's state is not what it should be. The run stops and can go on."""
+    PEER = "peer"
+    """A consequence: another process of the group is gone."""
+    INTERNAL = "internal"
+    """Anything else, such as a process that was killed or an error in a script."""
+
+
+MAX_TERMINATION_BYTES: Final = 4096
+"""Length of a container's termination message that Kubernetes keeps, in bytes."""
+
+
+def encode_termination(kind: ErrorKind, text: str) -> bytes:
+    """A container's termination message: one JSON object whose ``message`` keeps its beginning and its end."""
+    text = text.strip()
+    data = json.dumps({"kind": kind, "message": text}).encode("ascii")
+    while len(data) > MAX_TERMINATION_BYTES:
+        # The cause stands at the end, where and who at the beginning.
+        text = text[: len(text) // 4].rstrip() + "\n...\n" + text[-(len(text) // 2) :].lstrip()
+        data = json.dumps({"kind": kind, "message": text}).encode("ascii")
+    return data
+
+
+def decode_termination(message: str) -> tuple[ErrorKind | None, str]:
+    """Kind and text of a termination message; kind None and the message as it is where no trainer of ours wrote it."""
+    try:
+        found: Any = json.loads(message)
+        return ErrorKind(found["kind"]), str(found["message"])
+    except (ValueError, TypeError, KeyError):
+        return None, message
 
 
 class RunFile:

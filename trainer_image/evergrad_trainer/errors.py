@@ -9,6 +9,8 @@ EvergradError                 internal, exit 70
 │   ├── CheckpointError       checkpoints exist and none can be used
 │   ├── FencedError           a newer process has claimed this run directory
 │   └── NonFiniteError        a loss or a gradient is not a number
+├── HostError                 trouble of this host or this moment, exit 70: retried here, then on another host
+│   └── VolumeError           the volume could not be read or written at this moment
 ├── SaveError                 checkpoints could not be written, several times in a row
 └── PeerLostError             another process of the group is gone, or the group was given up
 """
@@ -16,7 +18,7 @@ EvergradError                 internal, exit 70
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,14 @@ class EvergradError(Exception):
     """Something went wrong that is not the user's input."""
 
     exit_code: ExitCode = ExitCode.INTERNAL
+    kind: ErrorKind = ErrorKind.INTERNAL
 
 
 class InputError(EvergradError):
     """The user's input cannot be used. Carries every problem found, not only the first."""
 
     exit_code = ExitCode.USER_ERROR
+    kind = ErrorKind.INPUT
 
     def __init__(self, *problems: Problem) -> None:
         self.problems: tuple[Problem, ...] = problems
@@ -88,12 +92,24 @@ class NonFiniteError(InputError):
     """A loss or a gradient norm is not finite; nothing was updated."""
 
 
+class HostError(EvergradError):
+    """This host cannot do its part now. Another host, or this one later, can; the run's files are not to blame."""
+
+    kind = ErrorKind.ENVIRONMENT
+
+
+class VolumeError(HostError):
+    """The volume could not be read or written, also after it was tried again."""
+
+
 class SaveError(EvergradError):
     """Checkpoints could not be written, several times in a row."""
 
 
 class PeerLostError(EvergradError):
     """A collective cannot end: another process of the group is gone, or the group was given up. Nothing was updated."""
+
+    kind = ErrorKind.PEER
 
 
 def raise_if(problems: Sequence[Problem], error: type[InputError]) -> None:
