@@ -47,7 +47,7 @@ def start(box: str, script: str) -> int:
             raise BedError(f"box {box}: ended while it started, exit code {process.returncode}; see {logs()}/{box}-init.log")
         return (folder / "ready").exists()
 
-    wait_until(f"box {box}", is_there, seconds=20, pause=0.005)
+    wait_until(f"box {box}", is_there, seconds=60, pause=0.005)
     pid = children_of(process.pid)[0]
     (folder / "pid").write_text(str(pid))
     return pid
@@ -78,8 +78,8 @@ def kill(box: str) -> None:
     pid = pid_of(box)
     os.kill(pid, signal.SIGKILL)
     cgroups.set_frozen(box, False)  # a frozen process dies when it is thawed, before it does anything else
-    wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=20, pause=0.01)
-    wait_until(f"the end of what ran in box {box}", lambda: not _living(box), seconds=20, pause=0.01)
+    wait_until(f"the end of box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01)
+    wait_until(f"the end of what ran in box {box}", lambda: not _living(box), seconds=60, pause=0.01)
 
 
 def _living(box: str) -> set[int]:
@@ -109,7 +109,7 @@ def spawn(box: str, name: str, command: Sequence[object], *, environment: dict[s
         found.update(set(children_of(process.pid)) & (cgroups.pids_below(box, "sys") - before))
         return bool(found)
 
-    wait_until(f"{name} in box {box}", has_entered, seconds=10, pause=0.003)
+    wait_until(f"{name} in box {box}", has_entered, seconds=60, pause=0.003)
     shown.write_text(str(found.pop()))
 
 
@@ -128,7 +128,7 @@ def kill_daemon(box: str, name: str) -> None:
     """SIGKILL one daemon; returns when it is dead."""
     pid = daemon_pid(box, name)
     os.kill(pid, signal.SIGKILL)
-    wait_until(f"the end of {name} in box {box}", lambda: not is_alive(pid), seconds=20, pause=0.01)
+    wait_until(f"the end of {name} in box {box}", lambda: not is_alive(pid), seconds=60, pause=0.01)
 
 
 def spawn_outside(name: str, command: Sequence[object], environment: dict[str, str]) -> None:
@@ -171,7 +171,7 @@ def connect_node(node: Node) -> None:
     """A node's cable to the bridge, and its routes to the other nodes' pods. No default route: pods reach nothing else."""
     control, pid = pid_of(CONTROL), pid_of(node.name)
     here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
-    wait_until(f"the end of the link v{node.name}", lambda: f"v{node.name}:" not in Path(here).read_text(), seconds=10)
+    wait_until(f"the end of the link v{node.name}", lambda: f"v{node.name}:" not in Path(here).read_text(), seconds=60)
     network(control, [f"link add v{node.name} type veth peer name eth0 netns {pid}", f"link set v{node.name} master br0 up"])
     others = [other for other in NODES if other is not node]
     routes = [f"route replace {other.pods} via {other.address} dev eth0 onlink" for other in others]

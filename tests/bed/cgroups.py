@@ -82,7 +82,7 @@ def kill(pids: set[int]) -> None:
             continue
 
 
-def end_everything(seconds: float = 20) -> int:
+def end_everything(seconds: float = 60) -> int:
     """Thaw and kill until nothing is left; how many processes that were. Raises BedError when some do not go."""
     deadline = time.monotonic() + seconds
     killed: set[int] = set()
@@ -99,12 +99,12 @@ def end_everything(seconds: float = 20) -> int:
         time.sleep(0.02)
 
 
-def remove(seconds: float = 10) -> None:
+def remove(seconds: float = 60) -> None:
     """Delete the cgroups, deepest first; the kernel needs a moment after the last process."""
     remove_below(seconds=seconds)
 
 
-def remove_below(*parts: str, seconds: float = 10) -> None:
+def remove_below(*parts: str, seconds: float = 60) -> None:
     """Delete one of them with all below it, in every hierarchy."""
     deadline = time.monotonic() + seconds
     for hierarchy in hierarchies():

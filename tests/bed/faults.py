@@ -120,7 +120,7 @@ class Faults:
         wait_until(
             f"{count} {resource} on {name}",
             lambda: self._api.get(path)["status"]["allocatable"].get(resource) == expected,
-            seconds=30,
+            seconds=60,
         )
 
     # Daemons
@@ -155,7 +155,7 @@ class Faults:
 
     # Afterwards
 
-    def wait_ready(self, name: str, *, seconds: float = 60) -> float:
+    def wait_ready(self, name: str, *, seconds: float = 120) -> float:
         """Until the node is Ready by a word it said after this call, and its taints of trouble are gone; the seconds it took."""
         entry, now = node_named(name), datetime.now(UTC)
 

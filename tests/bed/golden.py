@@ -73,7 +73,7 @@ def _containerd(home: Path) -> Iterator[None]:
                 raise BedError(f"containerd ended at once, exit code {process.returncode}:\n{last_lines(log)}")
             return bool(run(["ctr", "--address", _SOCKET, "version"], check=False).count("Version:") == 2)
 
-        wait_until("containerd of the golden root", answers, seconds=30)
+        wait_until("containerd of the golden root", answers, seconds=60)
         yield
     finally:
         process.send_signal(signal.SIGTERM)

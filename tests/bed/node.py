@@ -102,7 +102,7 @@ def start_kubelet(node: Node) -> None:
     """The kubelet, which registers the node. It would end at once if it came before containerd can answer it."""
     begun = int((work() / node.name / "containerd.begun").read_text())
     log = log_of(node, "containerd")
-    wait_until(f"containerd of {node.name}", lambda: READY in log.read_bytes()[begun:], seconds=90)
+    wait_until(f"containerd of {node.name}", lambda: READY in log.read_bytes()[begun:], seconds=180)
     home = work() / node.name
     command: list[object] = [toolbox.binary("kubelet"), f"--config={home}/kubelet.yaml", f"--node-ip={node.address}"]
     command += [f"--kubeconfig={pki()}/{node.name}-client.kubeconfig", f"--hostname-override={node.name}"]
