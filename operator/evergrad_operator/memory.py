@@ -135,6 +135,11 @@ class Memory:
         """Highest attempt made of a node, -1 for none."""
         return self.attempts[index] if index < len(self.attempts) else -1
 
+    def has_recorded(self, index: int, attempt: int) -> bool:
+        """Whether the end of a node's attempt is counted, or belongs to the past."""
+        newest = self.attempt_of(index)
+        return attempt < newest or (attempt == newest and index in self.recorded)
+
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
     """The memory in a run's ``status``. What is missing or not understood counts as unknown: a status may be lost."""

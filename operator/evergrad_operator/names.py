@@ -19,6 +19,8 @@ ROLE_NODE: Final = "node"
 ROLE_COORDINATOR: Final = "coordinator"
 ROLE_OPERATOR: Final = "operator"
 """Of the operator's own pod, as the chart labels it."""
+CONTAINERS: Final = {ROLE_NODE: "trainer", ROLE_COORDINATOR: "coordinator"}
+"""Our container in a pod, by the pod's role. Others in it are not ours."""
 
 ANNOTATION_HASH: Final = f"{LABEL_PREFIX}applied-hash"
 """Hash of what was applied last: an equal one need not be applied again."""

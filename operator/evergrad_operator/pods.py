@@ -58,8 +58,10 @@ class PodEnd:
 class PodState:
     """One pod of a run. Times in seconds since 1970.
 
-    ``gone_by``: for a pod that is being deleted, when its grace is over. ``end`` is set once its container has ended for good.
-    ``waiting_reason`` and ``waiting_message``: why its container does not run, as the kubelet or the scheduler says.
+    ``gone_by``: for a pod that is being deleted, when its grace is over. ``end`` is set once its own container
+    has ended for good, whatever the pod's phase. ``has_sidecar``: a container that somebody has injected still
+    runs. ``waiting_reason`` and ``waiting_message``: why its container does not run, as the kubelet or the
+    scheduler says.
     """
 
     name: str
@@ -74,6 +76,7 @@ class PodState:
     is_running: bool
     is_ready: bool
     end: PodEnd | None
+    has_sidecar: bool
     disruption: Cause | None
     waiting_reason: str
     waiting_message: str
@@ -105,7 +108,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
     if role not in (names.ROLE_NODE, names.ROLE_COORDINATOR) or attempt is None or index is None:
         return None
     deleting = metadata.get("deletionTimestamp")
-    disruption, container = _disruption(status), _container(status)
+    disruption, container = _disruption(status), _find_container(status, role)
     end = _find_end(status, container, disruption, is_deleting=deleting is not None)
     waiting_reason, waiting_message = ("", "") if end else _why_waiting(status, container)
     return PodState(
@@ -121,6 +124,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         is_running=end is None and "running" in get_map(container, "state"),
         is_ready=end is None and any(_is_true(one, "Ready") for one in get_maps(status, "conditions")),
         end=end,
+        has_sidecar=_has_sidecar(status, role),
         disruption=disruption,
         waiting_reason=waiting_reason,
         waiting_message=waiting_message,
@@ -141,10 +145,12 @@ def _find_end(
 ) -> PodEnd | None:
     phase = status.get("phase")
     terminated = get_map(container, "state", "terminated")
-    # A container that ends is started again where the policy says so, as the coordinator's; a node's never is.
-    if phase not in ("Succeeded", "Failed") and (not terminated or container.get("name") == names.ROLE_COORDINATOR):
-        return None
     code = terminated.get("exitCode")
+    # A container that fails is started again where the policy says so, as the coordinator's; a node's never is. The phase says
+    # nothing of ours where a sidecar was injected: the pod is Running for as long as that one runs.
+    is_for_good = bool(terminated) and (container.get("name") != names.CONTAINERS[names.ROLE_COORDINATOR] or code == 0)
+    if phase not in ("Succeeded", "Failed") and not is_for_good:
+        return None
     exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
     text = terminated.get("message") or status.get("message") or ""
     message = str(text).strip()
@@ -196,8 +202,15 @@ def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tup
     return "", ""
 
 
-def _container(status: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(iter(get_maps(status, "containerStatuses")), NOTHING)
+def _find_container(status: Mapping[str, Any], role: str) -> Mapping[str, Any]:
+    """The status of our own container: a mesh or an agent may have injected others, and the kubelet sorts them by name."""
+    ours = names.CONTAINERS[role]
+    return next((one for one in get_maps(status, "containerStatuses") if one.get("name") == ours), NOTHING)
+
+
+def _has_sidecar(status: Mapping[str, Any], role: str) -> bool:
+    others = (one for one in get_maps(status, "containerStatuses") if one.get("name") != names.CONTAINERS[role])
+    return any("running" in get_map(one, "state") for one in others)
 
 
 def _is_true(condition: Mapping[str, Any], kind: str) -> bool:

@@ -47,7 +47,7 @@ def build_coordinator_pod(run: TrainingRun, memory: Memory, config: Config, *, a
 
 def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attempt: int, expect: int) -> JsonObject:
     return {
-        "name": names.ROLE_COORDINATOR,
+        "name": names.CONTAINERS[names.ROLE_COORDINATOR],
         "image": memory.coordinator.image or config.operator_image,
         "imagePullPolicy": config.image_pull_policy,
         "command": ["python", "-m", "evergrad_coordinator"],

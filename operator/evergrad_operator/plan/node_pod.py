@@ -68,7 +68,7 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, index:
     env = merge_env(_CACHES, spec.template.env)
     return without_none(
         {
-            "name": "trainer",
+            "name": names.CONTAINERS[names.ROLE_NODE],
             "image": memory.image,
             "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
             "command": ["evergrad"],

@@ -36,6 +36,11 @@ _GROUP_PHASES = {"Running": Phase.RUNNING, "Draining": Phase.RUNNING, "Starting"
 def decide(observation: Observation, config: Config, now: float) -> Decision:
     """What should be done with the run at ``now``, seconds since 1970. The same arguments give the same decision."""
     situation = Situation(observation, remember(observation, config, now), config, now)
+    return _end_sidecars(situation, _decide(situation))
+
+
+def _decide(situation: Situation) -> Decision:
+    observation = situation.observation
     if observation.run.is_deleting:
         return _let_go(situation)
     if situation.memory.finish is not None:
@@ -51,6 +56,25 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     started = _note_start(situation)
     decision = stop_if_asked(situation) or _hold_if_wrong(started) or drain_older(situation) or _run(started)
     return replace(decision, requeue_after=earliest(decision.requeue_after, seconds_to_deadline(situation)))
+
+
+def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
+    """Also delete pods of which only an injected sidecar is left: they hold their host's resources for ever.
+
+    How they ended stands in the status first, because a deletion might hide it from an operator that starts anew.
+    """
+    if decision.action == Action.HOLD:
+        return decision
+    known, chosen = situation.observation.status, {pod.name for pod in decision.pods_to_delete}
+    left = [pod for pod in situation.nodes if pod.end is not None and pod.has_sidecar and pod.name not in chosen]
+    told = [pod for pod in left if known.finish is not None or known.has_recorded(pod.index, pod.attempt)]
+    # The pass that follows the status write deletes the others.
+    seconds = 1.0 if len(told) < len(left) else None
+    return replace(
+        decision,
+        pods_to_delete=decision.pods_to_delete + remove(told),
+        requeue_after=earliest(decision.requeue_after, seconds),
+    )
 
 
 def _let_go(situation: Situation) -> Decision:

@@ -202,7 +202,8 @@ class Simulation:
 
     def wait_for(self, name: str, reason: str, message: str = "") -> None:
         """The container of a pod cannot start."""
-        container = {"name": "trainer", "state": {"waiting": {"reason": reason, "message": message}}}
+        ours = self.pods[name]["spec"]["containers"][0]["name"]
+        container = {"name": ours, "state": {"waiting": {"reason": reason, "message": message}}}
         self.pods[name]["status"] = {"phase": "Pending", "containerStatuses": [container]}
 
     def unschedulable(self, name: str, message: str, reason: str = "Unschedulable") -> None:

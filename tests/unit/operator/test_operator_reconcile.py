@@ -441,3 +441,52 @@ def test_a_reconcile_that_hangs_ends_with_its_time(simulation: Simulation, monke
     simulation.cluster.create = hang  # type: ignore[method-assign]
     with pytest.raises(TimeoutError):
         simulation.reconcile()
+
+
+def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
+    """A pod with a mesh's container, which the kubelet lists before ours and which runs on whatever ours does."""
+    raw = simulation.store.get("pods", "ns", name)
+    sidecar = {"name": "istio-proxy", "state": {"running": {"startedAt": "2027-01-15T08:00:00Z"}}, "ready": True}
+    container = {"name": raw["spec"]["containers"][0]["name"], "state": ours, "ready": "running" in ours}
+    status = {"phase": "Running", "podIP": "10.0.0.9", "containerStatuses": [sidecar, container], "conditions": []}
+    simulation.store.change("pods", "ns", name, {"status": status})
+
+
+def test_a_pod_whose_trainer_has_ended_is_replaced_and_deleted_whatever_its_sidecar_does(simulation: Simulation) -> None:
+    begin(simulation)
+    inject(simulation, "run-0-0", {"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
+    simulation.settle()
+    assert "run-0-1" in simulation.pods()
+    assert simulation.status["attempts"] == [
+        {"pod": "run-0-0", "cause": "OutOfMemory", "exitCode": 137, "at": simulation.status["attempts"][0]["at"]}
+    ]
+    simulation.now += 1
+    simulation.settle()
+    assert simulation.store.get("pods", "ns", "run-0-0")["metadata"]["deletionTimestamp"]
+    simulation.reap()
+    simulation.settle()
+    assert (simulation.pods(), simulation.status["restarts"]["total"]) == (["run-0-1", "run-1-0"], 1)
+
+
+def test_a_complete_run_leaves_no_pod_of_which_only_a_sidecar_runs(simulation: Simulation) -> None:
+    begin(simulation)
+    for name in simulation.pods():
+        inject(simulation, name, {"terminated": {"exitCode": 0}})
+    simulation.settle()
+    simulation.now += 1
+    simulation.settle()
+    simulation.reap()
+    simulation.settle()
+    assert (simulation.status["phase"], simulation.pods()) == ("Complete", [])
+
+
+def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coordinator(simulation: Simulation) -> None:
+    begin(simulation)
+    for name in (*simulation.pods(), *simulation.pods("coordinator")):
+        inject(simulation, name, {"running": {}})
+    before = set(simulation.store.objects)
+    simulation.settle()
+    assert (simulation.status["phase"], simulation.status["nodes"]["running"]) == ("Running", 2)
+    inject(simulation, "run-coordinator-0", {"terminated": {"exitCode": 1}})
+    simulation.settle()
+    assert (set(simulation.store.objects), simulation.pods("coordinator")) == (before, ["run-coordinator-0"])
