@@ -1,4 +1,4 @@
-"""The operator's own copy of what it watches: runs, their pods, claims and other children. A hint, never proof.
+"""The operator's informer cache: runs, their pods, claims and other children as last seen. A hint, never proof.
 
 Fed by watch events, by what the API server answered to our own writes, and by resync lists, which also prune it: a watch that was
 restarted after 410 never tells what vanished meanwhile.
@@ -7,30 +7,20 @@ restarted after 410 never tells what vanished meanwhile.
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from evergrad_operator import names
-from evergrad_operator.observe import find_place, overlap
+from evergrad_operator.claim_index import ClaimIndex
+from evergrad_operator.expectations import Expectations
+from evergrad_operator.names import Key
 
 Raw = Mapping[str, Any]
-Key = tuple[str, str]
-"""Namespace and name of a run (or of a claim)."""
 
 RUNS, PODS, CLAIMS, CHILDREN = "trainingruns", "pods", "persistentvolumeclaims", "children"
 _TOMBSTONE_SECONDS = 600.0
 _POD_SPEC = ("nodeName", "terminationGracePeriodSeconds", "priority", "schedulingGates")
 _POD_STATUS_LEFT_OUT = ("hostIP", "hostIPs", "podIPs", "qosClass", "resize", "observedGeneration")
 _LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
-
-
-@dataclass(frozen=True)
-class Echo:
-    """A version of an object that the watch of ``resource`` has yet to show, and since when (the mirror's clock)."""
-
-    resource: str
-    version: int
-    since: float
 
 
 class Mirror:
@@ -42,9 +32,9 @@ class Mirror:
         self._pods: dict[Key, dict[str, Raw]] = {}
         self._claims: dict[Key, Raw] = {}
         self._children: dict[Key, dict[tuple[str, str], Raw]] = {}
-        self._users: dict[Key, dict[Key, str]] = {}
+        self._index = ClaimIndex()
         self._tombstones: dict[str, float] = {}
-        self._echoes: dict[tuple[str, str], Echo] = {}
+        self.expectations = Expectations((RUNS, PODS), clock=clock)
 
     # ---- what is asked of it ------------------------------------------------------------------------------------------
 
@@ -68,14 +58,10 @@ class Mirror:
         """The run's other children by kind and name: metadata is all that is kept of them."""
         return self._children.get(key, {})
 
-    def users_of(self, namespace: str, claim: str) -> frozenset[Key]:
-        """The runs that keep their files on this claim."""
-        return frozenset(self._users.get((namespace, claim), ()))
-
     def others(self, key: Key) -> Sequence[Raw]:
         """Other runs whose folders on the same claim overlap with the run's."""
         raw = self._runs.get(key)
-        return tuple(self._runs[user] for user in self._neighbours(raw)) if raw else ()
+        return tuple(self._runs[user] for user in self._index.neighbours_of(raw)) if raw else ()
 
     def known(self) -> set[Key]:
         """Every run that exists, and every one that still has pods or children."""
@@ -99,14 +85,9 @@ class Mirror:
         """
         metadata = raw.get("metadata") or {}
         identity, version = str(metadata.get("uid", "")), _version(metadata)
-        if is_watched:
-            self._hear_echo(resource, identity, version, is_deleted)
-        elif resource in (RUNS, PODS):
-            self._echoes[resource, identity] = Echo(resource, version, self._clock())
-        if is_deleted:
-            self._tombstones[identity] = self._clock()
-        elif identity in self._tombstones:
+        if identity in self._tombstones and not is_deleted:
             return ()
+        self._note(resource, identity, version, is_deleted=is_deleted, is_watched=is_watched)
         keys = self._concerned(resource, raw)
         known = self._find(resource, raw)
         if known is not None and known["metadata"].get("uid") != identity and is_deleted:
@@ -115,12 +96,14 @@ class Mirror:
         # The watch's echo of an answer that was taken in before is no news.
         if known is not None and is_same and not is_deleted and _version(known["metadata"]) >= version > 0:
             return ()
+        if known is not None and not is_same:
+            self.expectations.forget(resource, str(known["metadata"].get("uid", "")))
         if is_deleted:
             self._remove(resource, raw)
         else:
             self._store(resource, raw)
         if resource == RUNS and (known is None or not is_same or is_deleted or _stand(known) != _stand(raw)):
-            keys = (*keys, *self._neighbours(raw))
+            keys = (*keys, *self._index.neighbours_of(raw))
         return keys
 
     def replace(self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]) -> set[Key]:
@@ -143,9 +126,8 @@ class Mirror:
             metadata = known["metadata"]
             if covers(str(metadata.get("namespace", ""))):
                 changed.update(self._concerned(resource, known))
-                changed.update(self._neighbours(known) if resource == RUNS else ())
+                changed.update(self._index.neighbours_of(known) if resource == RUNS else ())
                 self._remove(resource, known)
-                self._echoes.pop((resource, str(metadata.get("uid", ""))), None)
         self._forget_tombstones()
         return changed
 
@@ -161,24 +143,21 @@ class Mirror:
         """A claim that the API server does not know any more."""
         self._claims.pop((namespace, name), None)
 
-    def oldest_echo(self) -> Mapping[str, float]:
-        """Seconds that the watch of each resource is behind what the API server has answered; 0 when it is not."""
-        now = self._clock()
-        ages = dict.fromkeys((RUNS, PODS), 0.0)
-        for echo in self._echoes.values():
-            ages[echo.resource] = max(ages[echo.resource], now - echo.since)
-        return ages
-
     def _forget(self, resource: str, known: Raw | None, uid: str) -> None:
         if known is not None and known["metadata"].get("uid") == uid:
             self._remove(resource, known)
 
     # ---- how it is kept -----------------------------------------------------------------------------------------------
 
-    def _hear_echo(self, resource: str, identity: str, version: int, is_deleted: bool) -> None:
-        echo = self._echoes.get((resource, identity))
-        if echo is not None and (is_deleted or version >= echo.version):
-            del self._echoes[resource, identity]
+    def _note(self, resource: str, identity: str, version: int, *, is_deleted: bool, is_watched: bool) -> None:
+        """Keep in mind what was deleted, and what the watch still owes."""
+        if is_deleted:
+            self._tombstones[identity] = self._clock()
+            self.expectations.forget(resource, identity)
+        elif is_watched:
+            self.expectations.observe(resource, identity, version)
+        else:
+            self.expectations.expect(resource, identity, version)
 
     def _concerned(self, resource: str, raw: Raw) -> tuple[Key, ...]:
         metadata = raw["metadata"]
@@ -187,14 +166,7 @@ class Mirror:
             return ((namespace, name),)
         owner = (metadata.get("labels") or {}).get(names.LABEL_RUN)
         keys = {(namespace, str(owner))} if owner else set()
-        return tuple(sorted(keys | self.users_of(namespace, name))) if resource == CLAIMS else tuple(keys)
-
-    def _neighbours(self, raw: Raw) -> tuple[Key, ...]:
-        """Other runs whose folders overlap with the run's. A thousand in folders of their own do not concern each other."""
-        claim, path = find_place(raw)
-        key = str(raw["metadata"].get("namespace", "")), str(raw["metadata"].get("name", ""))
-        users = self._users.get((key[0], claim), {})
-        return tuple(sorted(user for user, other in users.items() if user != key and overlap(path, other)))
+        return tuple(sorted(keys | self._index.users_of(namespace, name))) if resource == CLAIMS else tuple(keys)
 
     def _find(self, resource: str, raw: Raw) -> Raw | None:
         metadata = raw["metadata"]
@@ -212,7 +184,7 @@ class Mirror:
         metadata = raw["metadata"]
         key = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
         if resource == RUNS:
-            self._use_claim(key, self._runs.get(key), raw)
+            self._index.update(key, self._runs.get(key), raw)
             self._runs[key] = slim_run(raw)
         elif resource == CLAIMS:
             self._claims[key] = _slim(raw, ("spec", "status"))
@@ -223,9 +195,10 @@ class Mirror:
 
     def _remove(self, resource: str, raw: Raw) -> None:
         metadata = raw["metadata"]
+        self.expectations.forget(resource, str(metadata.get("uid", "")))
         key = str(metadata.get("namespace", "")), str(metadata.get("name", ""))
         if resource == RUNS:
-            self._use_claim(key, self._runs.pop(key, None), None)
+            self._index.update(key, self._runs.pop(key, None), None)
         elif resource == CLAIMS:
             self._claims.pop(key, None)
         else:
@@ -235,16 +208,6 @@ class Mirror:
             group.pop(key[1] if resource == PODS else (str(raw.get("kind", "")), key[1]), None)
             if not group:
                 groups.pop(owner, None)
-
-    def _use_claim(self, key: Key, old: Raw | None, new: Raw | None) -> None:
-        before, after = (claim_of(old) if old else None), (claim_of(new) if new else None)
-        if before != after and before is not None:
-            users = self._users.get((key[0], before), {})
-            users.pop(key, None)
-            if not users:
-                self._users.pop((key[0], before), None)
-        if new is not None and after is not None:
-            self._users.setdefault((key[0], after), {})[key] = find_place(new)[1]
 
     def _owner(self, raw: Raw) -> Key:
         metadata = raw["metadata"]
@@ -273,18 +236,6 @@ def _stand(raw: Raw) -> Any:
         status.get("phase") == names.Phase.FAILED,
         "deletionTimestamp" in raw["metadata"],
     )
-
-
-def claim_of(raw: Raw) -> str:
-    """The claim that a raw run keeps its files on: the existing one it names, else its own."""
-    return existing_claim(raw) or str(raw["metadata"]["name"])
-
-
-def existing_claim(raw: Raw) -> str | None:
-    """The existing claim that a raw run names."""
-    storage = (raw.get("spec") or {}).get("storage")
-    name = storage.get("claimName") if isinstance(storage, Mapping) else None
-    return name if isinstance(name, str) else None
 
 
 def slim_pod(raw: Raw) -> Raw:

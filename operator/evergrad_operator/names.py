@@ -6,6 +6,8 @@ from typing import Final
 from evergrad_coordinator.contract import API_VERSION, KIND, LABEL_PREFIX
 
 __all__ = ["API_VERSION", "KIND"]
+Key = tuple[str, str]
+"""Namespace and name of a run (or of a claim)."""
 
 # ---- labels and annotations ------------------------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ from typing import Any, Final
 
 from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import OperatorError
-from evergrad_operator.mirror import Key
-from evergrad_operator.names import STATUS_PORT
+from evergrad_operator.names import STATUS_PORT, Key
 from evergrad_operator.queue import Backoff, WorkQueue
 
 log = logging.getLogger(__name__)

@@ -10,12 +10,14 @@ from typing import Any, Final, Protocol
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
+from evergrad_operator.claim_index import claim_of, existing_claim
 from evergrad_operator.config import Config
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, SpecError
 from evergrad_operator.events import derive_events
 from evergrad_operator.kube import CLAIM, CONFIG_MAP, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.metrics import Metrics
-from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror, claim_of, existing_claim, find_vanished
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror, find_vanished
+from evergrad_operator.names import Key
 from evergrad_operator.observe import NAME_TAKEN, ApplyFailure, Observation, Progress, observe, owns, parse_progress
 from evergrad_operator.plan import Deletion, Plan, plan_children
 from evergrad_operator.policies import Decision, decide

@@ -21,8 +21,8 @@ from evergrad_operator.health import HealthServer
 from evergrad_operator.kube import BUDGET, CLAIM, CONFIG_MAP, NETWORK_POLICY, POD, RUN, SERVICE, Kind, Kube, Limits, OpenGate, Raw
 from evergrad_operator.lease import LeaseGate, LeaseSettings
 from evergrad_operator.metrics import Facts, FactsCollector, Metrics
-from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror
-from evergrad_operator.names import LABEL_RUN
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror
+from evergrad_operator.names import LABEL_RUN, Key
 from evergrad_operator.progress import Coordinators, PollSettings
 from evergrad_operator.queue import WorkQueue
 from evergrad_operator.reconcile import Reconciler
@@ -221,7 +221,7 @@ class Service:
         state = self.queue.observe()
         if max(state.longest_work, state.oldest_age) > STALLED_SECONDS:
             return f"work stands still: {state.longest_work:.0f} s on one run, {state.oldest_age:.0f} s waiting for a turn"
-        late = {resource: lag for resource, lag in self.mirror.oldest_echo().items() if lag > STALLED_SECONDS}
+        late = {resource: lag for resource, lag in self.mirror.expectations.lag().items() if lag > STALLED_SECONDS}
         if late and self._is_synced:
             return f"a watch is behind: {', '.join(f'{resource} by {lag:.0f} s' for resource, lag in late.items())}"
         if isinstance(self.gate, LeaseGate) and self._is_synced and self.gate.remaining() <= 0:
@@ -247,7 +247,7 @@ class Service:
             queue_depth=state.depth,
             queue_oldest_age=state.oldest_age,
             queue_adds=state.added,
-            watch_lag=self.mirror.oldest_echo(),
+            watch_lag=self.mirror.expectations.lag(),
             objects=self.mirror.count(),
             phases=count_phases(self.mirror.runs().values()),
             runs=read_runs(self.mirror.runs(), now=time.time()),

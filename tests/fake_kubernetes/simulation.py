@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,8 +11,8 @@ from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import ApiError, OperatorError
 from evergrad_operator.kube import KINDS
 from evergrad_operator.metrics import Metrics
-from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Key, Mirror
-from evergrad_operator.names import LABEL_ROLE
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror
+from evergrad_operator.names import LABEL_ROLE, Key
 from evergrad_operator.progress import Answer, Coordinators
 from evergrad_operator.reconcile import Reconciler
 from evergrad_operator.recorder import Recorder
@@ -61,11 +62,15 @@ class Simulation:
         self.cluster = FakeCluster(self.store)
         self.config = config
         self.coordinators = FakeCoordinators()
+        self.is_watch_late = False
+        """Whether a watch shows a change only at ``deliver``, not before the write that caused it is answered."""
+        self.shown_later: list[tuple[str, str, Any]] = []
         self.start_operator()
 
     def start_operator(self) -> None:
         """A new process: nothing is remembered, everything is listed."""
-        self.mirror, self.metrics = Mirror(), Metrics()
+        self.mirror, self.metrics = Mirror(clock=lambda: self.now), Metrics()
+        self.shown_later.clear()
         answers, self.coordinators = self.coordinators.answers, FakeCoordinators()
         self.coordinators.answers = answers
         self.reconciler = Reconciler(
@@ -83,12 +88,35 @@ class Simulation:
         self.store.on_change = self._watch
 
     def _watch(self, kind: str, plural: str, raw: Any) -> None:
-        if plural in WATCHED:
-            self.mirror.see(RESOURCES[plural], raw, is_deleted=kind == "DELETED", is_watched=True)
+        if plural not in WATCHED:
+            return
+        if self.is_watch_late:
+            self.shown_later.append((kind, plural, copy.deepcopy(raw)))
+        else:
+            self._show(kind, plural, raw)
+
+    def _show(self, kind: str, plural: str, raw: Any) -> None:
+        self.mirror.see(RESOURCES[plural], raw, is_deleted=kind == "DELETED", is_watched=True)
+
+    def deliver(self) -> None:
+        """The watches show what has happened since they became late."""
+        waiting, self.shown_later[:] = list(self.shown_later), []
+        for change in waiting:
+            self._show(*change)
+
+    def resync(self) -> None:
+        """What a new LIST of everything tells the operator."""
+        children = [*self.store.list("configmaps"), *self.store.list("services")]
+        lists = {RESOURCES[plural]: self.store.list(plural) for plural in WATCHED} | {CHILDREN: children}
+        for resource, raws in lists.items():
+            self.mirror.replace(resource, raws, version=self.store.version, covers=lambda namespace: True)
 
     def reconcile(self, key: Key = KEY) -> float | None:
-        """Once."""
-        return asyncio.run(self.reconciler.reconcile(key))
+        """Once; what it has done is shown at its end, if the watch is late."""
+        try:
+            return asyncio.run(self.reconciler.reconcile(key))
+        finally:
+            self.deliver()
 
     def settle(self, key: Key = KEY, *, most: int = 20) -> float | None:
         """Until nothing more is written. Fails if that does not come."""
@@ -171,6 +199,11 @@ class Simulation:
             self.store.before, self.store.after = hook
 
     # ---- what is seen -------------------------------------------------------------------------------------------------
+
+    @property
+    def watch_lag(self) -> float:
+        """Seconds that the operator takes a watch to be behind: beyond a hundred, /healthz fails and it is restarted."""
+        return max(self.mirror.expectations.lag().values())
 
     @property
     def status(self) -> dict[str, Any]:

@@ -271,3 +271,29 @@ def test_a_watch_that_is_behind_shows_in_the_health(tmp_path: Path, monkeypatch:
         await until(lambda: "watch is behind" in str(service._find_stall()))
 
     in_one_process(tmp_path, story)
+
+
+def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(tmp_path: Path) -> None:
+    def run_pods(store: Store) -> None:
+        for raw in store.list("pods"):
+            if raw["status"]["phase"] == "Pending":
+                state = {"name": raw["spec"]["containers"][0]["name"], "state": {"running": {}}, "ready": True}
+                status = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": [state]}
+                store.change("pods", "ns", raw["metadata"]["name"], {"status": status})
+
+    async def story(server: FakeServer, service: Service) -> None:
+        ahead = [0.0]
+        service.mirror.expectations._clock = lambda: time.monotonic() + ahead[0]
+        create(server.store, "a")
+        await until(lambda: len(pods_of(server.store)) == 3)
+        run_pods(server.store)
+        ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
+        server.store.change("pods", "ns", "a-1-0", {"status": {"phase": "Failed", "containerStatuses": [ended]}})
+        await until(lambda: "a-1-1" in pods_of(server.store))
+        run_pods(server.store)
+        # Whatever has been written is shown by the watches a moment later; then nothing more is owed.
+        await until(lambda: max(service.mirror.expectations.lag().values()) == 0.0)
+        ahead[0] = 180.0
+        assert service._find_stall() is None
+
+    in_one_process(tmp_path, story)

@@ -123,11 +123,11 @@ def test_an_answer_that_the_watch_does_not_show_makes_the_watch_late() -> None:
     mirror = Mirror(clock=lambda: now[0])
     mirror.see(PODS, pod(version=10))
     now[0] = 130.0
-    assert mirror.oldest_echo() == {RUNS: 0.0, PODS: 30.0}
+    assert mirror.expectations.lag() == {RUNS: 0.0, PODS: 30.0}
     mirror.see(PODS, pod(version=9), is_watched=True)
-    assert mirror.oldest_echo()[PODS] == 30.0
+    assert mirror.expectations.lag()[PODS] == 30.0
     mirror.see(PODS, pod(version=10), is_watched=True)
-    assert mirror.oldest_echo() == {RUNS: 0.0, PODS: 0.0}
+    assert mirror.expectations.lag() == {RUNS: 0.0, PODS: 0.0}
 
 
 def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
@@ -138,3 +138,45 @@ def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
     assert slim["spec"] == {"nodeName": "n1", "containers": [{"name": "node", "image": "i"}]}
     assert slim["status"] == {"phase": "Running", "podIP": "10.0.0.1", "containerStatuses": [{"name": "node"}]}
     assert "managedFields" not in slim["metadata"] and slim["metadata"]["ownerReferences"] == [{"uid": "r1"}]
+
+
+@pytest.mark.parametrize("resource", [RUNS, PODS])
+def test_an_answer_that_the_watch_has_shown_already_is_not_owed_by_it(resource: str) -> None:
+    now = [0.0]
+    mirror = Mirror(clock=lambda: now[0])
+    build = run if resource == RUNS else pod
+    mirror.see(resource, build(version=10), is_watched=True)
+    mirror.see(resource, build(version=10))  # a LIST, or an apply that changed nothing
+    mirror.see(resource, build(version=9))  # an answer that was read late
+    now[0] = 180.0
+    assert mirror.expectations.lag()[resource] == 0.0
+    mirror.replace(resource, [build(version=10)], version=50, covers=lambda namespace: True)
+    now[0] = 360.0
+    assert mirror.expectations.lag()[resource] == 0.0
+
+
+def test_nothing_is_owed_of_what_is_gone(mirror: Mirror) -> None:
+    now = [0.0]
+    mirror = Mirror(clock=lambda: now[0])
+    mirror.see(PODS, pod("run-0-0", uid="a", version=10))
+    mirror.see(PODS, pod("run-1-0", uid="b", version=11))
+    mirror.see(PODS, pod("run-2-0", uid="c", version=12))
+    mirror.see(RUNS, run(uid="old", version=13))
+    now[0] = 180.0
+    mirror.forget_pod(KEY, "run-0-0", "a")
+    mirror.replace(PODS, [pod("run-2-0", uid="c", version=12)], version=20, covers=lambda namespace: True)
+    assert mirror.expectations.lag() == {PODS: 180.0, RUNS: 180.0}
+    mirror.see(PODS, pod("run-2-0", uid="c", version=12), is_deleted=True, is_watched=True)
+    mirror.see(PODS, pod("run-2-0", uid="c", version=14))  # its answer comes after its end
+    mirror.see(RUNS, run(uid="new", version=21), is_watched=True)  # nobody told of the end of the one before
+    now[0] = 360.0
+    assert mirror.expectations.lag() == {PODS: 0.0, RUNS: 0.0}
+
+
+def test_a_watch_that_shows_nothing_is_late_however_often_its_object_is_written() -> None:
+    now = [0.0]
+    mirror = Mirror(clock=lambda: now[0])
+    for version in range(10, 30):
+        mirror.see(RUNS, run(version=version))
+        now[0] += 10.0
+    assert mirror.expectations.lag()[RUNS] == 200.0

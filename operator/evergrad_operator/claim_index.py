@@ -1,0 +1,50 @@
+"""Which runs keep their files on which claim, and whose folders there overlap."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from evergrad_operator.names import Key
+from evergrad_operator.observe import find_place, overlap
+
+Raw = Mapping[str, Any]
+
+
+class ClaimIndex:
+    """Runs by the claim that they name. A thousand runs in folders of their own do not concern each other."""
+
+    def __init__(self) -> None:
+        self._users: dict[Key, dict[Key, str]] = {}
+
+    def update(self, key: Key, old: Raw | None, new: Raw | None) -> None:
+        """Note that the run ``key``, which was ``old``, is now ``new``; None for a run that does not exist."""
+        before, after = (claim_of(old) if old else None), (claim_of(new) if new else None)
+        if before != after and before is not None:
+            users = self._users.get((key[0], before), {})
+            users.pop(key, None)
+            if not users:
+                self._users.pop((key[0], before), None)
+        if new is not None and after is not None:
+            self._users.setdefault((key[0], after), {})[key] = find_place(new)[1]
+
+    def users_of(self, namespace: str, claim: str) -> frozenset[Key]:
+        """The runs that keep their files on this claim."""
+        return frozenset(self._users.get((namespace, claim), ()))
+
+    def neighbours_of(self, raw: Raw) -> tuple[Key, ...]:
+        """Other runs whose folders overlap with the run's."""
+        claim, path = find_place(raw)
+        key = str(raw["metadata"].get("namespace", "")), str(raw["metadata"].get("name", ""))
+        users = self._users.get((key[0], claim), {})
+        return tuple(sorted(user for user, other in users.items() if user != key and overlap(path, other)))
+
+
+def claim_of(raw: Raw) -> str:
+    """The claim that a raw run keeps its files on: the existing one it names, else its own."""
+    return existing_claim(raw) or str(raw["metadata"]["name"])
+
+
+def existing_claim(raw: Raw) -> str | None:
+    """The existing claim that a raw run names."""
+    storage = (raw.get("spec") or {}).get("storage")
+    name = storage.get("claimName") if isinstance(storage, Mapping) else None
+    return name if isinstance(name, str) else None
