@@ -333,7 +333,7 @@ def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:
     metadata = get_map(raw, "metadata")
     if get_map(metadata, "labels").get(names.LABEL_RUN) != run.name:
         return False
-    return owns(run.uid, raw) or not get_maps(metadata, "ownerReferences")
+    return owns(run.uid, raw)
 
 
 def _annotation(raw: Mapping[str, Any], key: str) -> str:

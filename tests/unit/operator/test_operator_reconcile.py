@@ -490,3 +490,23 @@ def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coord
     inject(simulation, "run-coordinator-0", {"terminated": {"exitCode": 1}})
     simulation.settle()
     assert (set(simulation.store.objects), simulation.pods("coordinator")) == (before, ["run-coordinator-0"])
+
+
+@pytest.mark.parametrize("role", ["node", "coordinator"])
+def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(simulation: Simulation, role: str) -> None:
+    begin(simulation)
+    labels = {"evergrad.dev/run": "run", "evergrad.dev/role": role, "evergrad.dev/index": "0", "evergrad.dev/attempt": "7"}
+    ended = {"name": "trainer", "state": {"terminated": {"exitCode": 0}}}
+    copied = {
+        "metadata": {"name": "copy", "namespace": "ns", "labels": labels},
+        "spec": {"containers": [{"name": "trainer", "image": "x"}]},
+        "status": {"phase": "Succeeded", "containerStatuses": [ended]},
+    }
+    with simulation.by_others():
+        simulation.store.create("pods", copied)
+    before = simulation.status
+    for _ in range(2):
+        simulation.settle()
+        simulation.now += 61
+    assert {**simulation.status, "progress": {}} == {**before, "progress": {}}
+    assert simulation.store.get("pods", "ns", "copy")["metadata"].get("deletionTimestamp") is None
