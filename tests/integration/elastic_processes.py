@@ -180,7 +180,7 @@ def _be_node(task: dict[str, Any]) -> int:
     from evergrad_trainer.resume import inspect_directory
     from evergrad_trainer.run_directory import RunDirectory
 
-    args = _build_parser().parse_args(task["arguments"])
+    args = _build_parser(task["arguments"]).parse_args(task["arguments"])
     loaded = load_from(args)
     directory = RunDirectory(Path(args.run_directory))
     standing = inspect_directory(directory, loaded.run, extend=False)

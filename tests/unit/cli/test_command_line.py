@@ -62,3 +62,47 @@ def test_a_wrong_command_line_ends_with_64_and_one_clear_line(arguments: list[st
         main(arguments)
     assert ended.value.code == 64
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: evergrad")
+
+
+_WITHOUT_TRAINER = """
+import importlib.abc, sys
+
+class Missing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in {'torch', 'numpy', 'transformers', 'tokenizers', 'safetensors', 'matplotlib', 'xxhash'}:
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+sys.meta_path.insert(0, Missing())
+from evergrad_trainer.cli.main import CLUSTER_COMMANDS, main
+for arguments in ARGUMENTS(CLUSTER_COMMANDS):
+    try:
+        code = main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    print('ended', ' '.join(arguments), code)
+"""
+
+
+def _run_without_trainer(arguments: str) -> subprocess.CompletedProcess[str]:
+    """``arguments``: an expression that maps the names of the cluster's commands to command lines."""
+    code = _WITHOUT_TRAINER.replace("ARGUMENTS", f"(lambda names: {arguments})")
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+def test_help_and_the_commands_for_a_cluster_run_where_torch_and_numpy_are_not_installed() -> None:
+    result = _run_without_trainer("[['--help'], [], ['no-such-command'], *([name, '--help'] for name in names)]")
+    ended = [line for line in result.stdout.splitlines() if line.startswith("ended ")]
+    assert ended[:3] == ["ended --help 0", "ended  64", "ended no-such-command 64"]
+    assert ended[3:] == [f"ended {name} --help 0" for name in CLUSTER_COMMANDS]
+
+
+def test_validate_runs_where_torch_is_not_installed_and_names_what_is_wrong() -> None:
+    result = _run_without_trainer("[['validate', '/nowhere/run.yaml']]")
+    assert result.stdout.splitlines()[-1] == "ended validate /nowhere/run.yaml 64"
+    assert "/nowhere/run.yaml" in result.stderr
+
+
+def test_a_command_that_needs_a_missing_package_names_it_instead_of_a_traceback() -> None:
+    result = _run_without_trainer("[['run', 'trainingrun.yaml']]")
+    assert result.stdout.splitlines()[-1] == "ended run trainingrun.yaml 64"
+    assert result.stderr.startswith("error: evergrad run: needs the Python package numpy, which is not installed here")

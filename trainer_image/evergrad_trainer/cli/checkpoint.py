@@ -16,7 +16,6 @@ from evergrad_trainer.checkpoint.store import Candidate, Library
 from evergrad_trainer.errors import CheckpointError, Problem, RunDirectoryError
 
 NAME = "checkpoint"
-HELP = "list, verify or export the checkpoints of a run"
 EXAMPLES = """\
   evergrad checkpoint list runs/docs-lm
   evergrad checkpoint verify runs/docs-lm --step 1200

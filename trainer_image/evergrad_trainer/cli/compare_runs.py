@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.report.compare import Comparison, Difference, Repeats, Rules
 
 NAME = "compare-runs"
-HELP = "compare two runs step by step: samples, losses, tokens, learning rates, evaluations"
 EXAMPLES = """\
   evergrad compare-runs runs/a runs/b                     # losses within 1e-5 of each other
   evergrad compare-runs runs/a runs/b --exact             # bit by bit, gradient norms too

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol, cast
 
 from evergrad_coordinator.contract import ExitCode
@@ -16,7 +16,6 @@ class Command(Protocol):
     """What each module of ``cli/`` that is a command offers."""
 
     NAME: str
-    HELP: str
     EXAMPLES: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -24,10 +23,33 @@ class Command(Protocol):
     def execute(self, args: argparse.Namespace) -> int: ...
 
 
-COMMANDS = ("run", "node", "validate", "preflight", "prepare", "report", "checkpoint", "compare_runs")
-CLUSTER_COMMANDS = (
-    "submit", "list", "status", "logs", "wait", "suspend", "resume", "restart", "checkpoints", "top", "doctor",
-)  # fmt: skip
+# The one-line descriptions stand here so that `evergrad --help` imports no command: half of them need torch's packages.
+COMMANDS = {
+    "run": "train a TrainingRun on this machine; started again, it goes on where it stopped",
+    "node": "be one node of an elastic run: join its coordinator, train, leave when asked to",
+    "validate": "check a TrainingRun and say everything that is wrong with it",
+    "preflight": "check files, memory, free space, devices and the run directory, without training",
+    "prepare": "tokenise a run's data, in parallel; what is prepared already is only looked at",
+    "report": "write a run's report: one HTML file with plots, and the same facts as Markdown",
+    "checkpoint": "list, verify or export the checkpoints of a run",
+    "compare_runs": "compare two runs step by step: samples, losses, tokens, learning rates, evaluations",
+}
+"""Commands for this machine, by module of ``cli/``."""
+CLUSTER_COMMANDS = {
+    "submit": "submit a TrainingRun to the cluster; submitted again, the run is changed where it may be",
+    "list": "list the runs on the cluster",
+    "status": "show one run on the cluster: progress, pods, the last failure, and what to do next",
+    "logs": "show the output of a run on the cluster; -f follows it through replaced pods, to its end",
+    "wait": "wait until a run on the cluster is complete, or failed, running or suspended",
+    "suspend": "suspend a run on the cluster: it saves its state and its pods leave",
+    "resume": "resume a run on the cluster, suspended or stopped on request, at the step where it stopped",
+    "restart": "restart a run on the cluster from its newest checkpoint, also one that has failed",
+    "checkpoints": "show what is known of a run's checkpoints on the cluster, and how to list them",
+    "top": "show how fast the runs on the cluster train and what they use",
+    "doctor": "check whether runs can work on this cluster, in this namespace, for you",
+}
+"""Commands for a cluster, by module of ``cli/cluster/``."""
+_OWN_PACKAGES = ("evergrad", "evergrad_coordinator", "evergrad_trainer")
 _INTERRUPTED = 130
 
 
@@ -64,10 +86,25 @@ def _execute(args: argparse.Namespace) -> int:
     except EvergradError as error:
         print(f"error: {error}", file=sys.stderr)
         return int(error.exit_code)
+    except ModuleNotFoundError as error:
+        return _explain_missing(error, command.NAME)
     except BrokenPipeError:
         # The reader (head, less) has seen enough.
         sys.stderr.close()
         return int(ExitCode.DONE)
+
+
+def _explain_missing(error: ModuleNotFoundError, command: str) -> int:
+    """A package that this command needs is not installed. Raises ``error`` itself where the package is our own."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package in _OWN_PACKAGES:
+        raise error
+    print(
+        f"error: evergrad {command}: needs the Python package {package}, which is not installed here; the commands for a "
+        "cluster work without. Install evergrad-trainer with all of its dependencies.",
+        file=sys.stderr,
+    )
+    return int(ExitCode.USER_ERROR)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -84,29 +121,35 @@ def _build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         description="Train from one TrainingRun file: exact data order, checkpoints that survive kills, a report at the end.",
         epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
-    _add_commands(parser, [*COMMANDS, *(f"cluster.{name}" for name in CLUSTER_COMMANDS)], arguments)
-    return parser
+    return _add_commands(parser, {**COMMANDS, **_in_cluster_folder()}, arguments)
 
 
 def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(prog="kubectl evergrad", description="TrainingRuns on a cluster: submit, follow, stop and look after them.")
-    _add_commands(parser, [f"cluster.{name}" for name in CLUSTER_COMMANDS], arguments)
+    return _add_commands(parser, _in_cluster_folder(), arguments)
+
+
+def _in_cluster_folder() -> dict[str, str]:
+    return {f"cluster.{name}": text for name, text in CLUSTER_COMMANDS.items()}
+
+
+def _add_commands(parser: _Parser, commands: Mapping[str, str], arguments: Sequence[str]) -> _Parser:
+    """Add all ``commands``. Only the one that ``arguments`` begin with is imported and has its own arguments."""
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
+    sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module_name, text in commands.items():
+        name = module_name.rpartition(".")[2].replace("_", "-")
+        sub = sub_parsers.add_parser(name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if arguments and arguments[0] == name:
+            _import_command(sub, module_name, parser)
     return parser
 
 
-def _add_commands(parser: argparse.ArgumentParser, names: Sequence[str], arguments: Sequence[str]) -> None:
-    """Add the command that ``arguments`` begin with, or all of ``names``: to import all takes longer than most of them run."""
-    asked = [name for name in names if arguments and arguments[0] == name.rpartition(".")[2].replace("_", "-")]
-    parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name in asked or names:
-        module = importlib.import_module(f"evergrad_trainer.cli.{name}")
-        sub = commands.add_parser(
-            module.NAME,
-            help=module.HELP,
-            description=module.HELP,
-            epilog="examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} "),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        module.add_arguments(sub)
-        sub.set_defaults(command=module, is_for_cluster=name.startswith("cluster."))
+def _import_command(sub: argparse.ArgumentParser, module_name: str, parser: _Parser) -> None:
+    try:
+        module = importlib.import_module(f"evergrad_trainer.cli.{module_name}")
+    except ModuleNotFoundError as error:
+        parser.exit(_explain_missing(error, sub.prog.rpartition(" ")[2]))
+    sub.epilog = "examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} ")
+    module.add_arguments(sub)
+    sub.set_defaults(command=module, is_for_cluster=module_name.startswith("cluster."))

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.node.supervisor import NodeSettings
 
 NAME = "node"
-HELP = "be one node of an elastic run: join its coordinator, train, leave when asked to"
 EXAMPLES = """\
   evergrad node trainingrun.yaml --join 127.0.0.1:29400             # the address `evergrad run --nodes` prints
   evergrad node trainingrun.yaml --join coordinator:29400 --node 3 --address 10.0.0.7 --workers 2"""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.preflight import Finding
 
 NAME = "preflight"
-HELP = "check files, memory, free space, devices and the run directory, without training"
 EXAMPLES = """\
   evergrad preflight trainingrun.yaml
   evergrad preflight trainingrun.yaml --workers 2 --json"""

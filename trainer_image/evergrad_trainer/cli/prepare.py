@@ -18,7 +18,6 @@ from evergrad_trainer.data.prepared import Prepared, PreparedSource
 from evergrad_trainer.observers.formatting import count, duration, short_count, size
 
 NAME = "prepare"
-HELP = "tokenise a run's data, in parallel; what is prepared already is only looked at"
 EXAMPLES = """\
   evergrad prepare trainingrun.yaml
   evergrad prepare trainingrun.yaml --workers 4 --prepared-directory runs/.prepared

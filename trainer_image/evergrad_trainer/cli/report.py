@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from evergrad_trainer.report.build import ReportPaths
 
 NAME = "report"
-HELP = "write a run's report: one HTML file with plots, and the same facts as Markdown"
 EXAMPLES = """\
   evergrad report runs/docs-lm
   evergrad report runs/docs-lm --output /tmp/docs-lm

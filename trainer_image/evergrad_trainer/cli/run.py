@@ -20,7 +20,6 @@ from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
 NAME = "run"
-HELP = "train a TrainingRun on this machine; started again, it goes on where it stopped"
 EXAMPLES = """\
   evergrad run trainingrun.yaml
   evergrad run trainingrun.yaml --workers 2

@@ -20,7 +20,6 @@ from evergrad_trainer.errors import ConfigurationError, Problem
 from evergrad_trainer.script_files import portable_problems
 
 NAME = "validate"
-HELP = "check a TrainingRun and say everything that is wrong with it"
 EXAMPLES = """\
   evergrad validate trainingrun.yaml
   evergrad validate trainingrun.yaml --overlay small.yaml --set spec.training.horizon.tokens=1M

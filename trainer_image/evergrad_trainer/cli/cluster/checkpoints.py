@@ -16,7 +16,6 @@ from evergrad_trainer.cli.cluster.text import age, printable
 from evergrad_trainer.cli.cluster.waiting import read_run
 
 NAME = "checkpoints"
-HELP = "show what is known of a run's checkpoints on the cluster, and how to list them"
 EXAMPLES = """\
   evergrad checkpoints docs-lm
   evergrad checkpoints docs-lm --json | jq .newestStep"""

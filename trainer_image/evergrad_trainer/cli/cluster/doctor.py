@@ -16,7 +16,6 @@ from evergrad_trainer.cli.cluster.errors import CHECK_FAILED, NotFoundError, Ref
 from evergrad_trainer.cli.cluster.text import printable
 
 NAME = "doctor"
-HELP = "check whether runs can work on this cluster, in this namespace, for you"
 EXAMPLES = """\
   evergrad doctor
   evergrad doctor -n training --operator-namespace evergrad-system

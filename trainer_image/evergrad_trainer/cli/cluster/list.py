@@ -11,7 +11,6 @@ from evergrad_trainer.cli.cluster.runs import Run, parse_run, row_of
 from evergrad_trainer.cli.cluster.text import NOTHING, age, table
 
 NAME = "list"
-HELP = "list the runs on the cluster"
 EXAMPLES = """\
   evergrad list
   evergrad list -A --wide

@@ -13,7 +13,6 @@ from evergrad_trainer.cli.cluster.waiting import Goal, judge, read_run
 from evergrad_trainer.errors import Problem
 
 NAME = "logs"
-HELP = "show the output of a run on the cluster; -f follows it through replaced pods, to its end"
 EXAMPLES = """\
   evergrad logs docs-lm -f                  # the first node, each attempt of it, until the run ends
   evergrad logs docs-lm --all -f            # every node

@@ -8,7 +8,6 @@ from evergrad_trainer.cli.cluster.waiting import Goal
 from evergrad_trainer.errors import Problem
 
 NAME = "restart"
-HELP = "restart a run on the cluster from its newest checkpoint, also one that has failed"
 EXAMPLES = """\
   evergrad restart docs-lm                         # a failed run tries again; a running one gets new pods, in grace
   evergrad restart docs-lm --wait --timeout 5m     # until it trains again"""

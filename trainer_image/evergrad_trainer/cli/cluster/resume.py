@@ -9,7 +9,6 @@ from evergrad_trainer.cli.cluster.waiting import Goal
 from evergrad_trainer.errors import Problem
 
 NAME = "resume"
-HELP = "resume a run on the cluster, suspended or stopped on request, at the step where it stopped"
 EXAMPLES = """\
   evergrad resume docs-lm
   evergrad resume docs-lm --wait --timeout 5m      # until it trains"""

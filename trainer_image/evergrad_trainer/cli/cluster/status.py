@@ -28,7 +28,6 @@ from evergrad_trainer.cli.cluster.text import NOTHING, age, bar, printable, prin
 from evergrad_trainer.cli.cluster.waiting import read_run
 
 NAME = "status"
-HELP = "show one run on the cluster: progress, pods, the last failure, and what to do next"
 EXAMPLES = """\
   evergrad status docs-lm
   evergrad status docs-lm --json | jq .run.percent

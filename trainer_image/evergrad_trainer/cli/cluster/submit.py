@@ -18,7 +18,6 @@ from evergrad_trainer.config.view import without_nulls
 from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
 
 NAME = "submit"
-HELP = "submit a TrainingRun to the cluster; submitted again, the run is changed where it may be"
 EXAMPLES = """\
   evergrad submit trainingrun.yaml
   evergrad submit trainingrun.yaml --dry-run                 # checked here and by the cluster, nothing created

@@ -6,7 +6,6 @@ from evergrad_trainer.cli.cluster.switching import Switch, add_switch_arguments,
 from evergrad_trainer.cli.cluster.waiting import Goal
 
 NAME = "suspend"
-HELP = "suspend a run on the cluster: it saves its state and its pods leave"
 EXAMPLES = """\
   evergrad suspend docs-lm
   evergrad suspend docs-lm --wait --timeout 2m     # until its pods are gone"""

@@ -15,7 +15,6 @@ from evergrad_trainer.cli.cluster.text import NOTHING, parse_short_count, table
 from evergrad_trainer.observers.formatting import short_count, size
 
 NAME = "top"
-HELP = "show how fast the runs on the cluster train and what they use"
 EXAMPLES = """\
   evergrad top
   evergrad top -A --sort memory

@@ -7,7 +7,6 @@ from evergrad_trainer.cli.cluster.client import connect
 from evergrad_trainer.cli.cluster.waiting import Goal, Verdict, wait_for
 
 NAME = "wait"
-HELP = "wait until a run on the cluster is complete, or failed, running or suspended"
 EXAMPLES = """\
   evergrad wait docs-lm
   evergrad wait docs-lm --for running --timeout 5m
