@@ -154,7 +154,7 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
     if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
     if places := _places_of(finding.key):
-        return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", f"Check the indentation. {here}"
+        return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", f"Check the indentation, or the path that follows --set. {here}"
     return "unknown key", "", f"Remove it. {here}"
 
 
@@ -164,6 +164,8 @@ _REFUSED_IN_TEMPLATE: Final = {
     "restartPolicy": "the supervisor restarts workers and the operator replaces pods",
     "resources": "what a pod asks for stands in spec.resources",
     "containers": "a pod of a run has one container, which the operator builds",
+    "spec": "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below spec.template",
+    "metadata": "a run's template is flat: labels and annotations stand directly below spec.template",
 }
 
 
@@ -195,7 +197,10 @@ def _say_not_a_mapping(finding: _Finding) -> Sentence:
     example = f" with keys such as {', '.join(list(fields_of(section))[:3])}" if section is not None else ""
     if finding.value is None:
         return "is empty", f"a mapping is needed{example}", "Fill it in; check the indentation of the lines below it"
-    return f"{finding.shown} is not a mapping", f"a mapping is needed{example}", "Write `key: value` lines below it"
+    remedy = "Write `key: value` lines below it"
+    if finding.path == ("spec", "nodes") and isinstance(finding.value, int):
+        remedy = f"Write nodes: {{min: {finding.value}, max: {finding.value}}}"
+    return f"{finding.shown} is not a mapping", f"a mapping is needed{example}", remedy
 
 
 def _say_not_a_list(finding: _Finding) -> Sentence:
@@ -273,8 +278,17 @@ def _say_pattern(finding: _Finding) -> Sentence:
 def _say_own_words(finding: _Finding) -> Sentence:
     error = finding.context.get("error")
     if isinstance(error, NumberError):
+        seconds = _seconds_of(finding.value) if "Seconds" in finding.key else None
+        if seconds is not None:
+            return f"{finding.shown} is not a number", "the field counts seconds and takes no unit", f"Write {seconds}"
         return error.what, error.why, error.remedy
     return str(error), "", ""
+
+
+def _seconds_of(value: Any) -> int | None:
+    """Seconds of a duration such as ``90s``, ``5m`` or ``1h``; None where it is none."""
+    found = re.fullmatch(r"(\d{1,9})([smhd])", value) if isinstance(value, str) else None
+    return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else None
 
 
 def _say_otherwise(finding: _Finding) -> Sentence:

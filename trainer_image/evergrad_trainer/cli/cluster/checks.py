@@ -301,13 +301,15 @@ def check_groups(groups: Collection[str]) -> list[Check]:
         )
     )
     monitoring = (
-        Check("monitoring", State.OK, "monitoring.coreos.com is served: the chart's monitors can be switched on")
+        Check("monitoring", State.OK, "monitoring.coreos.com is served; the chart brings no monitors, so select the pods' port metrics yourself")
         if "monitoring.coreos.com" in groups
         else Check("monitoring", State.OK, "no Prometheus operator; metrics can be scraped from the pods' port named metrics")
     )
-    gangs = {"kueue.x-k8s.io": "Kueue", "scheduling.x-k8s.io": "coscheduling", "scheduling.volcano.sh": "Volcano"}
+    gangs = {"kueue.x-k8s.io": "Kueue", "scheduling.x-k8s.io": "coscheduling"}
     found = [name for group, name in gangs.items() if group in groups]
     text = f"{', '.join(found)} found" if found else "none; the pods of a run are scheduled one by one, which is all it needs"
+    if "scheduling.volcano.sh" in groups:
+        text += "; Volcano is here too, but runs do not use it"
     return [metrics, monitoring, Check("gang scheduling", State.OK, text)]
 
 

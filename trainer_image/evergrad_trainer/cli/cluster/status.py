@@ -194,7 +194,7 @@ def _pods(facts: Facts, now: float) -> list[str]:
         place = _COORDINATOR if pod.index is None else str(pod.index)
         seen = age(None if pod.created is None else now - pod.created)
         rows.append(("", place, pod.name, pod.phase, pod.node or NOTHING, str(pod.attempt), seen, pod.message))
-    lines = table(("", "NODE", "POD", "STATUS", "ON", "ATTEMPT", "AGE", "MESSAGE"), rows) if rows else []
+    lines = table(("", "INDEX", "POD", "STATUS", "NODE", "ATTEMPT", "AGE", "MESSAGE"), rows) if rows else []
     left_out = len(newest) - len(shown)
     return [*lines, f"   and {left_out} more: kubectl get pods -l {LABEL_RUN}={facts.run.name}"] if left_out else lines
 
