@@ -23,7 +23,8 @@ class Config:
     """Appended to the coordinator's name (``svc.cluster.local``); empty: ``svc``, which the pod's search list completes."""
     default_storage_size: str = "10Gi"
     default_storage_class: str | None = None
-    storage_access_mode: str = "ReadWriteMany"
+    storage_access_mode: str = ""
+    """Of new volumes whose run names none; empty: ReadWriteOnce for a run of one node, else ReadWriteMany."""
     node_loss_toleration_seconds: int = 5
     """So long a pod may stay on a node that is not ready."""
     coordinator_cpu: str = "20m"

@@ -40,6 +40,8 @@ class Storage:
 
     size: str | None
     storage_class_name: str | None
+    access_modes: tuple[str, ...]
+    """Empty: those of the installation."""
     claim_name: str | None
     path: str | None
 
@@ -210,6 +212,7 @@ def _parse_storage(raw: Mapping[str, Any]) -> Storage:
     return Storage(
         size=_quantity(raw.get("size"), f"{where}size"),
         storage_class_name=_text(raw, "storageClassName", where),
+        access_modes=_words(raw.get("accessModes"), f"{where}accessModes"),
         claim_name=_text(raw, "claimName", where),
         path=_text(raw, "path", where),
     )
@@ -242,11 +245,11 @@ def _parse_failure_policy(raw: Mapping[str, Any]) -> FailurePolicy:
 
 def _parse_script(raw: Mapping[str, Any]) -> Script:
     where = "spec.script."
-    command, grace = raw.get("command"), _count(raw, "gracePeriodSeconds", where)
-    if not isinstance(command, list | tuple) or not command or not all(isinstance(word, str) for word in command):
+    command, grace = _words(raw.get("command"), f"{where}command"), _count(raw, "gracePeriodSeconds", where)
+    if not command:
         raise SpecError(f"{where}command", "is not a list of texts")
     return Script(
-        command=tuple(command),
+        command=command,
         env=_texts(raw, "env", where),
         working_directory=_text(raw, "workingDirectory", where) or ".",
         grace_period_seconds=30 if grace is None else grace,
@@ -274,6 +277,14 @@ def _mappings(raw: Mapping[str, Any], key: str, where: str) -> tuple[Mapping[str
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise SpecError(f"{where}{key}", "is not a list of mappings")
+    return tuple(value)
+
+
+def _words(value: Any, path: str) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
+        raise SpecError(path, "is not a list of texts")
     return tuple(value)
 
 

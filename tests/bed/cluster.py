@@ -156,7 +156,7 @@ def _start_workers(api: Api) -> None:
     boxes.spawn_outside(
         "storage", [sys.executable, "-c", "import bed.storage; bed.storage.main()", keys() / "storage.kubeconfig"], environment
     )
-    control_plane.create_storage_class(api)
+    control_plane.create_storage_classes(api)
 
 
 def _write_cluster_folder() -> None:

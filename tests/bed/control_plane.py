@@ -4,7 +4,7 @@ from pathlib import Path
 
 from bed import boxes, toolbox
 from bed.api import Api, ApiError
-from bed.places import CONTROL_ADDRESS, SERVICES, STORAGE_CLASS, logs, pki, work
+from bed.places import CONTROL_ADDRESS, SERVICES, SINGLE_CLASS, STORAGE_CLASS, logs, pki, work
 from bed.shell import wait_until
 
 BOX = boxes.CONTROL
@@ -142,17 +142,19 @@ def start_kwok() -> None:
     boxes.spawn(BOX, "kwok", command)
 
 
-def create_storage_class(api: Api) -> None:
-    """The class `shared`, which is also the default; bed.storage makes its volumes."""
-    body = {
-        "apiVersion": "storage.k8s.io/v1",
-        "kind": "StorageClass",
-        "metadata": {"name": STORAGE_CLASS, "annotations": {"storageclass.kubernetes.io/is-default-class": "true"}},
-        "provisioner": "bed.local/dir",
-        "volumeBindingMode": "Immediate",
-        "reclaimPolicy": "Delete",
-    }
-    api.apply(f"/apis/storage.k8s.io/v1/storageclasses/{STORAGE_CLASS}", body)
+def create_storage_classes(api: Api) -> None:
+    """The class `shared`, which is also the default, and `single`; bed.storage makes their volumes."""
+    for name in (STORAGE_CLASS, SINGLE_CLASS):
+        default = {"storageclass.kubernetes.io/is-default-class": "true"} if name == STORAGE_CLASS else {}
+        body = {
+            "apiVersion": "storage.k8s.io/v1",
+            "kind": "StorageClass",
+            "metadata": {"name": name, "annotations": default},
+            "provisioner": "bed.local/dir",
+            "volumeBindingMode": "Immediate",
+            "reclaimPolicy": "Delete",
+        }
+        api.apply(f"/apis/storage.k8s.io/v1/storageclasses/{name}", body)
 
 
 def has_default_account(api: Api) -> bool:

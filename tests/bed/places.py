@@ -26,6 +26,8 @@ API_SERVICE = f"10.{96 - NUMBER}.0.1"
 PODS = f"10.{244 + NUMBER}.0.0/16"
 BRIDGE_END = f"bed{NUMBER}"  # the link of the machine's own network namespace
 STORAGE_CLASS = "shared"
+SINGLE_CLASS = "single"
+"""A class whose volumes are ReadWriteOnce only, like those of a laptop's cluster."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The provisioner behind the class `shared`: one directory per claim, the same in both nodes.
+"""The provisioner behind the classes `shared` and `single`: one directory per claim, the same in both nodes.
 
 Runs as a process of the bed, for as long as the bed does. Volumes are of type `local`, for which
 the kubelet applies fsGroup. A small or annotated claim gets a file system of its own size, so that it can be full.
@@ -13,7 +13,7 @@ from typing import Any
 
 from bed import boxes
 from bed.api import Api, ApiError, Object
-from bed.places import NODES, STORAGE_CLASS, volumes
+from bed.places import NODES, SINGLE_CLASS, STORAGE_CLASS, volumes
 from bed.shell import BedError, run
 
 PROVISIONER = "bed.local/dir"
@@ -44,9 +44,13 @@ def _follow(api: Api, path: str, act: Any) -> None:
 
 
 def provision(api: Api, claim: Object) -> None:
-    """Make the directory and the volume of a claim of our class that has none yet."""
+    """Make the directory and the volume of a claim of our classes that has none yet."""
     spec, metadata = claim["spec"], claim["metadata"]
-    if spec.get("storageClassName") != STORAGE_CLASS or spec.get("volumeName") or metadata.get("deletionTimestamp"):
+    storage_class = spec.get("storageClassName")
+    if storage_class not in (STORAGE_CLASS, SINGLE_CLASS) or spec.get("volumeName") or metadata.get("deletionTimestamp"):
+        return
+    if storage_class == SINGLE_CLASS and spec["accessModes"] != ["ReadWriteOnce"]:
+        print(f"{time.strftime('%T')} {metadata['namespace']}/{metadata['name']}: {spec['accessModes']} refused", flush=True)
         return
     name = f"pvc-{metadata['uid']}"
     path = volumes() / name
@@ -71,7 +75,9 @@ def provision(api: Api, claim: Object) -> None:
 
 def delete_if_released(api: Api, volume: Object) -> None:
     """Delete the directory and the volume of a claim that is gone."""
-    if volume["spec"].get("storageClassName") != STORAGE_CLASS or volume["spec"]["persistentVolumeReclaimPolicy"] != "Delete":
+    if volume["spec"].get("storageClassName") not in (STORAGE_CLASS, SINGLE_CLASS):
+        return
+    if volume["spec"]["persistentVolumeReclaimPolicy"] != "Delete":
         return
     name, is_going = volume["metadata"]["name"], "deletionTimestamp" in volume["metadata"]
     if volume.get("status", {}).get("phase") not in ("Released", "Failed") or is_going or not name.startswith("pvc-"):
@@ -137,7 +143,7 @@ def _volume(name: str, path: Path, claim: Object) -> Object:
             "capacity": {"storage": spec["resources"]["requests"]["storage"]},
             "accessModes": spec["accessModes"],
             "persistentVolumeReclaimPolicy": "Delete",
-            "storageClassName": STORAGE_CLASS,
+            "storageClassName": spec["storageClassName"],
             "local": {"path": str(path)},
             "claimRef": {**reference, "uid": metadata["uid"]},
             "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": terms}]}},

@@ -6,15 +6,22 @@ import time
 from typing import Any
 
 import pytest
+from bed.places import SINGLE_CLASS
 from cluster_runs import QUICKSTART, RESOURCE, ROOT, STEPS, Rows, Runs, make_manifest, wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
 
 
-def test_01_the_quickstart_trains_to_complete_and_applied_again_does_nothing(runs: Runs) -> None:
+def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_and_applied_again_does_nothing(
+    runs: Runs, cluster: Any
+) -> None:
     import yaml
 
-    runs.kubectl("apply", "-f", str(QUICKSTART))
+    manifest = yaml.safe_load((QUICKSTART / "trainingrun.yaml").read_text("utf-8"))
+    if cluster.is_bed:
+        manifest["spec"]["storage"]["storageClassName"] = SINGLE_CLASS
+    runs.kubectl("apply", "-f", str(QUICKSTART / "documents.yaml"))
+    runs.kubectl("apply", "-f", "-", text=json.dumps(manifest))
     run = runs.adopt("quickstart")
     runs.kubectl("wait", "--for=condition=Complete", "trun/quickstart", "--timeout=240s", seconds=260)
     status = run.status()
@@ -25,12 +32,12 @@ def test_01_the_quickstart_trains_to_complete_and_applied_again_does_nothing(run
     assert run.checkpoints()
     wait_for(lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end")
     before = (run.get()["metadata"]["resourceVersion"], [pod["metadata"]["uid"] for pod in run.pods()], len(run.rows()))
-    runs.kubectl("apply", "-f", str(QUICKSTART))
+    runs.kubectl("apply", "-f", "-", text=json.dumps(manifest))
     time.sleep(5)
     after = run.get()
     assert after["metadata"]["generation"] == 1
     assert (after["metadata"]["resourceVersion"], [pod["metadata"]["uid"] for pod in run.pods()], len(run.rows())) == before
-    assert yaml.safe_load((QUICKSTART / "trainingrun.yaml").read_text())["metadata"]["name"] == "quickstart"
+    assert manifest["metadata"]["name"] == "quickstart"
 
 
 def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_pod(runs: Runs) -> None:

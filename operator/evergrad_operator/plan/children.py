@@ -8,7 +8,7 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
 from evergrad_operator.observe import Observation
-from evergrad_operator.plan.claim import build_claim
+from evergrad_operator.plan.claim import build_claim, is_for_one_host
 from evergrad_operator.plan.common import JsonObject, with_hash
 from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import build_coordinator_pod
@@ -116,5 +116,6 @@ def _plan_pods(observation: Observation, decision: Decision, config: Config) -> 
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
         expect = min(max(running, run.spec.nodes.min), run.spec.nodes.max) if running else run.spec.nodes.max
         yield build_coordinator_pod(run, memory, config, attempt=decision.coordinator_attempt, expect=expect)
+    is_on_one_host = is_for_one_host(run, config, observation.claim)
     for index, attempt in decision.nodes_to_create:
-        yield build_node_pod(run, memory, config, index=index, attempt=attempt)
+        yield build_node_pod(run, memory, config, index=index, attempt=attempt, is_on_one_host=is_on_one_host)

@@ -27,11 +27,25 @@ def build_claim(run: TrainingRun, record: Record, config: Config, live: ClaimSta
     return {**claim, "metadata": metadata, "spec": dict(live.spec) if live else _build_spec(run, config)}
 
 
+def choose_access_modes(run: TrainingRun, config: Config, live: ClaimState | None) -> tuple[str, ...]:
+    """Those of the volume that stands (``live``); before it stands, those that are asked for."""
+    if live is not None and (standing := live.spec.get("accessModes")):
+        return tuple(standing)
+    if run.spec.storage.access_modes:
+        return run.spec.storage.access_modes
+    return (config.storage_access_mode or ("ReadWriteOnce" if run.spec.nodes.max == 1 else "ReadWriteMany"),)
+
+
+def is_for_one_host(run: TrainingRun, config: Config, live: ClaimState | None) -> bool:
+    """Whether several pods share a volume that only one node of the cluster can mount at a time."""
+    return run.spec.nodes.max > 1 and "ReadWriteMany" not in choose_access_modes(run, config, live)
+
+
 def _build_spec(run: TrainingRun, config: Config) -> Mapping[str, Any]:
     storage = run.spec.storage
     return without_none(
         {
-            "accessModes": [config.storage_access_mode],
+            "accessModes": list(choose_access_modes(run, config, None)),
             "resources": {"requests": {"storage": storage.size or config.default_storage_size}},
             "storageClassName": storage.storage_class_name or config.default_storage_class,
         }

@@ -38,8 +38,10 @@ _CACHES: Final = {
 """A user without a name or home, on a root that cannot be written."""
 
 
-def build_node_pod(run: TrainingRun, memory: Memory, config: Config, *, index: int, attempt: int) -> JsonObject:
-    """Node ``index`` in its ``attempt``."""
+def build_node_pod(
+    run: TrainingRun, memory: Memory, config: Config, *, index: int, attempt: int, is_on_one_host: bool = False
+) -> JsonObject:
+    """Node ``index`` in its ``attempt``. ``is_on_one_host``: where any of the run's pods is, all of them must be."""
     template, grace = run.spec.template, grace_seconds(run)
     pod: JsonObject = {
         "restartPolicy": "Never",
@@ -47,7 +49,7 @@ def build_node_pod(run: TrainingRun, memory: Memory, config: Config, *, index: i
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
-        **build_scheduling(run),
+        **build_scheduling(run, is_on_one_host=is_on_one_host),
         "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, index=index, grace=grace)],

@@ -1,10 +1,12 @@
 """What the allowed part of a pod template adds to a node's pod. That it is allowed, ``policies.allowed`` has checked."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.spec import TrainingRun
+
+_HOST: Final = "kubernetes.io/hostname"
 
 
 def build_user_labels(run: TrainingRun) -> dict[str, str]:
@@ -15,19 +17,27 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
     return {**gang, **passed, **template.labels}
 
 
-def build_scheduling(run: TrainingRun) -> dict[str, Any]:
-    """The template's part of a pod's spec, but for tolerations, volumes and secrets."""
+def build_scheduling(run: TrainingRun, *, is_on_one_host: bool = False) -> dict[str, Any]:
+    """The template's part of a pod's spec, but for tolerations, volumes and secrets, and what the run's volume demands."""
     template = run.spec.template
     # Without a selector a constraint counts no pod at all, which nobody means.
     ours = {"labelSelector": {"matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}}}
     return {
         "nodeSelector": dict(template.node_selector),
-        "affinity": template.affinity,
+        "affinity": _join_one_host(template.affinity, ours) if is_on_one_host else template.affinity,
         "topologySpreadConstraints": [{**ours, **constraint} for constraint in template.topology_spread_constraints],
         "priorityClassName": template.priority_class_name,
         "runtimeClassName": template.runtime_class_name,
         "schedulerName": template.scheduler_name,
     }
+
+
+def _join_one_host(affinity: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    """``affinity`` and, as a requirement, the host of the run's other pods. The first pod may go anywhere."""
+    between = dict(affinity.get("podAffinity") or {})
+    required = between.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
+    between["requiredDuringSchedulingIgnoredDuringExecution"] = [*required, {**ours, "topologyKey": _HOST}]
+    return {**affinity, "podAffinity": between}
 
 
 def merge_env(ours: dict[str, str], given: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:

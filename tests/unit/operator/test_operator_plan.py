@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -302,6 +303,32 @@ def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
     world.reconcile()
     assert world.plan.claim is not None
     assert world.plan.claim["spec"] == {key: value for key, value in spec.items() if key != "volumeName"}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "storage", "config", "modes", "is_on_one_host"),
+    [
+        ((1, 1), {}, {}, ["ReadWriteOnce"], False),
+        ((1, 2), {}, {}, ["ReadWriteMany"], False),
+        ((1, 2), {"accessModes": ["ReadWriteOnce"]}, {}, ["ReadWriteOnce"], True),
+        ((1, 1), {"accessModes": ["ReadWriteMany"]}, {}, ["ReadWriteMany"], False),
+        ((2, 2), {}, {"storage_access_mode": "ReadWriteOnce"}, ["ReadWriteOnce"], True),
+    ],
+)
+def test_a_volume_is_asked_for_as_many_hosts_as_the_run_has_nodes(
+    nodes: tuple[int, int], storage: dict[str, Any], config: dict[str, str], modes: list[str], is_on_one_host: bool
+) -> None:
+    run = make_run(nodes={"min": nodes[0], "max": nodes[1]}, storage={"size": "1Gi", **storage})
+    world = Simulation(run, config=dataclasses.replace(CONFIG, **config))
+    world.reconcile()
+    assert world.plan.claim is not None
+    assert world.plan.claim["spec"]["accessModes"] == modes
+    pods = [pod for pod in world.plan.create if pod["metadata"]["labels"]["evergrad.dev/role"] == "node"]
+    assert len(pods) == nodes[1]
+    for pod in pods:
+        between = pod["spec"].get("affinity", {}).get("podAffinity", {})
+        topologies = [term["topologyKey"] for term in between.get("requiredDuringSchedulingIgnoredDuringExecution", [])]
+        assert topologies == (["kubernetes.io/hostname"] if is_on_one_host else [])
 
 
 @pytest.mark.parametrize(

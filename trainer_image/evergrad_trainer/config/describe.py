@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Sequence
 from types import NoneType
-from typing import Any, Final, get_args, get_origin
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -49,7 +49,11 @@ def _describe_annotation(annotation: Any, metadata: tuple[Any, ...]) -> str:
     if origin is tuple:
         items = [item for item in arguments if item is not Ellipsis]
         inner = _describe_annotation(items[0], ())
+        if inner.startswith("choice of "):
+            return f"list; items: {inner.removeprefix('choice of ')}"
         return f"list of {inner}s" if Ellipsis in arguments else f"{len(items)} {inner}s"
+    if origin is Literal:
+        return "choice of " + ", ".join(f"`{choice}`" for choice in arguments)
     if origin is dict or annotation is dict:
         return "mapping"
     if origin is not None and arguments:

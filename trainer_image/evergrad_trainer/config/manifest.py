@@ -54,7 +54,12 @@ class Storage(Section):
     size: Quantity | None = None
     """Size of the new volume, a Kubernetes quantity such as ``20Gi``."""
     storage_class_name: str | None = Field(default=None, min_length=1)
-    """Storage class of the new volume; it must allow writing from several nodes. Default: the cluster's."""
+    """Storage class of the new volume. Default: the cluster's."""
+    access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany"], ...] | None = Field(
+        default=None, min_length=1, max_length=2
+    )
+    """Access modes of the new volume. Default: ReadWriteOnce where ``nodes.max`` is 1, else ReadWriteMany. All pods of a
+    run whose volume is ReadWriteOnce are placed on one node of the cluster."""
     claim_name: str | None = Field(default=None, min_length=1)
     """An existing PVC instead of a new one."""
     path: str | None = Field(default=None, min_length=1, max_length=255)

@@ -140,6 +140,9 @@ def check_storage(view: View) -> Iterator[Problem]:
     elif storage_class and claim:
         why = "an existing claim has its class already"
         yield Problem(f"{_STORAGE}.storageClassName", "has no meaning with claimName", why, "Remove it")
+    elif view.is_given(f"{_STORAGE}.accessModes") and claim:
+        why = "an existing claim has its access modes already"
+        yield Problem(f"{_STORAGE}.accessModes", "has no meaning with claimName", why, "Remove it")
     elif storage_class and not size:
         why = "storageClassName asks for a new volume"
         yield Problem(f"{_STORAGE}.size", "missing", why, "Add `size: 20Gi`, or name an existing claim by claimName")

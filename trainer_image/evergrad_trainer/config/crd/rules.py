@@ -153,6 +153,11 @@ def _storage_rules() -> Mapping[str, tuple[Schema, ...]]:
                 at=".storageClassName",
             ),
             rule(
+                "!(has(self.accessModes) && has(self.claimName))",
+                "has no meaning with claimName; an existing claim has its access modes already. Remove it.",
+                at=".accessModes",
+            ),
+            rule(
                 "!has(self.storageClassName) || has(self.size) || has(self.claimName)",
                 "missing; storageClassName asks for a new volume. Add `size: 20Gi`, or name an existing claim by claimName.",
                 at=".size",

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Annotated, Any, Final, get_args, get_origin
+from typing import Annotated, Any, Literal, Final, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -212,6 +212,8 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
         return {"type": "integer", "format": "int64", **_number_bounds(metadata)}
     if annotation is str:
         return {**_text_schema(metadata), **_path_rules(metadata)}
+    if get_origin(annotation) is Literal:
+        return {"type": "string", "enum": list(get_args(annotation))}
     raise TypeError(f"no structural schema for {annotation}")
 
 
