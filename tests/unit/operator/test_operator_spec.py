@@ -71,9 +71,7 @@ def test_the_example_is_read_into_values() -> None:
     assert run.spec.nodes == Nodes(min=2, max=4)
     assert run.spec.workers_per_node == 1
     assert run.spec.resources == Resources(requests={"cpu": "2"}, limits={"memory": "4Gi"})
-    assert run.spec.storage == Storage(
-        size="20Gi", storage_class_name="shared", access_modes=(), claim_name=None, path=None
-    )
+    assert run.spec.storage == Storage(size="20Gi", storage_class_name="shared", access_modes=(), claim_name=None, path=None)
     assert run.spec.suspend is False
     assert run.spec.failure_policy == FailurePolicy(max_failures_without_progress=3)
     assert run.spec.training is not None and run.spec.training["recipe"] == "pretrain"

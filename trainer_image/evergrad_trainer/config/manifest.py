@@ -55,9 +55,7 @@ class Storage(Section):
     """Size of the new volume, a Kubernetes quantity such as ``20Gi``."""
     storage_class_name: str | None = Field(default=None, min_length=1)
     """Storage class of the new volume. Default: the cluster's."""
-    access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany"], ...] | None = Field(
-        default=None, min_length=1, max_length=2
-    )
+    access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany"], ...] | None = Field(default=None, min_length=1, max_length=2)
     """Access modes of the new volume. Default: ReadWriteOnce where ``nodes.max`` is 1, else ReadWriteMany. All pods of a
     run whose volume is ReadWriteOnce are placed on one node of the cluster."""
     claim_name: str | None = Field(default=None, min_length=1)

@@ -154,7 +154,8 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
     if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
     if places := _places_of(finding.key):
-        return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", f"Check the indentation, or the path that follows --set. {here}"
+        remedy = f"Check the indentation, or the path that follows --set. {here}"
+        return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", remedy
     return "unknown key", "", f"Remove it. {here}"
 
 

@@ -301,7 +301,9 @@ def check_groups(groups: Collection[str]) -> list[Check]:
         )
     )
     monitoring = (
-        Check("monitoring", State.OK, "monitoring.coreos.com is served; the chart brings no monitors, so select the pods' port metrics yourself")
+        Check(
+            "monitoring", State.OK, "a Prometheus operator is here; the chart brings no monitors: select the port named metrics"
+        )
         if "monitoring.coreos.com" in groups
         else Check("monitoring", State.OK, "no Prometheus operator; metrics can be scraped from the pods' port named metrics")
     )

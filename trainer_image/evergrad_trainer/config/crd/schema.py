@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Annotated, Any, Literal, Final, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
