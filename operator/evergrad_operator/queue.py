@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+_SPARE_ENTRIES = 64
 Process = Callable[[K], Awaitable[float | None]]
 """Works on one key; seconds after which the key shall come again, or None. Raises to be tried again after a back-off."""
 
@@ -137,6 +138,12 @@ class WorkQueue(Generic[K]):
     def _push(self, key: K, due: float) -> None:
         self._num_pushed += 1
         heapq.heappush(self._heap, (due, self._num_pushed, key))
+        # An entry that an earlier time has superseded leaves only at the heap's head. One that is due in a week, pushed anew
+        # by each pass of a run with a deadline, would stay for that week: at most as many as there are keys may be superseded.
+        if len(self._heap) > 2 * len(self._due) + _SPARE_ENTRIES:
+            kept = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0] and entry[2] not in self._active]
+            self._heap = list({entry[2]: entry for entry in kept}.values())
+            heapq.heapify(self._heap)
         if self._heap[0][2] == key:
             self._wake.set()
 

@@ -199,3 +199,34 @@ def test_a_dropped_key_does_not_come() -> None:
 
     asyncio.run(main())
     assert done == []
+
+
+def test_a_week_of_passes_of_runs_with_a_deadline_leaves_no_more_entries_than_there_are_runs() -> None:
+    week, now = 7 * 86_400.0, [0.0]
+    keys = [f"run-{number}" for number in range(10)]
+    left: set[str] = set()
+    is_done = asyncio.Event()
+
+    async def process(key: str) -> float:
+        left.discard(key)
+        if not left:
+            is_done.set()
+        return week - now[0]  # until the run's deadline
+
+    async def main() -> int:
+        queue: WorkQueue[str] = WorkQueue(spacing=0.1, clock=lambda: now[0])
+        task = asyncio.create_task(queue.run(process, workers=4))
+        most = 0
+        while now[0] < week - 700.0:
+            left.update(keys)
+            is_done.clear()
+            for key in keys:
+                queue.add(key, after=2.0)  # a coordinator's news
+            now[0] += 600.0
+            await asyncio.wait_for(is_done.wait(), 30.0)
+            most = max(most, len(queue._heap))
+        await queue.close(seconds=1.0)
+        await task
+        return most
+
+    assert asyncio.run(main()) <= 2 * len(keys) + 64
