@@ -37,7 +37,7 @@ def build_conditions(
         Condition.FAILED: _say_end(decision, Phase.FAILED, Reason.NOT_FAILED),
         Condition.SUSPENDED: _say_suspended(decision),
         Condition.PODS_READY: _say_pods(observation, decision),
-        Condition.PROGRESSING: _say_progressing(decision, now=now, timeout=progress_timeout),
+        Condition.PROGRESSING: _say_progressing(decision, old.get(Condition.READY, {}), now=now, timeout=progress_timeout),
         Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
         Condition.STALLED: _say_stalled(decision),
         Condition.RECONCILING: _say_reconciling(decision),
@@ -90,13 +90,15 @@ def _say_pods(observation: Observation, decision: Decision) -> _Said:
     return _Said(False, Reason.SOME_READY, keep_start(decision.message, _SHORT))
 
 
-def _say_progressing(decision: Decision, *, now: float, timeout: float) -> _Said:
+def _say_progressing(decision: Decision, was_ready: Mapping[str, Any], *, now: float, timeout: float) -> _Said:
+    """``was_ready``: the condition Ready as it stands. Time in which no group was up is no time without a step."""
     training = decision.memory.training
+    ready_since = parse_time(was_ready.get("lastTransitionTime")) if was_ready.get("status") == "True" else None
     if decision.phase != Phase.RUNNING:
         return _Said(False, decision.reason)
     if training.step is None or training.updated_at is None:
         return _Said(None, Reason.NO_STEP_YET)
-    if now - training.updated_at > timeout:
+    if now - max(training.updated_at, now if ready_since is None else ready_since) > timeout:
         since = format_time(training.updated_at)
         return _Said(False, Reason.NO_STEPS, f"no step since {since}. See the logs of node 0, and kubectl top pods")
     return _Said(True, Reason.STEPS_ADVANCE)
@@ -119,5 +121,6 @@ def _say_stalled(decision: Decision) -> _Said:
 
 
 def _say_reconciling(decision: Decision) -> _Said:
-    is_changing = decision.phase in _ON_ITS_WAY and not decision.is_blocked
-    return _Said(True, Reason.CHANGING) if is_changing else _Said(False, Reason.UP_TO_DATE)
+    if decision.phase in _ON_ITS_WAY and not decision.is_blocked:
+        return _Said(True, decision.reason, keep_start(decision.message, _SHORT))
+    return _Said(False, Reason.UP_TO_DATE)

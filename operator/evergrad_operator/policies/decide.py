@@ -86,9 +86,12 @@ def _let_go(situation: Situation) -> Decision:
 
 
 def _note_start(situation: Situation) -> Situation:
-    """The clock of the run's deadline runs while it waits, too."""
+    """The clock of the run's deadline runs while it waits, too. A pause before it is no time without a step."""
     memory = situation.memory
-    return situation if memory.start_time is not None else replace(situation, memory=replace(memory, start_time=situation.now))
+    if memory.start_time is not None:
+        return situation
+    training = replace(memory.training, updated_at=None)
+    return replace(situation, memory=replace(memory, start_time=situation.now, training=training))
 
 
 def _hold_if_wrong(situation: Situation) -> Decision | None:
@@ -117,14 +120,19 @@ def _run(situation: Situation) -> Decision:
     obstacle = find_claim_obstacle(situation)
     if obstacle is not None:
         held = situation.hold(Phase.WAITING, obstacle.reason, obstacle.message)
-        return replace(held, is_blocked=True, requeue_after=_CLAIM_RETRY_SECONDS)
+        person_at = obstacle.needs_person_at
+        is_blocked = person_at is not None and situation.now >= person_at
+        return replace(held, is_blocked=is_blocked, requeue_after=_CLAIM_RETRY_SECONDS)
     scale = decide_scale(situation)
     memory = _note_gang(situation, scale)
     record = situation.build_record(scale.epoch)
     wanted = [names.node_pod_name(situation.run.name, *node) for node in scale.nodes_to_create]
     if scale.coordinator_attempt is not None:
         wanted.append(names.coordinator_pod_name(situation.run.name, scale.coordinator_attempt))
-    phase, reason, message, is_blocked = _describe(situation, scale, find_obstacle(situation, wanted))
+    if not situation.is_recorded(record):
+        wanted.append(situation.run.claim_name)
+    phase, reason, message, person_at = _describe(situation, scale, find_obstacle(situation, wanted))
+    seconds_to_person = None if person_at is None else person_at - situation.now
     return Decision(
         Action.RUN,
         phase,
@@ -136,8 +144,8 @@ def _run(situation: Situation) -> Decision:
         coordinator_attempt=scale.coordinator_attempt,
         bounds=scale.bounds,
         record=None if situation.is_recorded(record) else record,
-        is_blocked=is_blocked,
-        requeue_after=scale.requeue_after,
+        is_blocked=seconds_to_person is not None and seconds_to_person <= 0,
+        requeue_after=earliest(scale.requeue_after, seconds_to_person if (seconds_to_person or 0.0) > 0 else None),
     )
 
 
@@ -155,8 +163,8 @@ def _is_warming_up(situation: Situation, scale: Scale) -> bool:
     return scale.missing == 0 and situation.now - newest < _WARM_UP_SECONDS
 
 
-def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> tuple[Phase, str, str, bool]:
-    """Phase, reason, message, and whether somebody has to do something before the run trains."""
+def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> tuple[Phase, str, str, float | None]:
+    """Phase, reason, message, and from when on somebody has to act before the run trains; None for never."""
     progress, memory = situation.progress, situation.memory
     known_phase = memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""
     if progress is not None:
@@ -170,17 +178,19 @@ def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> 
         phase = Phase.RUNNING if known_phase == Phase.RUNNING and situation.live else Phase.STARTING
     if phase == Phase.RUNNING:
         if scale.coordinator_attempt is not None:
-            return phase, Reason.COORDINATOR_LOST, "the coordinator is being replaced; training goes on", False
+            text = "the coordinator is being replaced; training goes on"
+            return phase, Reason.COORDINATOR_LOST, text + (f"; {obstacle.message}" if obstacle else ""), None
         text = f"{situation.ready} of {situation.run.spec.nodes.max} nodes train"
         behind = f"; {obstacle.message}" if obstacle else ""
-        return phase, Reason.TRAINING, text + behind, False
+        return phase, Reason.TRAINING, text + behind, None
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
-        return Phase.STARTING if is_starting else Phase.WAITING, obstacle.reason, obstacle.message, not is_starting
+        found = Phase.STARTING if is_starting else Phase.WAITING
+        return found, obstacle.reason, obstacle.message, obstacle.needs_person_at
     if is_backing_off(situation):
         text = f"the next pods come at {format_time(memory.budget.retry_at)}"
         text += f". Last: {describe_failure(memory.last_failure)}" if memory.last_failure else ""
-        return Phase.WAITING, Reason.BACKING_OFF, text, False
+        return Phase.WAITING, Reason.BACKING_OFF, text, None
     if progress is not None and phase == Phase.WAITING:
-        return phase, Reason.WAITING_FOR_NODES, progress.message, False
-    return phase, Reason.STARTING, "pods are on their way, or the group is forming", False
+        return phase, Reason.WAITING_FOR_NODES, progress.message, None
+    return phase, Reason.STARTING, "pods are on their way, or the group is forming", None

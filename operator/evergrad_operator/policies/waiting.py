@@ -1,8 +1,8 @@
-"""What is in the way of a run that wants to train, in words: somebody has to do something, and the run goes on by itself then."""
+"""What is in the way of a run that wants to train, in words, and whether a person has to act. The run goes on by itself then."""
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from evergrad_operator import names
@@ -29,25 +29,45 @@ _START: Final = frozenset(
 _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" (?:not found|is being deleted)')
 _PENDING_CLAIM: Final = re.compile(r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes")
 _SLOW_SECONDS: Final = 120.0
+_PERSON_AT_ONCE: Final = frozenset(
+    {Reason.ADMISSION_REFUSED, Reason.INVALID_OBJECT, Reason.VOLUME_LOST, Reason.VOLUME_RECORD_REFUSED}
+)
+_PERSON_LATER: Final = frozenset({Reason.IMAGE_PULL_FAILED, Reason.START_ERROR, Reason.VOLUME_MISSING, Reason.VOLUME_PENDING})
+"""A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by themselves.
+
+What is in neither set does so sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes free.
+"""
+PATIENCE_SECONDS: Final = 300.0
+"""An obstacle that often heals by itself needs a person after so long: most outages of a registry are shorter."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One thing that is in the way, and what to do about it."""
+    """One thing that is in the way, and what to do about it. ``since``: seconds since 1970, 0 where unknown."""
 
     reason: Reason
     message: str
+    since: float = 0.0
+
+    @property
+    def needs_person_at(self) -> float | None:
+        """When somebody has to act, in seconds since 1970; None for what heals without."""
+        if self.reason in _PERSON_AT_ONCE:
+            return self.since
+        return self.since + PATIENCE_SECONDS if self.reason in _PERSON_LATER else None
 
 
 def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | None:
-    """The most telling obstacle. ``wanted``: names of the pods that should be made now."""
+    """The most telling obstacle. ``wanted``: names of the pods that should be made now, and of a claim to be written."""
     names_wanted = frozenset(wanted)
     for failure in situation.observation.failures:
         if _is_relevant(failure, situation, names_wanted):
-            return explain_refusal(failure)
+            is_record = failure.kind == "PersistentVolumeClaim" and situation.observation.claim is not None
+            return _explain_record(failure) if is_record else explain_refusal(failure)
     coordinators = [pod for pod in situation.observation.coordinators if pod.is_live and not pod.is_running]
-    found = [_explain(pod, situation) for pod in (*coordinators, *situation.live) if not pod.is_running]
-    obstacles = [one for one in found if one is not None]
+    pending = [pod for pod in (*coordinators, *situation.live) if not pod.is_running]
+    found = [(_explain(pod, situation), pod.created_at) for pod in pending]
+    obstacles = [replace(one, since=created_at) for one, created_at in found if one is not None]
     return min(obstacles, key=lambda one: _ORDER.index(one.reason), default=None)
 
 
@@ -65,11 +85,8 @@ _ORDER: Final = (
 
 def _is_relevant(failure: ApplyFailure, situation: Situation, wanted: frozenset[str]) -> bool:
     """Whether what was refused is still needed; a refusal of something else may be remembered for long."""
-    if failure.kind == "Pod":
+    if failure.kind in ("Pod", "PersistentVolumeClaim"):
         return failure.name in wanted
-    if failure.kind == "PersistentVolumeClaim":
-        own = situation.own_record
-        return own is None or own.uid != situation.run.uid
     return (failure.kind, failure.name) not in situation.observation.hashes
 
 
@@ -84,7 +101,7 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
         return Obstacle(Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again")
     if "must specify" in said and "quota" in said:
         remedy = "Set these under spec.resources; it is tried again"
-        return Obstacle(Reason.QUOTA_EXCEEDED, f"{text}. {remedy}")
+        return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
     if "violates PodSecurity" in said:
         remedy = "Remove from spec.template what the namespace's Pod Security level forbids"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}; it is tried again")
@@ -95,6 +112,24 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
         remedy = "Change the run, or the policy or rights that forbid it; it is tried again"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
     return Obstacle(Reason.CREATE_FAILED, f"{text}. It is tried again")
+
+
+def _explain_record(failure: ApplyFailure) -> Obstacle:
+    """The run's note on an existing claim is refused: it stands before any pod, or two runs would share a folder."""
+    text = (
+        f"the API server refuses the run's record on PersistentVolumeClaim {failure.name}: "
+        f"{quote(failure.message) or failure.reason} (HTTP {failure.status}). No pod is made before it stands"
+    )
+    if "annotations" in failure.message and "long" in failure.message.lower():
+        remedy = (
+            f"Delete TrainingRuns that are over and use this claim, and annotations of it that begin with "
+            f"{names.CLAIM_ANNOTATION_PREFIX} and name no run any more, or use another claim"
+        )
+    elif failure.status == 403:
+        remedy = "Allow the operator to patch the claim: see its rights, quotas and admission policies"
+    else:
+        remedy = "See what the API server or a webhook has against an annotation of the claim"
+    return Obstacle(Reason.VOLUME_RECORD_REFUSED, f"{text}. {remedy}; it is tried again")
 
 
 def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
@@ -130,14 +165,17 @@ def _explain_scheduling(where: str, said: str) -> Obstacle:
 def find_claim_obstacle(situation: Situation) -> Obstacle | None:
     """What is wrong with the PVC itself, before any pod needs it."""
     claim, name, is_given = situation.observation.claim, situation.run.claim_name, bool(situation.run.spec.storage.claim_name)
+    since = situation.memory.start_time or situation.now
     if claim is None:
         if not is_given:
             return None
         text = f"PersistentVolumeClaim {name} does not exist in namespace {situation.run.namespace}"
-        return Obstacle(Reason.VOLUME_MISSING, f"{text}. Create it, or leave out spec.storage.claimName in a new TrainingRun")
+        remedy = "Create it, or leave out spec.storage.claimName in a new TrainingRun"
+        return Obstacle(Reason.VOLUME_MISSING, f"{text}. {remedy}", since)
     if claim.phase == "Lost":
         text = f"PersistentVolumeClaim {name} has lost its volume"
-        return Obstacle(Reason.VOLUME_LOST, f"{text}. Restore the volume, or start a new TrainingRun on another")
+        return Obstacle(Reason.VOLUME_LOST, f"{text}. Restore the volume, or start a new TrainingRun on another", since)
     if claim.is_deleting and not situation.live:
-        return Obstacle(Reason.VOLUME_MISSING, f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another")
+        text = f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
+        return Obstacle(Reason.VOLUME_MISSING, text, since)
     return None

@@ -400,7 +400,7 @@ def test_a_failure_that_is_told_again_and_again_is_written_once() -> None:
 
 REFUSALS = [
     (403, 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2', "QuotaExceeded"),
-    (403, "failed quota: q: must specify limits.cpu for: trainer", "QuotaExceeded"),
+    (403, "failed quota: q: must specify limits.cpu for: trainer", "AdmissionRefused"),
     (403, 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false', "AdmissionRefused"),
     (403, "maximum memory usage per Container is 1Gi, but limit is 4Gi", "AdmissionRefused"),
     (403, 'no PriorityClass with name "high" was found', "AdmissionRefused"),
@@ -416,7 +416,10 @@ def test_what_the_api_server_refuses_is_told_and_mended_by_itself(status: int, m
     decision = world.reconcile(refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START))
     assert (decision.phase, decision.reason) == (Phase.WAITING, reason)
     assert message in decision.message
-    assert world.condition("Stalled")["status"] == "True"
+    is_for_a_person = reason in ("AdmissionRefused", "InvalidObject")
+    assert world.condition("Stalled")["status"] == str(is_for_a_person)
+    expected = ("False", "UpToDate") if is_for_a_person else ("True", reason)
+    assert (world.condition("Reconciling")["status"], world.condition("Reconciling")["reason"]) == expected
     assert world.condition("Ready")["status"] == "False"
     assert len(world.plan.create) == 4, "it is tried again; the edge sees to the pace"
     world.reconcile()
@@ -477,15 +480,62 @@ def test_what_keeps_pods_from_starting_is_told_and_waited_for(how: str, argument
         getattr(world, how)(f"docs-lm-{index}-0", *arguments)
     world.progress = make_progress(0, phase="Waiting", nodes={"ready": 0})
     decision = world.settle()
-    assert (decision.phase, decision.reason, decision.is_blocked) == (Phase.WAITING, reason, True)
+    assert (decision.phase, decision.reason, decision.is_blocked) == (Phase.WAITING, reason, False)
     assert "node 0 (pod docs-lm-0-0)" in decision.message
     assert arguments[0] in decision.message or arguments[-1] in decision.message
-    assert world.condition("Stalled")["reason"] == reason
+    assert (world.condition("Reconciling")["status"], world.condition("Reconciling")["reason"]) == ("True", reason)
+    assert world.condition("Stalled")["status"] == "False"
     assert world.created[1:] == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], "nothing is tried again by new pods"
     assert world.writes <= 3
     world.start()
     world.train()
     assert world.settle().phase == Phase.RUNNING
+
+
+@pytest.mark.parametrize(("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING])
+def test_a_run_is_stalled_only_where_waiting_will_not_help(how: str, arguments: tuple[str, ...], reason: str) -> None:
+    world = Simulation()
+    world.reconcile()
+    world.start("docs-lm-coordinator-0")
+    for index in range(3):
+        getattr(world, how)(f"docs-lm-{index}-0", *arguments)
+    world.progress = make_progress(0, phase="Waiting", nodes={"ready": 0})
+    decision = world.settle()
+    heals = reason in ("Queued", "Unschedulable")
+    assert decision.requeue_after == (None if heals else 300.0)
+    world.age(300)
+    world.settle()
+    expected = {"Stalled": str(not heals), "Reconciling": str(heals)}
+    assert {kind: world.condition(kind)["status"] for kind in expected} == expected
+    assert world.condition("Reconciling" if heals else "Stalled")["reason"] == reason
+
+
+def test_a_claim_that_does_not_come_stalls_the_run_after_minutes_and_not_before() -> None:
+    world = Simulation(make_run(storage={"claimName": "shared"}))
+    world.reconcile()
+    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["reason"]) == ("False", "VolumeMissing")
+    world.age(300)
+    world.reconcile()
+    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["status"]) == ("True", "False")
+
+
+RECORDS = [
+    (422, "metadata.annotations: Too long: may not be more than 262144 bytes", "Delete TrainingRuns that are over"),
+    (403, 'admission webhook "x" denied the request', "Allow the operator to patch the claim"),
+    (500, "failed calling webhook", "See what the API server"),
+]
+
+
+@pytest.mark.parametrize(("status", "message", "remedy"), RECORDS, ids=[str(row[0]) for row in RECORDS])
+def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy(status: int, message: str, remedy: str) -> None:
+    world = Simulation(make_run(storage={"claimName": "shared"}))
+    claim = {"metadata": {"name": "shared"}, "status": {"phase": "Bound"}}
+    world.children["PersistentVolumeClaim", "shared"] = claim
+    world.failures = [ApplyFailure("PersistentVolumeClaim", "shared", status, "Invalid", message, START)]
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.VOLUME_RECORD_REFUSED)
+    assert message in decision.message and remedy in decision.message
+    assert world.condition("Stalled")["reason"] == "VolumeRecordRefused"
 
 
 def test_an_image_of_the_coordinator_that_cannot_be_pulled_is_told_too() -> None:

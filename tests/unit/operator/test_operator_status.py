@@ -88,6 +88,42 @@ def test_a_transition_time_moves_with_the_status_only() -> None:
     assert changed == {"Ready", "Failed", "PodsReady", "Progressing", "Stalled"}
 
 
+def test_a_resumed_run_is_not_late_before_it_has_had_its_time() -> None:
+    world = Simulation().run(10)
+    world.set_spec(suspend=True)
+    world.settle()
+    world.leave()
+    world.settle()
+    world.leave()
+    world.settle()
+    assert world.status["phase"] == "Suspended"
+    world.age(86400)
+    world.progress = None
+    world.set_spec(suspend=False)
+    world.settle()
+    assert "updatedAt" not in world.status["progress"], "alerts on the age of the last step would tell of the pause"
+    world.start()
+    for step in (10, 11):
+        world.train(step)
+        world.settle()
+        assert world.status["phase"] == "Running"
+        assert world.condition("Progressing")["status"] != "False"
+
+
+def test_a_group_that_is_up_again_after_waiting_for_nodes_is_not_late_before_it_has_had_its_time() -> None:
+    world = Simulation().run(10)
+    world.train(10, phase="Waiting")
+    world.settle()
+    world.age(5000)
+    world.settle()
+    world.train(10)
+    world.settle()
+    assert world.condition("Progressing")["status"] == "True"
+    world.age(1000)
+    world.settle()
+    assert world.condition("Progressing")["reason"] == "NoSteps"
+
+
 def test_a_group_that_makes_no_step_for_long_is_told() -> None:
     world = Simulation().run(10)
     world.age(1000)
