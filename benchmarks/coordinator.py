@@ -22,6 +22,7 @@ from evergrad_coordinator.protocol import Go, Hello, Ping, Plan, Ready, Up, deco
 from evergrad_coordinator.server import allow_many_files
 
 _PING = encode(Ping())
+_TOKEN = "benchmark"
 
 
 class FakeNode(asyncio.Protocol):
@@ -35,7 +36,7 @@ class FakeNode(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello."""
         self.transport = typing.cast(asyncio.Transport, transport)
-        self.write(encode(Hello("r", str(self.number), f"i{self.number}", "127.0.0.1", 1, "in-process")))
+        self.write(encode(Hello("r", str(self.number), f"i{self.number}", "127.0.0.1", 1, "in-process", token=_TOKEN)))
 
     def data_received(self, data: bytes) -> None:
         """As a node that has nothing to stop."""
@@ -146,6 +147,8 @@ def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.
         address = Path(name) / "address.json"
         command = [sys.executable, "-m", "evergrad_coordinator", "--run", "r", "--min", "1", "--max", str(num_nodes)]
         command += ["--host", "127.0.0.1", "--state", f"{name}/state", "--address-file", str(address)]
+        command += ["--token-file", f"{name}/token"]
+        Path(name, "token").write_text(_TOKEN, encoding="ascii")
         with Path(name, "log").open("wb") as log, subprocess.Popen(command, stderr=log) as process:
             try:
                 while not address.exists():

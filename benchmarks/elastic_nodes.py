@@ -162,7 +162,8 @@ class ElasticNodes:
         command = [
             sys.executable, "-m", "evergrad_coordinator", "--run", "bench", "--host", "127.0.0.1",
             "--recovery", settings.recovery, "--min", "1", "--max", str(settings.num_nodes), "--expect", str(settings.num_nodes),
-            "--state", str(folder / "generation"), "--address-file", str(folder / "address.json"), *settings.extra,
+            "--state", str(folder / "generation"), "--address-file", str(folder / "address.json"),
+            "--token-file", str(folder / "token"), *settings.extra,
         ]  # fmt: skip
         process = start_process(command, output=folder / "coordinator.log")
         deadline = time.monotonic() + 30
@@ -175,7 +176,7 @@ class ElasticNodes:
 
     def start_node(self, index: int) -> None:
         arguments = ["node", "run.yaml", "--join", f"127.0.0.1:{self.port}", "--node", str(index), "--address", "127.0.0.1"]
-        arguments += ["--run-directory", "run", "--workers", "1"]
+        arguments += ["--run-directory", "run", "--workers", "1", "--token-file", "token"]
         process = multiprocessing.get_context("fork").Process(
             target=_be_node, args=(arguments, self._folder, os.getpid(), self._settings.on_start), name=f"node-{index}"
         )

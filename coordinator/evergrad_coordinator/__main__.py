@@ -16,6 +16,7 @@ from evergrad_coordinator.failures import MAX_FAILURES
 from evergrad_coordinator.http import StatusServer
 from evergrad_coordinator.journal import FileStore, GenerationStore, JournalError, MemoryStore
 from evergrad_coordinator.membership import Membership
+from evergrad_coordinator.secret import obtain_token
 from evergrad_coordinator.server import Server
 from evergrad_coordinator.state import MAX_GENERATION, Settings
 
@@ -50,7 +51,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--state", type=Path, help="file of the newest generation; also the lock of the run")
     parser.add_argument("--first-generation", type=int, default=0, help="newest generation known from elsewhere")
     parser.add_argument("--epoch", type=int, default=0, help="high bits of all generations")
-    parser.add_argument("--token-file", type=Path, help="nodes must say what it holds")
+    parser.add_argument("--token-file", type=Path, required=True, help="what nodes and callers must say; made if it is not there")
     parser.add_argument("--recovery", choices=["in-process", "fresh"], default="in-process")
     parser.add_argument("--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint")
     parser.add_argument("--exit-when-empty", action="store_true", help="end with 75 or 76 when all nodes have left")
@@ -103,11 +104,6 @@ def find_problems(options: argparse.Namespace) -> list[str]:
     if options.hold_joins and options.recovery != "fresh":
         problems.append("--hold-joins: only fresh workers have joins to hold. Add --recovery fresh, or leave it out.")
     return problems
-
-
-def read_token(path: Path | None) -> str:
-    """The run's secret; empty without a file. Raises OSError or UnicodeDecodeError."""
-    return "" if path is None else path.read_text(encoding="utf-8").strip()
 
 
 def build_settings(options: argparse.Namespace, token: str) -> Settings:
@@ -190,9 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     problems = find_problems(options)
     try:
-        token = read_token(options.token_file)
-    except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"--token-file: {options.token_file} cannot be read; {error}. Give a readable text file.")
+        token = "" if problems else obtain_token(options.token_file)
+    except (OSError, ValueError) as error:
+        problems.append(f"--token-file: {options.token_file} cannot be read or made; {error}. Give a text file with the token.")
     if problems:
         for problem in problems:
             log_line("failed", message=problem)

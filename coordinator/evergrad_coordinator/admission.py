@@ -1,10 +1,10 @@
 """Who may join: the checks of a hello. Pure."""
 
-import hmac
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import PROTOCOL_VERSION, Hello, Message, Refused
+from evergrad_coordinator.secret import is_token
 from evergrad_coordinator.state import MAX_GENERATION, Settings
 
 MAX_NAME = 63
@@ -14,6 +14,9 @@ MAX_WORKERS = 4096
 
 def refuse(hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | None) -> Refused | None:
     """Why this node cannot join, or None. ``fingerprint``: of the group's first member."""
+    # A stranger is told nothing else: no name, no version, no value of the group.
+    if not is_token(hello.token, settings.token):
+        return _build("WrongToken", "hello.token: not this run's. Give the node the token file that its coordinator was given.")
     for check in (_find_wrong_run, _find_wrong_values, _find_wrong_kind):
         if found := check(hello, settings):
             return _build(*found)
@@ -28,15 +31,14 @@ def refuse_crowd(settings: Settings) -> Refused:
 
 
 def _build(reason: str, message: str) -> Refused:
-    return Refused(reason=reason, message=message, exit_code=ExitCode.USER_ERROR)
+    # It concerns that host, image or moment: never the run, which may be training.
+    return Refused(reason=reason, message=message, exit_code=ExitCode.INTERNAL)
 
 
 def _find_wrong_run(hello: Hello, settings: Settings) -> tuple[str, str] | None:
     if hello.protocol != PROTOCOL_VERSION:
         text = f"hello.protocol: {hello.protocol}; this coordinator speaks {PROTOCOL_VERSION}. Use one Evergrad in all pods."
         return "ProtocolVersion", text
-    if not hmac.compare_digest(hello.token.encode(), settings.token.encode()):
-        return "WrongToken", "hello.token: not this run's. Give the node the token file its coordinator was given."
     if hello.run != settings.run:
         text = f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator is of {settings.run}. Correct the address or the name."
         return "WrongRun", text

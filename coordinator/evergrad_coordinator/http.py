@@ -1,4 +1,7 @@
-"""A very small HTTP/1.1 server: GET of /status, /healthz, /readyz and /metrics, POST of /bounds. All bounded."""
+"""A very small HTTP/1.1 server: GET of /status, /healthz, /readyz and /metrics, POST of /bounds. All bounded.
+
+/healthz and /metrics answer everybody; all else needs the run's token.
+"""
 
 import asyncio
 import contextlib
@@ -6,6 +9,7 @@ import json
 import time
 from collections.abc import Callable
 
+from evergrad_coordinator.secret import is_token
 from evergrad_coordinator.server import Server
 from evergrad_coordinator.status import build_metrics, build_status
 
@@ -16,19 +20,33 @@ _BOUNDS = "/bounds"
 _TEXT = "text/plain; charset=utf-8"
 _METRICS = "text/plain; version=0.0.4; charset=utf-8"
 _JSON = "application/json"
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 503: "Service Unavailable"}
+_OPEN = ("/healthz", "/metrics")
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    503: "Service Unavailable",
+}
 Answer = tuple[int, str, str]
+
+
+def _find_header(head: bytes, wanted: str) -> str:
+    """The value of a header, named in lower case; empty without it."""
+    for line in head.decode("latin-1").split("\r\n")[1:]:
+        name, _, value = line.partition(":")
+        if name.strip().lower() == wanted:
+            return value.strip()
+    return ""
 
 
 def _body_length(head: bytes) -> int:
     """What the request's head says of its body, 0 for nothing. Raises OSError for a body that is not taken."""
-    for line in head.decode("latin-1").split("\r\n")[1:]:
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "content-length":
-            if not value.strip().isdecimal() or int(value) > MAX_REQUEST_BYTES:
-                raise OSError("no such body is taken")
-            return int(value)
-    return 0
+    value = _find_header(head, "content-length") or "0"
+    if not value.isdecimal() or int(value) > MAX_REQUEST_BYTES:
+        raise OSError("no such body is taken")
+    return int(value)
 
 
 class StatusServer:
@@ -81,6 +99,8 @@ class StatusServer:
         path = words[1].partition("?")[0] if len(words) == 3 else ""
         if len(words) != 3 or not words[2].startswith("HTTP/1."):
             status, kind, body = 400, _TEXT, "not an HTTP/1.1 request\n"
+        elif path not in _OPEN and not self._is_ours(head):
+            status, kind, body = 401, _TEXT, "the run's token is needed: Authorization: Bearer TOKEN\n"
         elif path == _BOUNDS and words[0] == "POST":
             status, kind, body = self._set_bounds(content)
         elif words[0] not in ("GET", "HEAD") or path == _BOUNDS:
@@ -93,6 +113,7 @@ class StatusServer:
             f"HTTP/1.1 {status} {_REASONS[status]}",
             f"Content-Type: {kind}",
             f"Content-Length: {len(data)}",
+            *(["WWW-Authenticate: Bearer"] if status == 401 else []),
             *(["Allow: POST" if path == _BOUNDS else "Allow: GET, HEAD"] if status == 405 else []),
             "Cache-Control: no-store",
             "Connection: close",
@@ -100,6 +121,10 @@ class StatusServer:
             "",
         ]
         return "\r\n".join(lines).encode("latin-1") + (b"" if words[0] == "HEAD" else data)
+
+    def _is_ours(self, head: bytes) -> bool:
+        scheme, _, token = _find_header(head, "authorization").partition(" ")
+        return scheme.lower() == "bearer" and is_token(token.strip(), self._server.membership.settings.token)
 
     def _set_bounds(self, content: bytes) -> Answer:
         """``{"min": 2, "max": 4}``: so many nodes train from now on. With ``"maxFailures": 3`` so many failures are allowed."""

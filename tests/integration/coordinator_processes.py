@@ -32,6 +32,7 @@ from evergrad_coordinator.protocol import (
     encode,
 )  # fmt: skip
 
+TOKEN = "the token of a test"
 PATIENCE = 30.0
 """Long enough for a busy machine; nothing here takes a second on an idle one."""
 
@@ -44,7 +45,9 @@ class Coordinator:
         self._address = folder / f"address-{time.monotonic_ns()}.json"
         self._log = self._address.with_suffix(".log")
         command = [sys.executable, "-m", "evergrad_coordinator", "--run", run, "--min", str(least), "--max", str(most)]
-        command += ["--host", "127.0.0.1", "--address-file", str(self._address), "--linger", "0", *arguments]
+        command += ["--host", "127.0.0.1", "--address-file", str(self._address), "--linger", "0"]
+        command += ["--token-file", str(folder / "token"), *arguments]
+        (folder / "token").write_text(TOKEN)
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
 
@@ -68,13 +71,15 @@ class Coordinator:
     def log(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in self.log_text().splitlines()]
 
-    def get(self, path: str) -> tuple[int, str]:
-        return self.post(path, None)
+    def get(self, path: str, *, token: str | None = TOKEN) -> tuple[int, str]:
+        return self.post(path, None, token=token)
 
-    def post(self, path: str, body: bytes | None) -> tuple[int, str]:
+    def post(self, path: str, body: bytes | None, *, token: str | None = TOKEN) -> tuple[int, str]:
         """Without a body it is a GET."""
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.address['statusPort']}{path}", body, headers)
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.address['statusPort']}{path}", body, PATIENCE) as answer:
+            with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -134,7 +139,8 @@ def run_coordinators(folder: Path) -> Iterator[Start]:
 def hello_line(node: str = "0", **changes: Any) -> bytes:
     """The first line of a node."""
     values: dict[str, Any] = {
-        "run": "r", "node": node, "incarnation": f"i{node}", "address": "127.0.0.1", "workers": 1, "recovery": "in-process"
+        "run": "r", "node": node, "incarnation": f"i{node}", "address": "127.0.0.1", "workers": 1, "recovery": "in-process",
+        "token": TOKEN,
     }  # fmt: skip
     return encode(Hello(**{**values, **changes}))
 
@@ -166,7 +172,7 @@ class Node:
     def _hello(self) -> Hello:
         values: dict[str, Any] = {
             "run": "r", "node": self.name, "incarnation": self._incarnation, "address": "127.0.0.1", "workers": 1,
-            "recovery": "in-process", "had": self.had, "known_generation": self.known,
+            "recovery": "in-process", "had": self.had, "known_generation": self.known, "token": TOKEN,
         }  # fmt: skip
         return Hello(**{**values, **self._changes})
 

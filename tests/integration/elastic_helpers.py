@@ -174,6 +174,7 @@ class Cluster:
         arguments = ["--run", "tiny", "--min", str(self.min_nodes), "--max", str(self.max_nodes), "--expect", str(self.expect)]
         arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--address-file", str(address)]
         arguments += ["--state", str(self.path / "generation"), "--linger", "0.2", "--exit-when-empty", *self.options]
+        arguments += ["--token-file", str(self.path / "token")]
         self.coordinator = self._start("coordinator", "coordinator", arguments=arguments)
         until(lambda: address.exists() or self.coordinator.poll() is not None, "the coordinator", self.describe)  # type: ignore[union-attr]
         self.port = json.loads(address.read_text())["port"]
@@ -211,6 +212,7 @@ class Cluster:
                 "node": str(index),
                 "address": "127.0.0.1",
                 "coordinator_port": self.port,
+                "token": (self.path / "token").read_text().strip(),
                 "grace_seconds": 20.0,
                 **settings,
             },

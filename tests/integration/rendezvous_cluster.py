@@ -60,6 +60,7 @@ class Cluster:
         command = [sys.executable, "-m", "evergrad_coordinator", "--run", RUN, "--recovery", "fresh", "--host", "127.0.0.1"]
         command += ["--port", str(self._ports["port"]), "--status-port", str(self._ports["statusPort"])]
         command += ["--address-file", str(address), "--state", str(self.directory / "generation"), "--linger", "600"]
+        command += ["--token-file", str(self.directory / "token")]
         self._coordinator = self._start([*command, *self._coordinator_arguments, *more], "coordinator")
         self.until(lambda: address.exists() or self._coordinator_has_ended(), "the coordinator's address")
         self._ports = json.loads(address.read_text())
@@ -70,7 +71,9 @@ class Cluster:
         self._coordinator.wait(SECONDS)
 
     def status(self) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._ports['statusPort']}/status", timeout=10) as answer:
+        headers = {"Authorization": f"Bearer {(self.directory / 'token').read_text().strip()}"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self._ports['statusPort']}/status", headers=headers)
+        with urllib.request.urlopen(request, timeout=10) as answer:
             return dict(json.load(answer))
 
     def count(self, state: str) -> int:
@@ -103,6 +106,7 @@ class Cluster:
         command += [*options, *(script or [str(WORKER)])]
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))}
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "EVERGRAD_NODE": node}
+        environment |= {"EVERGRAD_TOKEN_FILE": str(self.directory / "token")}
         environment |= {"TEST_DIRECTORY": str(self.directory), **variables}
         agent = self._start(command, f"agent-{node}", environment)
         self.agents.setdefault(node, []).append(agent)

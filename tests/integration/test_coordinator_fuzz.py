@@ -91,12 +91,12 @@ async def attack(coordinator: Coordinator, rng: random.Random, *, share: float) 
     jobs, num_lines = [], 0
     for number in range(round(WELL_FORMED_CONNECTIONS * share)):
         # Its hello is right, as a spare: what it says afterwards reaches the rules.
-        lines = [hello_line(f"spare-{number}-{rng.random()}", workers=rng.randrange(2), token="secret")]
+        lines = [hello_line(f"spare-{number}-{rng.random()}", workers=rng.randrange(2))]
         lines += [build_well_formed(rng) for _ in range(LINES_EACH)]
         jobs.append((b"".join(lines), rng.choice([1, 3, 50])))
         num_lines += len(lines)
     for _ in range(round(HOSTILE_CONNECTIONS * share)):
-        lines = [hello_line(f"spare-{rng.random()}", token="secret")] if rng.random() < 0.7 else []
+        lines = [hello_line(f"spare-{rng.random()}")] if rng.random() < 0.7 else []
         lines += [build_hostile(rng) for _ in range(HOSTILE_LINES)]
         jobs.append((b"".join(lines), rng.choice([1, 7])))
         num_lines += len(lines)
@@ -108,16 +108,14 @@ async def attack(coordinator: Coordinator, rng: random.Random, *, share: float) 
 
 @pytest.mark.slow
 def test_a_hundred_thousand_bad_messages_harm_nobody(start: Start) -> None:
-    token = start.folder / "token"
-    token.write_text("secret\n")
     # One core for all: a node that answers in time needs its turn, not a faster coordinator.
-    coordinator = start("--token-file", str(token), "--silence", "30", "--lease", "60").wait_until_listening()
+    coordinator = start("--silence", "30", "--lease", "60").wait_until_listening()
     asyncio.run(run_beside_a_group(coordinator))
 
 
 async def run_beside_a_group(coordinator: Coordinator) -> None:
     rng = random.Random(5)
-    nodes = [Node(coordinator.port, str(name), token="secret") for name in range(3)]
+    nodes = [Node(coordinator.port, str(name)) for name in range(3)]
     await poll(lambda: all(node.had for node in nodes), "the group")
     await attack(coordinator, rng, share=0.15)
     before = coordinator.resident_megabytes()

@@ -25,6 +25,7 @@ import contextlib
 
 from coordinator_processes import (
     PATIENCE,
+    TOKEN,
     Coordinator,
     Node,
     Start,
@@ -36,7 +37,7 @@ from coordinator_processes import (
     wait_for,
 )
 
-from evergrad_coordinator.protocol import MAX_LINE_BYTES, End, Go, Leave, Plan, Refused, Result, Up, Welcome
+from evergrad_coordinator.protocol import MAX_LINE_BYTES, End, Go, Leave, Plan, Ready, Refused, Result, Up, Welcome, encode
 
 
 @pytest.fixture
@@ -127,7 +128,7 @@ async def test_the_same_node_twice_ends_the_older(start: Start) -> None:
 
 @in_loop
 async def test_strangers_are_refused_and_told_why(start: Start) -> None:
-    coordinator = start("--token-file", "/dev/null", "--expect", "1")
+    coordinator = start("--expect", "1")
     first = await form_group(coordinator, 1, fingerprint={"torch": "2.13"})
     for changes, words in (
         ({"run": "other"}, "this coordinator is of r"),
@@ -138,7 +139,7 @@ async def test_strangers_are_refused_and_told_why(start: Start) -> None:
         await asyncio.wait_for(stranger.task, PATIENCE)
         refused = next(one for one in stranger.received if isinstance(one, Refused))
         assert words in refused.message
-        assert stranger.exit_code == 64
+        assert stranger.exit_code == 70
     await end_nodes(*first)
 
 
@@ -335,13 +336,54 @@ def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Sta
     answers = {b"POST /status HTTP/1.1": b"405", b"nonsense": b"400", b"HEAD /status HTTP/1.1": b"200"}
     for request, answer in answers.items():
         with socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE) as peer:
-            peer.sendall(request + b"\r\n\r\n")
+            peer.sendall(request + b"\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n")
             assert read_until_closed(peer).startswith(b"HTTP/1.1 " + answer)
     with socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE) as peer:
         with contextlib.suppress(ConnectionError):
             peer.sendall(b"GET /" + b"x" * 100_000)
         assert read_until_closed(peer) == b""
     assert coordinator.get("/healthz")[0] == 200
+
+
+@in_loop
+async def test_a_stranger_gets_nothing_from_any_port(start: Start) -> None:
+    coordinator = start("--expect", "2", "--max", "2")
+    nodes = await form_group(coordinator, 2, fingerprint={"torch": "2.13"})
+    before = coordinator.status()
+
+    for token in (None, "", "no", TOKEN[:-1]):
+        for path in ("/status", "/readyz", "/bounds", "/nothing"):
+            code, said = await asyncio.to_thread(coordinator.get, path, token=token)
+            assert (code, said) == (401, "the run's token is needed: Authorization: Bearer TOKEN\n")
+        code, _ = await asyncio.to_thread(coordinator.post, "/bounds", b'{"min": 1, "max": 1}', token=token)
+        assert code == 401
+    for path in ("/healthz", "/metrics"):
+        assert (await asyncio.to_thread(coordinator.get, path, token=None))[0] == 200
+
+    # As node 0 started anew: it would take its place, name the store of the next group, and end the run as complete.
+    evil = Node(coordinator.port, "0", incarnation="evil", token="", fingerprint={"torch": "2.13"})
+    await asyncio.wait_for(evil.task, PATIENCE)
+    assert [type(one) for one in evil.received] == [Refused]
+    with coordinator.connect() as peer:
+        peer.sendall(encode(Result(1, 3)) + encode(Ready(1, 1, 6666)))
+        assert read_until_closed(peer) == b"", "nothing without a hello"
+
+    after = coordinator.status()
+    assert (after["phase"], after["generation"], after["nodes"]) == ("Running", before["generation"], before["nodes"])
+    assert not any(isinstance(one, Plan | End) for node in nodes for one in node.received[-1:])
+    await end_nodes(*nodes)
+
+
+def test_a_token_file_is_made_for_its_owner_alone(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "new" / "token"
+    path.parent.mkdir()
+    coordinator = start("--token-file", str(path)).wait_until_listening()
+    assert path.stat().st_mode & 0o777 == 0o600
+    token = path.read_text().strip()
+    assert len(token) >= 32
+    assert coordinator.get("/status", token=token)[0] == 200
+    assert token not in coordinator.log_text()
+    assert token.encode() not in Path(f"/proc/{coordinator.process.pid}/cmdline").read_bytes()
 
 
 @in_loop
@@ -414,7 +456,8 @@ def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: 
         (["--lease", "-1"], "--lease: -1.0 is not above 0"),
         (["--lease", "nan"], "--lease: nan"),
         (["--hold-joins"], "--hold-joins: only fresh workers"),
-        (["--token-file", "/nonexistent"], "--token-file: /nonexistent cannot be read"),
+        (["--token-file", "/nonexistent/token"], "--token-file: /nonexistent/token cannot be read or made"),
+        (["--token-file", "/dev/null"], "--token-file: /dev/null cannot be read or made; it is empty."),
         (["--host", "no.such.host.invalid"], "cannot listen"),
     ],
 )

@@ -60,7 +60,14 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
     (tmp_path / "run/write.py").write_text(SCRIPT)
     coordinator = Coordinator(tmp_path, "--recovery", "fresh", "--linger", "3", least=1, most=2)
     try:
-        join = ("--join", f"127.0.0.1:{coordinator.wait_until_listening().port}", "--address", "127.0.0.1")
+        join = (
+            "--join",
+            f"127.0.0.1:{coordinator.wait_until_listening().port}",
+            "--address",
+            "127.0.0.1",
+            "--token-file",
+            str(tmp_path / "token"),
+        )
         nodes = [
             node(*join, "--node", str(index), "--base-directory", str(tmp_path / "run"), "--workers", "1") for index in (0, 1)
         ]
@@ -74,7 +81,7 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
     assert json.loads((tmp_path / "run/run.json").read_text())["baseDirectory"] == "."
     assert json.loads((tmp_path / "run/complete.json").read_text())["run"] == "r"
     # Nobody answers at this address, and nobody need be asked.
-    late = node("--join", "127.0.0.1:9", "--address", "127.0.0.1", "--node", "0")
+    late = node("--token-file", str(tmp_path / "token"), "--join", "127.0.0.1:9", "--address", "127.0.0.1", "--node", "0")
     out, _ = late.communicate(timeout=60)
     assert (late.returncode, "is complete" in out) == (0, True)
 
@@ -87,7 +94,16 @@ def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(meth
     command = [str(EVERGRAD), "node", "tiny.yaml", "--run-directory", "run", "--start-method", method, "--workers", "1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     try:
-        join = ["--join", f"127.0.0.1:{coordinator.wait_until_listening().port}", "--address", "127.0.0.1", "--node", "0"]
+        join = [
+            "--token-file",
+            str(tmp_path / "token"),
+            "--join",
+            f"127.0.0.1:{coordinator.wait_until_listening().port}",
+            "--address",
+            "127.0.0.1",
+            "--node",
+            "0",
+        ]
         done = subprocess.run(
             [*command, *join], env=environment, cwd=experiment.path, capture_output=True, text=True, timeout=200, check=False
         )

@@ -29,8 +29,16 @@ def test_every_problem_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> No
     assert [line.split()[1] for line in said.splitlines()] == ["--join:", "--node:", "--workers:", "--token-file:"]
 
 
-def test_a_host_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--join: nowhere.invalid cannot be reached" in fail(capsys, "--join", "nowhere.invalid:29400")
+def test_a_node_needs_the_runs_token(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--token-file: is missing. Give the file that evergrad run prints." in fail(capsys, "--join", "127.0.0.1:29400")
+
+
+def test_a_host_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    assert "--join: nowhere.invalid cannot be reached" in fail(
+        capsys, "--join", "nowhere.invalid:29400", "--token-file", str(token)
+    )
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from evergrad_coordinator.protocol import (
 from evergrad_coordinator.state import Close, Finish, Log, Persist, Send, Settings
 from evergrad_coordinator.status import Condition, describe_condition
 
+TOKEN = "the run's token"
 TICK = 0.1
 QUICK = {
     "start_wait_seconds": 1.0,
@@ -49,7 +50,7 @@ QUICK = {
 
 def make_settings(**changes: Any) -> Settings:
     """Two to four nodes, three expected."""
-    values: dict[str, Any] = {"run": "r", "min_nodes": 2, "max_nodes": 4, "expect": 3, **QUICK, **changes}
+    values: dict[str, Any] = {"run": "r", "min_nodes": 2, "max_nodes": 4, "expect": 3, "token": TOKEN, **QUICK, **changes}
     return Settings(**values)
 
 
@@ -102,6 +103,7 @@ class FakeNode:
             f"10.0.0.{self.name}",
             self.workers,
             cluster.settings.recovery,
+            token=cluster.settings.token,
             had=self.group,
             known_generation=self.known,
         )
@@ -382,4 +384,4 @@ class Cluster:
         assert node.group is None, "go to a node whose workers are in a group"
 
 
-__all__ = ["Boundary", "Capacity", "Cluster", "Done", "FakeNode", "Progress", "Result", "make_settings"]
+__all__ = ["TOKEN", "Boundary", "Capacity", "Cluster", "Done", "FakeNode", "Progress", "Result", "make_settings"]

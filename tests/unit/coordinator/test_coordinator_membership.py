@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
-from simulated_cluster import Cluster, FakeNode, make_settings
+from simulated_cluster import TOKEN, Cluster, FakeNode, make_settings
 
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.membership import Membership
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
@@ -26,7 +28,7 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )
-from evergrad_coordinator.state import Finish, Send
+from evergrad_coordinator.state import Finish, Send, Settings
 
 
 def start_running(names: str = "012", **changes: Any) -> tuple[Cluster, list[FakeNode]]:
@@ -41,9 +43,13 @@ def of_kind(node: FakeNode, kind: type[Message]) -> list[Any]:
     return [message for message in node.received if isinstance(message, kind)]
 
 
+WRONG_TOKEN = "hello.token: not this run's. Give the node the token file that its coordinator was given."
+
+
 def hello(cluster: Cluster, **changes: Any) -> Message:
     """What a stranger who says hello is answered."""
     values: dict[str, Any] = {"run": "r", "node": "7", "incarnation": "x", "address": "a", "workers": 1, "recovery": "in-process"}
+    values["token"] = cluster.settings.token
     effects = cluster.group.hello(999, Hello(**{**values, **changes}), now=cluster.now)
     return next(effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999)
 
@@ -425,7 +431,7 @@ def test_the_newest_process_of_a_node_wins_for_good() -> None:
     cluster.run_until_running()
     assert nodes[1].exit_code == 75
     assert twin.group is not None
-    effects = cluster.group.hello(999, Hello("r", "1", nodes[1].incarnation, "a", 1, "in-process"), now=cluster.now)
+    effects = cluster.group.hello(999, Hello("r", "1", nodes[1].incarnation, "a", 1, "in-process", token=TOKEN), now=cluster.now)
     assert [effect.message.exit_code for effect in effects if isinstance(effect, Send) and isinstance(effect.message, End)] == [
         75
     ]
@@ -453,9 +459,30 @@ def test_a_stranger_is_refused_and_told_why(changes: dict[str, Any], reason: str
     cluster, _ = start_running()
     answer = hello(cluster, **changes)
     assert isinstance(answer, Refused)
-    assert (answer.reason, answer.exit_code) == (reason, 64)
+    assert (answer.reason, answer.exit_code) == (reason, 70), "it concerns that node, never the run"
     assert words in answer.message
     assert "7" not in cluster.group.nodes
+
+
+@pytest.mark.parametrize("token", ["", "no", "é", TOKEN[:-1], f"{TOKEN} "])
+def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing(token: str) -> None:
+    cluster, nodes = start_running()
+    before = (cluster.group.world, cluster.group.generation, dict(cluster.group.nodes))
+    wrong = {"run": "other", "protocol": 99, "recovery": "fresh", "fingerprint": {"torch": "2.1"}, "node": "0", "workers": -1}
+    answers = {repr(hello(cluster, token=token, **dict([one]))) for one in wrong.items()}
+    answers.add(repr(hello(cluster, token=token, node="0", known_generation=2**40)))
+    assert answers == {repr(Refused("WrongToken", WRONG_TOKEN, ExitCode.INTERNAL))}, "whatever else is wrong or right"
+    cluster.run(2)
+    assert (cluster.group.world, cluster.group.generation, dict(cluster.group.nodes)) == before
+    assert all(node.is_alive and node.group for node in nodes)
+
+
+def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
+    for settings in (Settings("r", 1, 2, 2), Settings("r", 1, 2, 2, token="")):
+        effects = Membership(settings, generation=0, now=0.0).hello(1, Hello("r", "0", "x", "a", 1, "in-process"), now=0.0)
+        assert [one.message.reason for one in effects if isinstance(one, Send) and isinstance(one.message, Refused)] == [
+            "WrongToken"
+        ]
 
 
 def test_a_crowd_is_refused() -> None:
@@ -761,7 +788,9 @@ def test_an_epoch_stands_in_the_high_bits() -> None:
 
 def test_a_replaced_coordinator_takes_nobody_from_its_successor() -> None:
     cluster = Cluster(make_settings(expect=2, epoch=3))
-    effects = cluster.group.hello(1, Hello("r", "0", "x", "a", 1, "in-process", known_generation=4 << 32), now=cluster.now)
+    effects = cluster.group.hello(
+        1, Hello("r", "0", "x", "a", 1, "in-process", token=TOKEN, known_generation=4 << 32), now=cluster.now
+    )
     assert not any(isinstance(effect, Send) for effect in effects)
     assert cluster.group.nodes == {}
 
@@ -853,7 +882,7 @@ def test_messages_of_unknown_connections_are_ignored() -> None:
 def test_a_node_of_an_older_group_is_told_to_leave_it() -> None:
     cluster, _ = start_running(max_nodes=3)
     answers = cluster.group.hello(
-        999, Hello("r", "7", "x", "a", 1, "in-process", had=Had(1, 3, 1, 4), known_generation=1), now=cluster.now
+        999, Hello("r", "7", "x", "a", 1, "in-process", token=TOKEN, had=Had(1, 3, 1, 4), known_generation=1), now=cluster.now
     )
     assert not any(isinstance(effect, Finish) for effect in answers)
     cluster.restart_coordinator()

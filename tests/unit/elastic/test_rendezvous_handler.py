@@ -115,8 +115,19 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+TOKEN_FILE = __file__
+"""Any file that can be read."""
+
+
 def parameters(**config: Any) -> RendezvousParameters:
-    given = {"endpoint": "127.0.0.1:29400", "run_id": "run", "local_addr": "127.0.0.1", "node": "2", **config}
+    given = {
+        "endpoint": "127.0.0.1:29400",
+        "run_id": "run",
+        "local_addr": "127.0.0.1",
+        "node": "2",
+        "token_file": TOKEN_FILE,
+        **config,
+    }
     return RendezvousParameters(backend="evergrad", min_nodes=1, max_nodes=4, **given)
 
 
@@ -211,6 +222,7 @@ def test_an_address_of_version_6_is_taken_without_its_brackets() -> None:
         ({"lease": "soon"}, "--rdzv-conf lease: 'soon' is no number of seconds above zero"),
         ({"lease": "0"}, "--rdzv-conf lease: '0'"),
         ({"token_file": "/nowhere"}, "token_file: /nowhere cannot be read"),
+        ({"token_file": ""}, "--rdzv-conf token_file: missing"),
         ({"join_timeout": "0"}, "--rdzv-conf join_timeout: '0' is no number of seconds above zero."),
         ({"colour": "red"}, "--rdzv-conf colour: no such key. The keys are join_timeout, lease, node, token_file."),
     ],

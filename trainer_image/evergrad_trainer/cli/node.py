@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.secret import read_token
 from evergrad_trainer.cli.manifest_arguments import load_from
 from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 NAME = "node"
 EXAMPLES = """\
-  evergrad node trainingrun.yaml --join 127.0.0.1:29400             # the address `evergrad run --nodes` prints
-  evergrad node trainingrun.yaml --join coordinator:29400 --node 3 --address 10.0.0.7 --workers 2"""
+  evergrad node trainingrun.yaml --join 127.0.0.1:29400 --token-file FILE   # both as `evergrad run --nodes` prints them
+  evergrad node trainingrun.yaml --join coordinator:29400 --token-file token --node 3 --address 10.0.0.7 --workers 2"""
 
 _FIRST_OWN_INDEX = 1000
 """Nodes that are added without a number get one above those of a launcher or an operator."""
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run's coordinator listens")
     parser.add_argument("--node", type=int, metavar="INDEX", help="number of this node; ranks follow it (default: a free one)")
     parser.add_argument("--address", metavar="IP", help="where other nodes reach this one (default: as the coordinator does)")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the run's secret, if it has one")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the file with the run's token, its coordinator's")
     parser.add_argument(
         "--base-directory", type=Path, metavar="DIR", help="where relative paths of the manifest start (default: its own folder)"
     )
@@ -120,10 +121,12 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
     if args.workers is not None and args.workers < 1:
         problems.append(Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number"))
     token = ""
-    if args.token_file is not None:
+    if args.token_file is None:
+        problems.append(Problem("--token-file", "is missing", "", "Give the file that evergrad run prints"))
+    else:
         try:
-            token = args.token_file.read_text("utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
+            token = read_token(args.token_file)
+        except (OSError, ValueError) as error:
             problems.append(Problem("--token-file", f"{args.token_file} cannot be read", str(error), "Check the path"))
     raise_if(problems, ConfigurationError)
     return NodeSettings(

@@ -128,6 +128,7 @@ def _node_settings(
         address="127.0.0.1",
         recovery=recovery,
         run_directory=directory,
+        token=coordinator.token,
         fingerprint=fingerprint(run),
         shares_host=True,
     )

@@ -58,7 +58,7 @@ class NodeSettings:
     host: str
     port: int
     address: str | None
-    token_file: Path | None
+    token_file: Path
     lease_seconds: float
     fingerprint: dict[str, str]
     join_seconds: float = 900.0
@@ -286,7 +286,7 @@ class AgentLink:
                 workers=0 if self._is_leaving else 1,
                 recovery="fresh",
                 fingerprint=settings.fingerprint,
-                token=settings.token_file.read_text().strip() if settings.token_file else "",
+                token=settings.token_file.read_text().strip(),
                 had=self.place,
                 known_generation=self.newest,
             )

@@ -78,7 +78,9 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
     if not node:
         problems.append("--rdzv-conf node: missing. Give this node's index: node=0, or EVERGRAD_NODE=0 in the environment.")
     token_file = str(given.get("token_file") or environment.get("EVERGRAD_TOKEN_FILE") or "")
-    if token_file and not os.access(token_file, os.R_OK):
+    if not token_file:
+        problems.append("--rdzv-conf token_file: missing. Give the coordinator's --token-file, or EVERGRAD_TOKEN_FILE.")
+    elif not os.access(token_file, os.R_OK):
         problems.append(f"--rdzv-conf token_file: {token_file} cannot be read.")
     lease_seconds = _parse_positive(given.get("lease", _DEFAULT_LEASE_SECONDS))
     if lease_seconds is None:
@@ -95,7 +97,7 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
         host=host.strip("[]"),
         port=int(port),
         address=parameters.local_addr,
-        token_file=Path(token_file) if token_file else None,
+        token_file=Path(token_file),
         lease_seconds=lease_seconds or _DEFAULT_LEASE_SECONDS,
         join_seconds=join_seconds or _JOIN_SECONDS,
         fingerprint={"torch": version("torch")},

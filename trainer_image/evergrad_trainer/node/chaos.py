@@ -262,7 +262,7 @@ class Chaos:
             _say(f"event {self.tally.num_events}: no recovery within {_PATIENCE_SECONDS:g} s; leaves the run alone. {status}")
 
     def _look(self) -> dict[str, Any] | None:
-        status = fetch_status(self._coordinator.status_port) if self._coordinator.is_running else None
+        status = fetch_status(self._coordinator.status_port, self._coordinator.token) if self._coordinator.is_running else None
         if status is not None:
             self.tally.note_status(status)
         return status
@@ -395,11 +395,11 @@ def run_disturbed(seed: int, coordinator: LocalCoordinator, nodes: DisturbedNode
         print(describe_tally(chaos.tally, repeated=count_repeated(RunDirectory(directory).metrics)), flush=True)
 
 
-def fetch_status(port: int) -> dict[str, Any] | None:
+def fetch_status(port: int, token: str) -> dict[str, Any] | None:
     """What a coordinator on this machine says of itself; None if it does not answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1.0)
     try:
-        connection.request("GET", "/status")
+        connection.request("GET", "/status", headers={"Authorization": f"Bearer {token}"})
         status: dict[str, Any] = json.loads(connection.getresponse().read())
         return status
     except (OSError, http.client.HTTPException, ValueError):

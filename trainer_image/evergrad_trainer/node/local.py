@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.secret import obtain_token
 from evergrad_trainer.elastic.processes import die_with_parent, run_and_exit
 from evergrad_trainer.errors import EvergradError
 
@@ -56,6 +57,9 @@ class LocalCoordinator:
         self._settings = settings
         self._folder = tempfile.TemporaryDirectory(prefix="evergrad-")
         self._file = Path(self._folder.name) / "address.json"
+        self.token_file = Path(self._folder.name) / "token"
+        """Readable by its owner alone; arguments would be seen by everybody on the machine."""
+        self.token = obtain_token(self.token_file)
         self.port = 0
         self.status_port = 0
         self.process: subprocess.Popen[bytes] | None = None
@@ -68,6 +72,7 @@ class LocalCoordinator:
             sys.executable, "-m", "evergrad_coordinator", "--run", settings.run,
             "--min", str(settings.min_nodes), "--max", str(settings.max_nodes), "--expect", str(settings.expect),
             "--host", "127.0.0.1", "--port", str(self.port), "--status-port", str(self.status_port),
+            "--token-file", str(self.token_file),
             "--recovery", settings.recovery, "--state", str(settings.state), "--first-generation", str(settings.first_generation),
             "--max-failures", str(settings.max_failures), "--address-file", str(self._file), "--linger", "0.2",
             "--exit-when-empty", *settings.extra,
@@ -210,7 +215,7 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
         coordinator.start()
         print(
             f"coordinator 127.0.0.1:{coordinator.port}, state http://127.0.0.1:{coordinator.status_port}/status; "
-            f"another node: evergrad node FILE --join 127.0.0.1:{coordinator.port}",
+            f"another node: evergrad node FILE --join 127.0.0.1:{coordinator.port} --token-file {coordinator.token_file}",
             flush=True,
         )
         nodes.start()
