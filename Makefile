@@ -20,7 +20,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster bench-cluster-pods images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster bench-cluster-pods images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -54,11 +54,19 @@ test: $(INSTALLED) ## all tests: units, processes, and end to end on a cluster o
 	@$(if $(PYTEST),,$(MAKE) --no-print-directory test-e2e KUBECONFIG=)
 
 # Programs and images are built before pytest begins, whose timeouts are for tests.
+# What a cluster of this machine needs; nothing where KUBECONFIG names another or this machine cannot run one.
+prepare_cluster = @if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
+	export PYTHONPATH=$(CURDIR)/tests && $(BIN)/python -m bed prepare && $(BIN)/python -m bed.product_images; fi
+
 test-e2e: $(INSTALLED) ## the tests on a cluster: a two-node Kubernetes that they start here (as root), or the one KUBECONFIG names
 	$(call stage,tests on a cluster)
-	@if [ -z '$(KUBECONFIG)' ] && PYTHONPATH=$(CURDIR)/tests $(BIN)/python -c 'import sys, bed; sys.exit(bed.unavailable() is not None)'; then \
-		export PYTHONPATH=$(CURDIR)/tests && $(BIN)/python -m bed prepare && $(BIN)/python -m bed.product_images; fi
+	$(prepare_cluster)
 	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest $(if $(KUBECONFIG),,tests/bed_tests) tests/e2e --verbose --durations=0 --durations-min=1 $(E2E)
+
+test-long: $(INSTALLED) ## the tests that take minutes and rarely find anything, which `make test` leaves out
+	$(call stage,long tests)
+	$(prepare_cluster)
+	OMP_NUM_THREADS=1 EVERGRAD_E2E_KUBECONFIG='$(KUBECONFIG)' $(BIN)/python -m pytest -m long tests --verbose --durations=0 --durations-min=1
 
 chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, and compare it with an undisturbed one
 	$(call stage,chaos)

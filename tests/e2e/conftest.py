@@ -1,9 +1,9 @@
-"""What all end-to-end tests share: a cluster, the operator installed by Helm, a namespace each, an undisturbed local run."""
+"""What all end-to-end tests share: a cluster, the operator installed by Helm, a namespace each, an undisturbed local run,
+and a look at the operator after every test."""
 
 import contextlib
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -16,7 +16,7 @@ import pytest
 from bed.fixtures import cluster, faults  # noqa: F401 - fixtures
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
-for _name in ("cluster_runs", "installed_operator"):
+for _name in ("cluster_runs", "operator_watch", "installed_operator"):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
         assert _spec is not None and _spec.loader is not None
@@ -30,40 +30,49 @@ _CLASSES = [
 
 
 @pytest.fixture(scope="session")
-def local_run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, subprocess.Popen[bytes] | None]]:
-    """The undisturbed run, begun early so that it trains while the cluster starts, or the one EVERGRAD_E2E_REFERENCE names."""
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The undisturbed run, begun early so that it trains while the cluster starts."""
     import cluster_runs
 
-    if kept := os.environ.get("EVERGRAD_E2E_REFERENCE"):
-        yield Path(kept), None
-        return
-    folder = tmp_path_factory.mktemp("reference")
-    process = cluster_runs.start_locally(folder, steps=cluster_runs.STEPS)
-    yield folder, process
-    if process.poll() is None:
-        process.kill()
-    process.wait()
+    one = cluster_runs.Reference(tmp_path_factory.mktemp("reference"))
+    yield one
+    one.close()
 
 
 @pytest.fixture(scope="session")
-def reference(local_run: tuple[Path, subprocess.Popen[bytes] | None]) -> Any:
-    """Step → the row that the undisturbed run wrote."""
-    import cluster_runs
-
-    folder, process = local_run
-    assert process is None or process.wait(600) == 0, (folder / "log").read_text()
-    return cluster_runs.last_rows(cluster_runs.read_rows(folder / "run/metrics.jsonl"))
-
-
-@pytest.fixture(scope="session")
-def operator(local_run: Any, cluster: Any) -> Iterator[Any]:  # noqa: F811
+def operator(reference: Any, cluster: Any) -> Iterator[Any]:  # noqa: F811
     """The operator as a user installs it: images, Helm chart, CRD."""
-    del local_run
     import installed_operator
 
+    reference.hold()
     one = installed_operator.install(cluster)
     yield one
     one.close()
+
+
+@pytest.fixture(scope="session")
+def operator_watch(operator: Any) -> Any:
+    """What was seen of the operator so far."""
+    import operator_watch
+
+    watch = operator_watch.OperatorWatch(operator)
+    watch.look()
+    return watch
+
+
+@pytest.fixture(autouse=True)
+def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test: no container of the operator restarted, no unexpected error in its log. See operator_watch.py."""
+    if "operator" not in request.fixturenames:
+        yield
+        return
+    watch = request.getfixturevalue("operator_watch")
+    yield
+    request.getfixturevalue("operator").wait_until_ready()
+    patterns = [pattern for mark in request.node.iter_markers("operator_errors") for pattern in mark.args]
+    may_end = request.node.get_closest_marker("operator_ends") is not None
+    unexpected = watch.look().without(patterns, may_end=may_end)
+    assert not unexpected, "the operator did not stay well:\n" + "\n".join(unexpected)
 
 
 @pytest.fixture

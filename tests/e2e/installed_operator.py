@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from cluster_runs import wait_for
+from operator_watch import count_restarts
 
 ROOT = Path(__file__).resolve().parents[2]
 RELEASE, NAMESPACE = "evergrad", "evergrad-system"
@@ -25,7 +26,7 @@ class Operator:
     trainer_image: str
     namespace: str = NAMESPACE
 
-    def helm(self, *arguments: str, seconds: float = 180) -> str:
+    def helm(self, *arguments: str, seconds: float = 400) -> str:
         """Run helm; what it prints."""
         command = [
             str(self.cluster.helm),
@@ -54,7 +55,7 @@ class Operator:
             "--create-namespace",
             "--wait",
             "--timeout",
-            "120s",
+            "300s",
             *values,
         )
 
@@ -68,7 +69,7 @@ class Operator:
             self.namespace,
             *arguments,
         ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0 or not check, f"kubectl {' '.join(arguments)}: {done.stderr}"
         return done.stdout
 
@@ -85,6 +86,10 @@ class Operator:
         assert items, "the operator has no pod"
         newest: dict[str, Any] = max(items, key=lambda pod: pod["metadata"]["creationTimestamp"])
         return newest
+
+    def restarts(self) -> dict[str, int]:
+        """Pod → restarts of its containers."""
+        return {pod["metadata"]["name"]: count_restarts(pod) for pod in self.pods()}
 
     def is_ready(self) -> bool:
         """Whether a pod of it is ready."""
@@ -120,6 +125,10 @@ class Operator:
     def logs(self) -> str:
         """What it has logged."""
         return self.kubectl("logs", "-l", SELECTOR, "--tail=-1")
+
+    def log_of(self, pod: str, *, previous: bool = False) -> str:
+        """What one pod of it has logged; ``previous``: before its container restarted."""
+        return self.kubectl("logs", pod, "--tail=-1", *(["--previous"] if previous else []), check=False)
 
     def metrics(self) -> str:
         """Its /metrics."""

@@ -11,7 +11,7 @@ from bed.api import ApiError, Object
 from bed.fixtures import Cluster
 from bed.places import API_SERVICE, NODES
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 WRITER = """
 import os, pathlib, socket, time
 name = os.environ["HOSTNAME"]
@@ -34,7 +34,7 @@ time.sleep(3600)
 """
 
 
-def wait_for(look: Callable[[], Any], seconds: float = 90) -> Any:
+def wait_for(look: Callable[[], Any], seconds: float = 240) -> Any:
     """What `look` returns once it is true."""
     deadline = time.monotonic() + seconds
     while not (found := look()):

@@ -61,7 +61,7 @@ class Server:
         """What kubectl prints."""
         program = shutil.which("kubectl") or str(toolbox.binary("kubectl"))
         command = [program, "--kubeconfig", str(self.kubeconfig), "--namespace", self.namespace, *words]
-        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=240).stdout
 
     def explain(self, field: str, *words: str) -> str:
         """What ``kubectl explain`` prints, on one line for a single field."""
@@ -108,7 +108,7 @@ def server(cluster: Cluster) -> Iterator[Server]:
     api.apply(f"{DEFINITIONS}/{NAME}", definition(), manager="test")
     api.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
     found = Server(api, cluster.kubeconfig, namespace)
-    for _ in range(100):
+    for _ in range(600):
         if api.is_there(found.path):
             break
         time.sleep(0.2)
@@ -295,7 +295,7 @@ def test_an_old_object_that_a_newer_rule_would_refuse_can_still_be_suspended(ser
 
 
 def _until(holds: Callable[[], bool]) -> None:
-    for _ in range(150):
+    for _ in range(600):
         if holds():
             return
         time.sleep(0.2)

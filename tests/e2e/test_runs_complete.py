@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from bed.places import SINGLE_CLASS
-from cluster_runs import QUICKSTART, RESOURCE, ROOT, STEPS, Rows, Runs, make_manifest, wait_for
+from cluster_runs import ENDLESS, QUICKSTART, RESOURCE, ROOT, Runs, make_manifest, wait_for
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
 def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_and_applied_again_does_nothing(
@@ -23,7 +23,7 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     runs.kubectl("apply", "-f", str(QUICKSTART / "documents.yaml"))
     runs.kubectl("apply", "-f", "-", text=json.dumps(manifest))
     run = runs.adopt("quickstart")
-    runs.kubectl("wait", "--for=condition=Complete", "trun/quickstart", "--timeout=240s", seconds=260)
+    runs.kubectl("wait", "--for=condition=Complete", "trun/quickstart", "--timeout=600s", seconds=620)
     status = run.status()
     assert status["phase"] == "Complete"
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 200
@@ -31,6 +31,7 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     assert {"run.json", "provenance.json", "metrics.jsonl", "events.jsonl", "report.html", "report.md", "complete.json"} <= files
     assert run.checkpoints()
     wait_for(lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end")
+    wait_for(lambda: run.status()["nodes"].get("running", 0) == 0, "the pods' end in the status")
     before = (run.get()["metadata"]["resourceVersion"], [pod["metadata"]["uid"] for pod in run.pods()], len(run.rows()))
     runs.kubectl("apply", "-f", "-", text=json.dumps(manifest))
     time.sleep(5)
@@ -42,7 +43,7 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
 
 def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_pod(runs: Runs) -> None:
     run = runs.start("restored", steps=20)
-    run.wait_for_phase("Complete", seconds=200)
+    run.wait_for_phase("Complete", seconds=600)
     rows = len(run.rows())
     manifest = run.get()
     runs.kubectl("delete", RESOURCE, "restored", "--wait=true")
@@ -58,11 +59,12 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
 
 
 def test_after_its_time_to_live_only_the_run_and_its_data_are_left(runs: Runs) -> None:
-    run = runs.start("short-lived", steps=60, ttlSecondsAfterFinished=2)
+    run = runs.start("short-lived", steps=60)
     selector = "evergrad.dev/run=short-lived"
     kinds = ("pods", "configmaps", "services", "poddisruptionbudgets", "networkpolicies")
     wait_for(lambda: all(runs.list(kind, selector) for kind in kinds), "a child of each kind")
-    run.wait_for_phase("Complete", seconds=200)
+    run.patch({"ttlSecondsAfterFinished": 2})
+    run.wait_for_phase("Complete", seconds=600)
     wait_for(lambda: not any(runs.list(kind, selector) for kind in kinds), "the end of the children")
     assert runs.get("persistentvolumeclaims", "short-lived") is not None
     assert run.status()["phase"] == "Complete"
@@ -83,18 +85,44 @@ def test_16_an_unmodified_ddp_script_survives_a_killed_pod(runs: Runs, faults: A
     run = runs.apply(manifest)
     pods = run.wait_for_pods(0, 1)
     wait_for(lambda: run.status().get("nodes", {}).get("running") == 2, "both nodes in the group")
-    time.sleep(3)
+    wait_for(lambda: any(run.directory().rglob("checkpoint.pt")), "the script's first checkpoint")
     faults.kill_container(runs.namespace, pods[1]["metadata"]["name"])
-    status = run.wait_for_phase("Complete", seconds=240)
+    status = run.wait_for_phase("Complete", seconds=600)
     assert sum(status["restarts"]["byCause"].values()) >= 1
 
 
-def test_18_a_second_run_on_the_same_path_is_refused(runs: Runs, reference: Rows) -> None:
-    del reference
+NOT_NUMBERS = """
+import math, time
+from evergrad import elastic
+
+for step in range(30):
+    loss = [math.nan, math.inf, -math.inf][step % 3]
+    elastic.report(step, total_steps=30, loss=loss, tokens_per_second=loss)
+    time.sleep(0.2)
+"""
+
+
+def test_a_script_that_reports_no_number_at_all_runs_to_its_end(runs: Runs) -> None:
+    runs.kubectl("create", "configmap", "script", f"--from-literal=diverges.py={NOT_NUMBERS}")
+    run = runs.start(
+        "diverges",
+        steps=1,
+        training=None,
+        script={"command": ["/script/diverges.py"]},
+        template={
+            "volumes": [{"name": "script", "configMap": {"name": "script"}}],
+            "volumeMounts": [{"name": "script", "mountPath": "/script"}],
+        },
+    )
+    run.wait_for_phase("Complete", seconds=600)
+    assert run.restarts() == {}, "the script was started again"
+
+
+def test_18_a_second_run_on_the_same_path_is_refused(runs: Runs) -> None:
     runs.kubectl("apply", "-f", "-", text=json.dumps(_claim("common", runs.cluster.storage_class)))
-    first = runs.start("first", steps=STEPS, storage={"size": None, "claimName": "common", "path": "experiment"})
+    first = runs.start("first", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"})
     first.wait_for_step(5)
-    second = runs.start("second", steps=STEPS, storage={"size": None, "claimName": "common", "path": "experiment"})
+    second = runs.start("second", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"})
     status = second.wait_for_phase("Failed")
     assert second.condition("Failed")["reason"] == "OutputConflict"
     assert "first" in status["message"] and "experiment" in status["message"]
@@ -137,7 +165,7 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
         began = time.monotonic()
         run.wait_for_step(20)
         assert "step" in runs.kubectl("logs", "-l", "evergrad.dev/run=watched,evergrad.dev/index=0", "--tail=-1")
-        run.wait_for_phase("Complete", seconds=240)
+        run.wait_for_phase("Complete", seconds=600)
         seconds = time.monotonic() - began
     finally:
         watch.terminate()

@@ -1,0 +1,95 @@
+"""What must hold of the operator after every test: no container of it has restarted, and its log holds no unexpected error.
+
+A test that ends the operator on purpose is marked ``operator_ends``. A test that makes the operator meet errors names them:
+``operator_errors("pattern", ...)``, regular expressions that are searched for in a record of its log.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+API_AWAY = r"Request attempt #\d+(/\d+)? failed"
+"""kopf's error for an API server that does not answer."""
+_RECORD = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>[A-Z]+) ")
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+class Watched(Protocol):
+    """What is asked of the operator under test."""
+
+    def pods(self) -> list[dict[str, Any]]:
+        """All its pods."""
+
+    def log_of(self, pod: str, *, previous: bool = False) -> str:
+        """What a pod of it has logged; ``previous``: before its container restarted."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What has happened to the operator since the last look."""
+
+    ended: list[str]
+    errors: list[str]
+
+    def without(self, patterns: Iterable[str], *, may_end: bool) -> list[str]:
+        """What nobody has declared as expected."""
+        patterns = list(patterns)
+        errors = [error for error in self.errors if not any(re.search(pattern, error) for pattern in patterns)]
+        return [*(self.ended if not may_end else []), *errors]
+
+
+@dataclass
+class OperatorWatch:
+    """Looks at the operator once after each test, and compares with the look before."""
+
+    operator: Watched
+    _restarts: dict[str, int] = field(default_factory=dict)  # pod → restarts of its containers
+    _read: dict[str, int] = field(default_factory=dict)  # pod → characters of its log that were looked at
+
+    def look(self) -> Found:
+        """Everything that is new."""
+        pods = [pod for pod in self.operator.pods() if _is_there(pod)]
+        restarts = {pod["metadata"]["name"]: count_restarts(pod) for pod in pods}
+
+        # A pod that is away, or takes the place of one, means that the operator ended as much as a restart does.
+        ended = [f"{name}: the operator's pod is gone" for name in self._restarts if name not in restarts]
+        texts = []
+        for name, count in restarts.items():
+            log, start = self.operator.log_of(name), self._read.get(name, 0)
+            if count > self._restarts.get(name, 0):
+                ended.append(f"{name}: {count - self._restarts.get(name, 0)} restarts of the operator's container")
+                texts.append(self.operator.log_of(name, previous=True))
+                start = 0
+            # Kubelets begin a new file when a log is long; it is read from its beginning then.
+            texts.append(log[start if start <= len(log) else 0 :])
+            self._read[name] = len(log)
+        self._restarts = restarts
+        return Found(ended, [error for text in texts for error in find_errors(text)])
+
+
+def count_restarts(pod: dict[str, Any]) -> int:
+    """Restarts of all containers of a pod."""
+    return sum(int(one.get("restartCount", 0)) for one in pod.get("status", {}).get("containerStatuses", []))
+
+
+def _is_there(pod: dict[str, Any]) -> bool:
+    """Whether a pod is neither over nor on its way out."""
+    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+
+
+def find_errors(log: str) -> list[str]:
+    """Records of a text log that are errors or hold a traceback, each with all its lines."""
+    return [text for level, text in _read_records(log) if level in ("ERROR", "CRITICAL") or _TRACEBACK in text]
+
+
+def _read_records(log: str) -> Iterator[tuple[str, str]]:
+    level, lines = "", list[str]()
+    for line in log.splitlines():
+        if match := _RECORD.match(line):
+            if lines:
+                yield level, "\n".join(lines)
+            level, lines = match["level"], []
+        lines.append(line)
+    if lines:
+        yield level, "\n".join(lines)
