@@ -10,40 +10,53 @@ class Config:
     """Images and switches of the installation. Times in seconds."""
 
     trainer_image: str
+    """Image of training pods whose run names none."""
     operator_image: str
-    """Also the coordinator's."""
+    """Image of the coordinators, which is the operator's own."""
     image_pull_policy: str = "IfNotPresent"
+    """Pull policy of training pods and coordinators whose run names none."""
     image_pull_secrets: tuple[str, ...] = ()
-    """Names of secrets in the run's namespace."""
+    """Name of a pull secret in each run's namespace."""
     network_policies: bool = True
+    """Make a NetworkPolicy for each run."""
     disruption_budgets: bool = True
+    """Make a PodDisruptionBudget for each run whose group has formed."""
     operator_namespace: str = ""
     """Where the operator runs, whose pods may reach the coordinator's status; empty: from any namespace."""
     cluster_domain: str = ""
     """Appended to the coordinator's name (``svc.cluster.local``); empty: ``svc``, which the pod's search list completes."""
     default_storage_size: str = "10Gi"
+    """Size of a new volume whose run names none."""
     default_storage_class: str | None = None
+    """Storage class of a new volume whose run names none; empty: the cluster's default."""
     storage_access_mode: str = ""
     """Of new volumes whose run names none; empty: ReadWriteOnce for a run of one node, else ReadWriteMany."""
     node_loss_toleration_seconds: int = 5
-    """So long a pod may stay on a node that is not ready."""
+    """Seconds that a pod stays on a node that is not ready."""
     coordinator_cpu: str = "20m"
+    """CPU request of a coordinator."""
     coordinator_memory: str = "64Mi"
+    """Memory request of a coordinator."""
     coordinator_cpu_limit: str = "1"
-    """A namespace's quota may ask for limits, which a run can give for its nodes only."""
+    """CPU limit of a coordinator: a namespace's quota may ask for limits, which a run can give for its nodes only."""
     coordinator_memory_limit: str = "256Mi"
+    """Memory limit of a coordinator."""
     shared_memory_size: str = ""
-    """Most of /dev/shm; empty: what the pod's memory limit allows."""
+    """Largest size of /dev/shm in a training pod; empty: what the pod's memory limit allows."""
     user_id: int = 10001
+    """User id that a run's pods run as."""
     group_id: int = 10001
+    """Group id of a run's pods and of its volume."""
     first_backoff_seconds: float = 2.0
-    """Before the second replacement after failures that count; the first waits for nothing, each further one twice as long."""
+    """Seconds before the second replacement after failures that count; the first is made at once, each later one after twice as
+    long."""
     longest_backoff_seconds: float = 60.0
+    """Longest wait, in seconds, before a replacement."""
     short_life_seconds: float = 20.0
-    """A pod that ended sooner was hardly worth its start: after three of these in a row their replacements wait, too."""
+    """Lifetime, in seconds, below which a pod was hardly worth its start: after three in a row replacements wait, too."""
     undisturbed_seconds: float = UNDISTURBED_SECONDS
-    """Of a run that reports neither steps nor checkpoints: a pod that lived so long has made progress."""
+    """Lifetime, in seconds, of a pod that counts as progress for a run that reports neither steps nor checkpoints."""
     finish_grace_seconds: float = 60.0
-    """For the pods of a complete run to write their report and end."""
+    """Seconds for the pods of a complete run to write their report and end."""
     fail_grace_seconds: float = 10.0
-    """For the pods of a failed run to end by themselves."""
+    """Seconds for the pods of a failed run to end by themselves."""

@@ -4,7 +4,10 @@ Every option ``--some-name`` may also be given as ``EVERGRAD_SOME_NAME``; the co
 """
 
 import argparse
+import ast
 import dataclasses
+import inspect
+import itertools
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -93,15 +96,27 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     options.add("coordinator-port", 29401, "port of the coordinators' status")
     options.add("log-level", "info", "debug, info, warning or error")
     options.add("log-format", "text", "text or json")
+    descriptions = _describe_fields(Config)
     for field in dataclasses.fields(Config):
         default: Any = "" if field.default is dataclasses.MISSING else field.default
         options.add(
             field.name.replace("_", "-"),
             default,
-            f"of all runs (default: {default})",
+            f"{descriptions[field.name]} (default: {default!r})",
             is_required=default == "" and "image" in field.name,
         )
     return parser
+
+
+def _describe_fields(kind: type) -> dict[str, str]:
+    """Docstring of each field of a dataclass, which Python keeps in the source alone. Raises KeyError where one is missing."""
+    [definition] = ast.parse(inspect.getsource(kind)).body
+    found = {}
+    for statement, following in itertools.pairwise(getattr(definition, "body", ())):
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                found[name] = " ".join(text.split()).rstrip(".").replace("%", "%%")
+    return {field.name: found[field.name] for field in dataclasses.fields(kind)}
 
 
 class _Options:

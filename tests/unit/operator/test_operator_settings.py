@@ -12,7 +12,7 @@ import evergrad_operator
 from evergrad_operator import handlers
 from evergrad_operator.errors import SettingsError
 from evergrad_operator.handlers import build_registry, build_settings, check_kopf
-from evergrad_operator.settings import parse_settings
+from evergrad_operator.settings import build_parser, parse_settings
 
 IMAGES = ["--trainer-image", "t:1", "--operator-image", "o:1"]
 SOURCES = sorted(Path(evergrad_operator.__file__).parent.rglob("*.py"))
@@ -175,3 +175,10 @@ def test_kopf_hands_over_what_it_sees_and_nothing_else() -> None:
     for kind in (None, "ADDED", "MODIFIED", "DELETED"):
         assert asyncio.run(handler.fn(event={"type": kind, "object": raw})) is None  # type: ignore[arg-type]
     assert seen == [("pods", raw, False)] * 3 + [("pods", raw, True)]
+
+
+def test_every_option_of_the_command_line_explains_itself_in_words_of_its_own() -> None:
+    actions = [action for action in build_parser({})._actions if action.option_strings]
+    texts = [str(action.help) for action in actions]
+    assert all(len(text) >= len("its port") for text in texts)
+    assert sorted({text for text in texts if texts.count(text) > 1}) == []
