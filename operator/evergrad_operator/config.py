@@ -19,6 +19,8 @@ class Config:
     """Name of a pull secret in each run's namespace."""
     network_policies: bool = True
     """Make a NetworkPolicy for each run."""
+    metrics_from: tuple[str, ...] = ()
+    """Name of a namespace whose pods may scrape nodes and coordinators; none: nodes are open to all, coordinators to none."""
     disruption_budgets: bool = True
     """Make a PodDisruptionBudget for each run whose group has formed."""
     operator_namespace: str = ""

@@ -38,6 +38,9 @@
 {{- if $runs.imagePullSecrets }}
 {{- $_ := set $settings "IMAGE_PULL_SECRETS" (join "," $runs.imagePullSecrets) }}
 {{- end }}
+{{- if $runs.metricsFrom }}
+{{- $_ := set $settings "METRICS_FROM" (join "," $runs.metricsFrom) }}
+{{- end }}
 {{- if $runs.storage.storageClassName }}
 {{- $_ := set $settings "DEFAULT_STORAGE_CLASS" $runs.storage.storageClassName }}
 {{- end }}

@@ -18,12 +18,18 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
         if config.operator_namespace
         else {},
     }
-    open_ports = [port for port in (metrics_port(run),) if port]
+    scraped = [{"port": port, "protocol": "TCP"} for port in (metrics_port(run),) if port]
     ingress: list[dict[str, Any]] = [
         {"from": [own]},
         {"from": [operator], "ports": [{"port": names.STATUS_PORT, "protocol": "TCP"}]},
     ]
-    ingress += [{"ports": [{"port": port, "protocol": "TCP"}]} for port in open_ports]
+    if config.metrics_from:
+        # A coordinator serves its metrics beside its status, which asks for the run's token.
+        scraped.append({"port": names.STATUS_PORT, "protocol": "TCP"})
+        among = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": list(config.metrics_from)}
+        ingress.append({"from": [{"namespaceSelector": {"matchExpressions": [among]}}], "ports": scraped})
+    elif scraped:
+        ingress.append({"ports": scraped})
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",

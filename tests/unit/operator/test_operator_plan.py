@@ -427,6 +427,19 @@ def test_the_network_policy_lets_in_the_run_its_operator_and_its_metrics_only() 
     assert metrics == {"ports": [{"port": 29402, "protocol": "TCP"}]}
 
 
+def test_where_scraping_namespaces_are_named_they_reach_nodes_and_the_coordinator_and_nobody_else_does() -> None:
+    world = Simulation(make_run(), config=dataclasses.replace(CONFIG, metrics_from=("monitoring", "prometheus")))
+    world.reconcile()
+    policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")["spec"]
+    *_, metrics = policy["ingress"]
+    [peer] = metrics["from"]
+    assert peer["namespaceSelector"]["matchExpressions"] == [
+        {"key": "kubernetes.io/metadata.name", "operator": "In", "values": ["monitoring", "prometheus"]}
+    ]
+    assert [one["port"] for one in metrics["ports"]] == [29402, 29401]
+    assert all("from" in rule for rule in policy["ingress"])
+
+
 def test_a_coordinator_that_is_replaced_expects_the_nodes_that_are_there() -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 3})).run()
     world.age(100)
