@@ -158,7 +158,7 @@ class RunWriter:
             return
         if process.ended == "failed":
             self._event(
-                log, EventType.FAILED, process.last, error="NonFiniteError", message="step 57: the loss is nan.", exit_code=64
+                log, EventType.FAILED, process.last, error="SaveError", message="3 saves in a row have failed.", exit_code=70
             )
             self._event(log, EventType.END, process.last, exit_code=64)
             return

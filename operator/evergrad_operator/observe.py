@@ -19,7 +19,17 @@ PreviousStatus = Memory
 """The typed view of ``status``: what the operator wrote there is what it remembers."""
 ChildKey = tuple[str, str]
 """Kind and name."""
-OPERATIONAL_SECTIONS: Final = ("stop", "checkpoint", "evaluation", "initFrom", "runtime", "logging", "metrics")
+OPERATIONAL_SECTIONS: Final = (
+    "stop",
+    "onNonFinite",
+    "skipSteps",
+    "checkpoint",
+    "evaluation",
+    "initFrom",
+    "runtime",
+    "logging",
+    "metrics",
+)
 """Sections of ``spec.training`` that do not decide the result."""
 NAME_TAKEN: Final = "NameTaken"
 """Reason of an ApplyFailure: an object of that name exists, and is not the run's."""

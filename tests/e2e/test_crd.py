@@ -251,6 +251,8 @@ def test_what_is_fixed_stays_fixed(changes: dict[str, Any], server: Server) -> N
 
 
 MUTABLE = {
+    "spec.training.skipSteps": [7],
+    "spec.training.onNonFinite": {"skip": 3},
     "spec.suspend": True,
     "spec.nodes": {"min": 1, "max": 8},
     "spec.resources": {"limits": {"memory": "8Gi"}},

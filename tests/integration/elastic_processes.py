@@ -35,7 +35,7 @@ PLACES = {
     "forward": ("evergrad_trainer.step", "Stepper._forward_backward"),
     "tally": ("evergrad_trainer.step", "_Tally.exchange"),
     "reducing": ("evergrad_trainer.world", "World.start_sum"),
-    "update": ("evergrad_trainer.step", "Stepper._scale_and_clip"),
+    "update": ("evergrad_trainer.step", "Stepper._clip"),
     "report": ("evergrad_trainer.loop", "_report"),
     "evaluation": ("evergrad_trainer.evaluation.evaluate", "Evaluator.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
@@ -223,10 +223,10 @@ def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:
     stepper = importlib.import_module("evergrad_trainer.step").Stepper
     run_step = stepper.run
 
-    def watched_step(self: Any, step: int, world: Any, flags: Any) -> Any:
+    def watched_step(self: Any, step: int, world: Any, flags: Any, **options: Any) -> Any:
         _here.step, _here.rank, _here.generation = step, world.rank, world.generation
         begun = time.monotonic()
-        outcome = run_step(self, step, world, flags)
+        outcome = run_step(self, step, world, flags, **options)
         row = {**vars(_here), "size": world.size, "pid": os.getpid(), "begun": begun, "ended": time.monotonic()}
         os.write(trace, json.dumps(row).encode() + b"\n")
         return outcome

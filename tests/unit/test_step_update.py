@@ -1,6 +1,9 @@
 """One step: which slots a rank runs, what is summed, what is refused before anything is updated."""
 
+import math
+import re
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +15,6 @@ from evergrad_trainer.config.training import Optimizer, Schedule
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
-from evergrad_trainer.errors import NonFiniteError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
@@ -153,11 +155,11 @@ def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothin
     batches = [Stream(4).slot(3, slot) for slot in range(4)]
     affected = [b.slot for b in batches if bool(((b.input_ids == token) & (b.labels != IGNORE_INDEX)).any())]
     before = [parameter.clone() for parameter in model.parameters()]
-    with pytest.raises(NonFiniteError) as raised:
-        make_stepper(model, exact=exact).run(3, world(), QUIET)
-    assert [problem.path for problem in raised.value.problems] == [f"step 3, slot {slot}" for slot in affected]
-    assert "docs/epoch 0/window 30" in str(raised.value), "it does not name the samples"
-    assert "Nothing was updated" in str(raised.value)
+    outcome = make_stepper(model, exact=exact).run(3, world(), QUIET)
+    assert outcome.skipped == "loss" and outcome.is_non_finite and math.isnan(outcome.loss)
+    assert [problem.path for problem in outcome.problems] == [f"step 3, slot {slot}" for slot in affected]
+    assert "docs/epoch 0/window 30" in str(outcome.problems[0]), "it does not name the samples"
+    assert "Nothing was updated" in str(outcome.problems[0])
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -166,9 +168,53 @@ def test_a_gradient_that_overflows_is_told_and_nothing_is_updated() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
     stepper = make_stepper(model)
     model.head.weight.register_hook(lambda gradient: gradient * float("inf"))
-    with pytest.raises(NonFiniteError, match=r"step 2: the gradient norm is (nan|inf)"):
-        stepper.run(2, world(), QUIET)
+    outcome = stepper.run(2, world(), QUIET)
+    assert outcome.skipped == "grad" and math.isfinite(outcome.loss)
+    assert re.match(r"step 2: the gradient norm is (nan|inf)", str(outcome.problems[0]))
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_without_a_token_that_carries_a_loss_makes_no_update(exact: bool) -> None:
+    model = Model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    stepper = make_stepper(model, exact=exact)
+    stream: Any = stepper._parts.stream
+    slot = stream.slot
+    stream.slot = lambda step, number: masked(slot(step, number))
+    outcome = stepper.run(1, world(), QUIET)
+    assert outcome.skipped == "empty" and not outcome.is_non_finite and outcome.valid_tokens == 0
+    assert "no token carries a loss" in str(outcome.problems[0])
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def masked(batch: SlotBatch) -> SlotBatch:
+    labels = torch.full_like(batch.labels, IGNORE_INDEX)
+    return replace(batch, labels=labels, valid_tokens=0)
+
+
+def test_a_skipped_step_reads_nothing_computes_nothing_and_tells_its_flags() -> None:
+    model = Model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    stepper = make_stepper(model)
+    flags = (True, *QUIET[1:])
+    outcome = stepper.run(2, world(), flags, is_skipped=True)
+    assert outcome.skipped == "requested" and not outcome.is_non_finite and outcome.problems == ()
+    assert outcome.flags == flags and outcome.valid_tokens == 0 and outcome.sample_hash == "0" * 16
+    assert outcome.learning_rate == make_stepper(Model()).run(2, world(), QUIET).learning_rate
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_the_step_after_a_refused_one_is_the_step_it_would_have_been() -> None:
+    """Neither gradients nor sums of a refused step are left over."""
+    model, other = Model(), Model()
+    stepper = make_stepper(model)
+    hook = model.head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    assert stepper.run(1, world(), QUIET).skipped == "grad"
+    hook.remove()
+    stepper.run(2, world(), QUIET)
+    make_stepper(other).run(2, world(), QUIET)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_the_learning_rate_told_is_the_schedules() -> None:

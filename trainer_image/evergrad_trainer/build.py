@@ -114,6 +114,8 @@ def build_limits(training: Training, *, total_steps: int, stop_after_steps: int 
         evaluate_at_start=evaluation.at_start,
         after_step=training.stop.after_step,
         stop_after_steps=stop_after_steps,
+        non_finite_in_a_row=training.on_non_finite.skip,
+        skip_steps=frozenset(training.skip_steps),
     )
 
 

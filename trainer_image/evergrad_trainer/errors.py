@@ -7,10 +7,10 @@ EvergradError                 internal, exit 70
 │   ├── ModelError            a model directory or configuration
 │   ├── RunDirectoryError     the run directory belongs to something else, or cannot be written
 │   ├── CheckpointError       checkpoints exist and none can be used
-│   ├── FencedError           a newer process has claimed this run directory
-│   └── NonFiniteError        a loss or a gradient is not a number
+│   └── FencedError           a newer process has claimed this run directory
 ├── HostError                 trouble of this host or this moment, exit 70: retried here, then on another host
 │   └── VolumeError           the volume could not be read or written at this moment
+├── NonFiniteError            a gradient is not a number; the step that meets it is refused, the run is not
 ├── SaveError                 checkpoints could not be written, several times in a row
 └── PeerLostError             another process of the group is gone, or the group was given up
 """
@@ -88,10 +88,6 @@ class FencedError(InputError):
     """A newer process has claimed this run directory; this one must not write any more."""
 
 
-class NonFiniteError(InputError):
-    """A loss or a gradient norm is not finite; nothing was updated."""
-
-
 class HostError(EvergradError):
     """This host cannot do its part now. Another host, or this one later, can; the run's files are not to blame."""
 
@@ -100,6 +96,16 @@ class HostError(EvergradError):
 
 class VolumeError(HostError):
     """The volume could not be read or written, also after it was tried again."""
+
+
+class NonFiniteError(EvergradError):
+    """A gradient is not finite; nothing was updated. Raised by all ranks together, and met by the step itself."""
+
+    kind = ErrorKind.NUMERIC
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        super().__init__(str(problem))
 
 
 class SaveError(EvergradError):

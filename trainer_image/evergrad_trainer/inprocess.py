@@ -27,7 +27,7 @@ from evergrad_trainer.observers.build import build_observers
 from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.observers.logs import setup_logging
 from evergrad_trainer.observers.relay import Relay
-from evergrad_trainer.optim.adamw import set_finished_steps
+from evergrad_trainer.optim.adamw import set_updates
 from evergrad_trainer.records import EventType, StepRecord, StopReason
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.stages import (
@@ -193,7 +193,7 @@ class _Worker:
             if world.rank in (feeding.source, feeding.straggler):
                 feed(self._machinery.state(), feeding, world)
         _adopt(progress, rows)
-        set_finished_steps(self._machinery.optimizer, progress.finished_steps)
+        set_updates(self._machinery.optimizer, progress.updates)
         self._is_whole = True
         return False
 
@@ -310,9 +310,8 @@ def _standing(progress: Progress, checkpoints: CheckpointManager, *, held_step: 
         "failures": checkpoints.failures,
         "standing": max(progress.resumed_step, -1 if published is None else published.step),
         "begun": progress.saved_step,
-        "evaluated_step": progress.evaluated_step,
         "steps_here": progress.steps_here,
-        "best": progress.best,
+        **progress.memory(),
         "record": None if progress.last_record is None else asdict(progress.last_record),
     }
 
@@ -326,9 +325,8 @@ def _adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     standing = max(int(row["standing"]) for row in rows)
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
     progress.finished_steps = newest
-    progress.evaluated_step = int(source["evaluated_step"])
+    progress.remember(source)
     progress.steps_here = max(int(row["steps_here"]) for row in sources)
-    progress.best = source["best"]
     if progress.best is not None and progress.best["step"] > standing and progress.best["step"] < newest:
         # Its save ended with the world, and its state is gone: the next better one will be the best.
         progress.best = None

@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
@@ -15,12 +15,16 @@ from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.step import FLAG_CHANGE, FLAG_FENCED, FLAG_SIGNAL, FLAG_STOP_FILE, NUM_FLAGS, StepOutcome, Stepper
-from evergrad_trainer.world import Membership
+from evergrad_trainer.world import Membership, World
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process."""
+    """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
+
+    ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops. ``skip_steps``: these make no
+    update. Both may differ between processes that began before and after an edit; :func:`train` has them agree.
+    """
 
     total_steps: int
     save_every: int
@@ -28,6 +32,8 @@ class Limits:
     evaluate_at_start: bool = False
     after_step: int | None = None
     stop_after_steps: int | None = None
+    non_finite_in_a_row: int = 0
+    skip_steps: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -37,6 +43,8 @@ class Progress:
     ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands. ``resumed_step``: of
     the newest checkpoint known to stand when this world began. ``steps_here``: trained since the run's processes were started.
     ``is_save_lost``: a save was begun and ended with its world. ``last_record``: of the newest finished step, on every rank.
+    ``updates``: of the optimizer so far, finished steps less skipped ones. ``skipped``: steps without an update so far, and
+    ``non_finite``: how many of the newest steps in a row were not finite. ``refusal``: why the loop ended with "non_finite".
     """
 
     finished_steps: int = 0
@@ -47,10 +55,32 @@ class Progress:
     is_save_lost: bool = False
     last_record: StepRecord | None = None
     best: dict[str, Any] | None = None
+    updates: int = 0
+    skipped: int = 0
+    non_finite: int = 0
+    refusal: str = ""
 
     def extra(self, cursor: dict[str, int]) -> dict[str, Any]:
         """The JSON part of a checkpoint."""
-        return {"step": self.finished_steps, "cursor": cursor, "evaluated_step": self.evaluated_step, "best": self.best}
+        return {"step": self.finished_steps, "cursor": cursor, **self.memory()}
+
+    def memory(self) -> dict[str, Any]:
+        """What belongs to the state after ``finished_steps``: saved with it, and told to processes that are fed with it."""
+        return {
+            "evaluated_step": self.evaluated_step,
+            "best": self.best,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "non_finite": self.non_finite,
+        }
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take over what :meth:`memory` said of the state after ``finished_steps``; older versions said less."""
+        self.evaluated_step = int(memory["evaluated_step"])
+        self.best = memory["best"]
+        self.updates = int(memory.get("updates", self.finished_steps))
+        self.skipped = int(memory.get("skipped", 0))
+        self.non_finite = int(memory.get("non_finite", 0))
 
 
 @dataclass(frozen=True)
@@ -91,10 +121,11 @@ def train(run: Run) -> StopReason:
     """Train until the horizon or until all ranks agree to stop; ``progress.saved_step`` then says whether the state is saved.
 
     "change" means that the ranks agreed to go on in another world: nothing is saved, and ``train`` is called again in that one.
-    Raises NonFiniteError, SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
+    "non_finite": the next step was not finite, more often in a row than may be skipped; ``progress.refusal`` says why.
+    Raises SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
     Raises PeerLostError where the world has ended; ``progress.finished_steps`` is what this process holds.
     """
-    limits, progress = run.limits, run.progress
+    limits, progress = _agree(run.limits, run.membership.world), run.progress
     first = progress.finished_steps + 1
     reason = _evaluate(run) if _is_evaluation_missing(run) else None
     if reason is None and (progress.is_save_lost or _is_due(progress.finished_steps, limits.save_every)):
@@ -107,10 +138,16 @@ def train(run: Run) -> StopReason:
         if reason is not None:
             break
         begun = time.perf_counter()
-        outcome = run.stepper.run(step, run.membership.world, _own_flags(run))
-        progress.finished_steps = step
-        progress.steps_here += 1
-        _report(run, outcome, begun)
+        outcome = run.stepper.run(step, run.membership.world, _own_flags(run), is_skipped=step in limits.skip_steps)
+        if outcome.is_non_finite:
+            # The state before this step is whole on every rank: it is saved before anything else may happen to it.
+            _raise_if_fenced(outcome)
+            if progress.non_finite == 0:
+                _save(run)
+            if progress.non_finite >= limits.non_finite_in_a_row:
+                reason = _refuse(run, outcome)
+                break
+        _finish_step(run, outcome, begun)
         if step == first:
             run.on_first_step()
         _raise_if_fenced(outcome)
@@ -122,6 +159,43 @@ def train(run: Run) -> StopReason:
         run.checkpoints.poll()
         reason = reason or _stop_reason(run, outcome)
     return "change" if reason == "change" else _leave(run, reason or "complete")
+
+
+def _agree(limits: Limits, world: World) -> Limits:
+    """The limits as all ranks take them: some processes may have read the file before it was edited in place."""
+    rows = world.gather_json([limits.non_finite_in_a_row, sorted(limits.skip_steps)])
+    skip_steps = frozenset(step for _, steps in rows for step in steps)
+    return replace(limits, non_finite_in_a_row=max(number for number, _ in rows), skip_steps=skip_steps)
+
+
+def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
+    """Count the step, whether or not it made an update, and report it."""
+    progress = run.progress
+    progress.finished_steps = outcome.step
+    progress.steps_here += 1
+    if outcome.skipped is None:
+        progress.updates += 1
+    else:
+        progress.skipped += 1
+    if outcome.skipped != "requested":
+        # A step that was passed over says nothing about whether the ones around it are finite.
+        progress.non_finite = progress.non_finite + 1 if outcome.is_non_finite else 0
+    _report(run, outcome, begun)
+    if outcome.skipped is not None:
+        message = _words(outcome) or f"step {outcome.step}: passed over; spec.training.skipSteps names it."
+        emit(run, EventType.SKIPPED, why=outcome.skipped, message=message, in_a_row=progress.non_finite)
+
+
+def _refuse(run: Run, outcome: StepOutcome) -> StopReason:
+    """The run stops before this step."""
+    progress = run.progress
+    progress.refusal = _words(outcome)
+    emit(run, EventType.NON_FINITE, why=outcome.skipped, message=progress.refusal, in_a_row=progress.non_finite + 1)
+    return "non_finite"
+
+
+def _words(outcome: StepOutcome) -> str:
+    return "\n".join(str(problem) for problem in outcome.problems)
 
 
 def _own_flags(run: Run) -> tuple[bool, ...]:
@@ -159,6 +233,9 @@ def _leave(run: Run, reason: StopReason) -> StopReason:
     if progress.saved_step != progress.finished_steps:
         _save(run, wait=True)
         progress.saved_step = standing_step(run)
+    if progress.finished_steps == 0:
+        # The state before the first step follows from the manifest: there is nothing to lose.
+        progress.saved_step = 0
     if reason == "stop_file" and run.membership.world.is_main:
         run.directory.consume_stop_file()
     emit(run, EventType.STOP, reason=reason, saved=progress.saved_step == progress.finished_steps)
@@ -243,7 +320,7 @@ def _report(run: Run, outcome: StepOutcome, begun: float) -> None:
         generation=world.generation,
         world_size=world.size,
         loss=outcome.loss,
-        tokens=run.tokens_per_step,
+        tokens=0 if outcome.skipped else run.tokens_per_step,
         valid_tokens=outcome.valid_tokens,
         sample_hash=outcome.sample_hash,
         learning_rate=outcome.learning_rate,
@@ -256,6 +333,7 @@ def _report(run: Run, outcome: StepOutcome, begun: float) -> None:
         other_seconds=max(0.0, total - sum(seconds.values())),
         rank_skew_seconds=outcome.rank_skew_seconds,
         time=time.time(),
+        skipped=outcome.skipped,
     )
     run.progress.last_record = record
     run.observers.step_end(record)

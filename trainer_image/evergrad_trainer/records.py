@@ -10,7 +10,8 @@ class StepRecord:
 
     ``loss`` is in nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are this step's, over
     all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and ``other_seconds`` is what
-    no phase claims. ``time`` is Unix time in seconds at the end of the step.
+    no phase claims. ``time`` is Unix time in seconds at the end of the step. ``skipped``: why the step made no update, one of
+    SKIP_REASONS; null for all others.
     """
 
     step: int
@@ -30,6 +31,11 @@ class StepRecord:
     other_seconds: float
     rank_skew_seconds: float
     time: float
+    skipped: str | None = None
+
+
+SKIP_REASONS = ("loss", "grad", "empty", "requested")
+"""Why a step makes no update: a loss or a gradient norm is not finite, no token carries a loss, or skipSteps names it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,10 @@ class EventType:
     """The horizon grew. fields: from_steps, to_steps."""
     WARNING = "warning"
     """fields: message."""
+    SKIPPED = "skipped"
+    """A step made no update, and training went on. fields: why (SKIP_REASONS), message, in_a_row (of those not finite)."""
+    NON_FINITE = "non_finite"
+    """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message, in_a_row."""
     WORLD = "world"
     """Training goes on in another world, in the same processes, without reading a checkpoint.
 
@@ -98,7 +108,7 @@ class EventType:
     """fields: exit_code."""
 
 
-StopReason = Literal["complete", "signal", "stop_file", "stop_after_steps", "after_step", "change"]
+StopReason = Literal["complete", "signal", "stop_file", "stop_after_steps", "after_step", "non_finite", "change"]
 """Why the loop ended; ``change`` is no end of the run: it goes on in another world."""
 
 

@@ -29,7 +29,6 @@ from evergrad_trainer.errors import (
     EvergradError,
     FencedError,
     InputError,
-    NonFiniteError,
     Problem,
     SaveError,
 )
@@ -37,7 +36,7 @@ from evergrad_trainer.loop import Progress, Run
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.observers.base import Observer
-from evergrad_trainer.optim.adamw import set_finished_steps
+from evergrad_trainer.optim.adamw import set_updates
 from evergrad_trainer.provenance.record import record_process
 from evergrad_trainer.recipes import RECIPES
 from evergrad_trainer.records import Event, EventType, RunInfo, StopReason
@@ -46,7 +45,7 @@ from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.world import Membership, World
 
 _log = logging.getLogger(__name__)
-AGREED = (NonFiniteError, FencedError, CheckpointError, SaveError)
+AGREED = (FencedError, CheckpointError, SaveError)
 """Errors that all ranks raise together, so that rank 0 speaks for them."""
 
 
@@ -139,9 +138,8 @@ def restore(session: Session, machinery: Machinery, checkpoints: CheckpointManag
         extra = restored.extra
         progress = session.progress
         progress.finished_steps = progress.saved_step = progress.resumed_step = int(extra["step"])
-        session.progress.evaluated_step = int(extra["evaluated_step"])
-        session.progress.best = extra["best"]
-        set_finished_steps(machinery.optimizer, int(extra["step"]))
+        progress.remember(extra)
+        set_updates(machinery.optimizer, progress.updates)
         _check_cursor(session, extra)
     elif has_checkpoints:
         raise CheckpointError(
@@ -274,6 +272,8 @@ def finish(session: Session, reason: StopReason, *, is_saved: bool) -> ExitCode:
         )
     session.emit(EventType.END, {"exit_code": int(code)})
     session.observers.close()
+    if reason == "non_finite":
+        print(f"error: {session.progress.refusal}", file=sys.stderr)
     if reason == "signal":
         # Whoever asked to stop may kill next: the state is saved, and a report can be made at any time.
         print(f"stopped; for a report: evergrad report {session.directory.path}", flush=True)

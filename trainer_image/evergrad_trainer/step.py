@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -39,7 +39,10 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What every rank knows after a step. ``flags[i]``: some rank raised flag i before the step."""
+    """What every rank knows after a step. ``flags[i]``: some rank raised flag i before the step.
+
+    ``skipped``: one of SKIP_REASONS where the step made no update, and ``problems`` says why in words.
+    """
 
     step: int
     loss: float
@@ -50,6 +53,13 @@ class StepOutcome:
     flags: tuple[bool, ...]
     seconds: dict[str, float]
     rank_skew_seconds: float
+    skipped: str | None = None
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def is_non_finite(self) -> bool:
+        """Whether a loss or the gradient norm was not finite."""
+        return self.skipped in ("loss", "grad")
 
 
 @dataclass
@@ -169,14 +179,53 @@ class Stepper:
         self._forward_backward(batch, device=world.device, weight=0.0, is_last=False)
         parts.gradients.forget()
 
-    def run(self, step: int, world: World, flags: tuple[bool, ...]) -> StepOutcome:
-        """Train step ``step`` (from 1).
+    def run(self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool = False) -> StepOutcome:
+        """Train step ``step`` (from 1); with ``is_skipped`` compute nothing and exchange the flags alone.
 
-        Raises NonFiniteError where a loss or gradient is not finite, and PeerLostError where the group ended; nothing was updated
-        then. There is no collective after the sums are whole: a rank that has them finishes the step, whatever becomes of others.
+        A step whose loss or gradient is not finite makes no update and says so, on all ranks together. Raises PeerLostError
+        where the group ended; nothing was updated then. No collective comes after :meth:`World.confirm`: a rank that is through
+        it finishes the step, whatever becomes of others.
         """
         parts, clock = self._parts, _Clock()
         tally = _Tally(self._settings.slots_per_step, world, flags)
+        if not is_skipped:
+            self._compute(step, world, tally, clock)
+        self.pulse.rest()
+        totals = tally.exchange(busy_seconds=clock.last - clock.begun)
+
+        grad_norm = math.nan
+        skipped: str | None = "requested"
+        problems: tuple[Problem, ...] = ()
+        if not is_skipped:
+            grad_norm, overflow = self._norm(totals.valid_tokens)
+            grad_norm = world.confirm(grad_norm)
+            skipped, problems = self._refuse(step, totals, grad_norm, overflow)
+        clock.mark("communication")
+
+        learning_rate = parts.schedule(step)
+        if skipped is None:
+            self._clip(totals.valid_tokens, grad_norm)
+            set_learning_rate(parts.optimizer, learning_rate)
+            parts.optimizer.step()
+        clock.mark("optimizer")
+        has_loss = skipped in (None, "grad")
+        return StepOutcome(
+            step=step,
+            loss=math.fsum(totals.losses) / totals.valid_tokens if has_loss else math.nan,
+            valid_tokens=totals.valid_tokens,
+            sample_hash=f"{totals.sample_hash:016x}",
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            flags=totals.flags,
+            seconds=clock.phases,
+            rank_skew_seconds=totals.rank_skew_seconds,
+            skipped=skipped,
+            problems=problems,
+        )
+
+    def _compute(self, step: int, world: World, tally: _Tally, clock: _Clock) -> None:
+        """This rank's slots of the step, forward and backward."""
+        parts = self._parts
         parts.gradients.begin(world)
         for slot, is_real, is_last in self._slots_of(world):
             world.raise_if_given_up()
@@ -192,29 +241,6 @@ class Stepper:
             if is_real:
                 tally.add(batch, loss)
             clock.mark("forward_backward")
-        self.pulse.rest()
-        totals = tally.exchange(busy_seconds=clock.last - clock.begun)
-        # Before the sums are used: a loss names its slot and samples, a gradient cannot.
-        self._check_losses(step, totals.losses)
-        parts.gradients.finish()
-        world.confirm()
-        clock.mark("communication")
-        grad_norm = self._scale_and_clip(step, totals.valid_tokens)
-        learning_rate = parts.schedule(step)
-        set_learning_rate(parts.optimizer, learning_rate)
-        parts.optimizer.step()
-        clock.mark("optimizer")
-        return StepOutcome(
-            step=step,
-            loss=math.fsum(totals.losses) / totals.valid_tokens,
-            valid_tokens=totals.valid_tokens,
-            sample_hash=f"{totals.sample_hash:016x}",
-            learning_rate=learning_rate,
-            grad_norm=grad_norm,
-            flags=totals.flags,
-            seconds=clock.phases,
-            rank_skew_seconds=totals.rank_skew_seconds,
-        )
 
     def _slots_of(self, world: World) -> Iterator[tuple[int, bool, bool]]:
         """(slot, is_real, is_last) of this rank.
@@ -245,31 +271,49 @@ class Stepper:
         self._parts.gradients.after_backward()
         return loss
 
-    def _scale_and_clip(self, step: int, valid_tokens: int) -> float:
-        """Make the gradients those of the mean over valid tokens, and clip them. Returns the norm before clipping."""
-        gradients = [p.grad for p in self._parts.model.parameters() if p.grad is not None]
-        ratio = self._settings.nominal_tokens / valid_tokens
-        norm = nn.utils.get_total_norm(gradients)
-        total = float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * ratio
-        if not math.isfinite(total):
-            raise NonFiniteError(
-                Problem(
-                    f"step {step}",
-                    f"the gradient norm is {total}",
-                    "all losses of the step are finite, so the backward pass overflowed",
-                    "Nothing was updated. Lower the learning rate or use a wider precision; earlier checkpoints are good",
-                )
-            )
-        clip = self._settings.clip_norm
-        factor = ratio * (clip / (total + 1e-6) if clip and total > clip else 1.0)
-        if factor != 1.0:
-            torch_private.scale(gradients, factor)
-        return total
+    def _norm(self, valid_tokens: int) -> tuple[float, Problem | None]:
+        """The norm of the mean gradient over valid tokens, and what kept the sums from being made.
 
-    def _check_losses(self, step: int, losses: list[float]) -> None:
-        problems = [self._describe(step, slot, loss) for slot, loss in enumerate(losses) if not math.isfinite(loss)]
-        if problems:
-            raise NonFiniteError(*problems)
+        The sums are finished also where a loss is not finite: some were begun under the backward pass, on all ranks alike.
+        """
+        try:
+            self._parts.gradients.finish()
+        except NonFiniteError as error:
+            return math.nan, error.problem
+        norm = nn.utils.get_total_norm(self._gradients())
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm) * self._ratio(valid_tokens), None
+
+    def _clip(self, valid_tokens: int, norm: float) -> None:
+        """Make the gradients those of the mean over valid tokens, no longer than the limit."""
+        clip = self._settings.clip_norm
+        factor = self._ratio(valid_tokens) * (clip / (norm + 1e-6) if clip and norm > clip else 1.0)
+        if factor != 1.0:
+            torch_private.scale(self._gradients(), factor)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parts.model.parameters() if p.grad is not None]
+
+    def _ratio(self, valid_tokens: int) -> float:
+        return self._settings.nominal_tokens / max(1, valid_tokens)
+
+    def _refuse(
+        self, step: int, totals: _Totals, norm: float, overflow: Problem | None
+    ) -> tuple[str | None, tuple[Problem, ...]]:
+        """Why the step must not update anything, and in words; all from what every rank knows alike."""
+        # Losses first: a loss names its slot and samples, a gradient cannot.
+        losses = tuple(self._describe(step, slot, loss) for slot, loss in enumerate(totals.losses) if not math.isfinite(loss))
+        if losses:
+            return "loss", losses
+        if overflow is not None:
+            return "grad", (replace(overflow, path=f"step {step}, {overflow.path}"),)
+        if not math.isfinite(norm):
+            why = "all losses of the step are finite, so the backward pass overflowed"
+            remedy = "Nothing was updated. Lower the learning rate or use a wider precision; the state before the step is good"
+            return "grad", (Problem(f"step {step}", f"the gradient norm is {norm}", why, remedy),)
+        if totals.valid_tokens == 0:
+            why = "every label of its samples is masked"
+            return "empty", (Problem(f"step {step}", "no token carries a loss", why, "Nothing was updated. Look at the data"),)
+        return None, ()
 
     def _describe(self, step: int, slot: int, loss: float) -> Problem:
         samples = self._samples(step, slot)
@@ -277,7 +321,7 @@ class Stepper:
             f"step {step}, slot {slot}",
             f"the loss is {loss}",
             f"its samples are {samples}",
-            "Nothing was updated. Look at these samples, lower the learning rate, or go back to an earlier checkpoint",
+            "Nothing was updated. Look at these samples, name the step in spec.training.skipSteps, or lower the learning rate",
         )
 
     def _samples(self, step: int, slot: int) -> str:

@@ -6,6 +6,7 @@ that each of them ends when the group is given up.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -144,17 +145,26 @@ class World:
         if self.interrupt is not None and self.interrupt.is_set:
             raise PeerLostError("the group was given up")
 
-    def confirm(self) -> None:
-        """Before an update: raise PeerLostError unless the sums it uses are known to be whole.
+    def confirm(self, norm: float = 0.0) -> float:
+        """Before an update: the gradient norm that all ranks clip by. Raises PeerLostError unless the sums are known to be whole.
 
-        gloo raises from the collective itself. An aborted NCCL collective may return with half a sum and no error, so there
-        all ranks vote, once the stream has finished.
+        It is rank 0's, since replicas that compute it on other numbers of threads differ in its last bits and would drift apart;
+        not a number where any rank's is not finite. gloo raises for a lost peer by itself. An aborted NCCL collective may return
+        with half a sum and no error, so there all ranks vote, once the stream has finished.
         """
-        if self.group is None or self.device.type != "cuda":
-            return
-        torch.cuda.synchronize(self.device)
-        if not self.all_agree(self.interrupt is None or not self.interrupt.is_set):
+        if self.group is None:
+            return norm
+        is_whole = True
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            is_whole = self.interrupt is None or not self.interrupt.is_set
+        # One place is filled by rank 0 alone, so that the sum of the bits is its value.
+        bits = torch.tensor([norm if self.is_main else 0.0], dtype=torch.float64).view(torch.int64)
+        votes = torch.tensor([int(not is_whole), int(not math.isfinite(norm))])
+        lost, spoiled, value = self.sum_integers(torch.cat([votes, bits]))
+        if int(lost):
             raise PeerLostError("the group was given up during a collective")
+        return math.nan if int(spoiled) else float(value.view(torch.float64))
 
     def _start(self, begin: Callable[[], dist.Work | None], *tensors: torch.Tensor) -> dist.Work:
         try:

@@ -184,3 +184,10 @@ def test_a_wire_that_was_tampered_with_is_refused() -> None:
     wire["spec"]["training"]["horizon"]["steps"] = 3
     with pytest.raises(ConfigurationError, match="steps and tokens are both set"):
         from_wire(wire)
+
+
+@pytest.mark.parametrize("change", ["spec.training.skipSteps=[4, 7]", "spec.training.onNonFinite={skip: 3, then: stop}"])
+def test_taking_a_run_past_a_bad_step_leaves_it_the_same_run(change: str) -> None:
+    assert config_hash(run(change)) == config_hash(run())
+    assert recipe_of(run(change)) == recipe_of(run())
+    assert from_wire(to_wire(run(change))) == run(change)

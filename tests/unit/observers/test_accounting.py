@@ -89,7 +89,7 @@ def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(tmp_path: Pat
     goodput = _account(read_history(run.directory))
     _check_sum(goodput, run.now - synthetic.BEGIN)
     assert goodput.restarts_by_cause == {"failed": 1, "killed": 1}
-    assert goodput.restarts[0].detail == "NonFiniteError: step 57: the loss is nan."
+    assert goodput.restarts[0].detail == "SaveError: 3 saves in a row have failed."
     assert goodput.lost_seconds["recompute"] == pytest.approx((6 + 10) * synthetic.STEP_SECONDS)
 
 

@@ -1,6 +1,7 @@
 """The Prometheus endpoint: what it serves, how it starts and ends, and that the documentation lists exactly that."""
 
 import json
+import math
 import re
 import socket
 import threading
@@ -230,19 +231,26 @@ def test_counters_begin_at_zero_before_the_first_step(exporter: PrometheusExport
     assert ("evergrad_exit_code", ()) not in samples
 
 
-@pytest.mark.parametrize(
-    ("message", "what"),
-    [
-        ("step 5, slot 2: the loss is nan; its samples are gradient norms of a book", "loss"),
-        ("step 5: the gradient norm is inf", "grad"),
-    ],
-)
-def test_a_non_finite_step_is_counted_by_what_was_not_finite(exporter: PrometheusExporter, message: str, what: str) -> None:
-    exporter.event(Event(EventType.FAILED, 1.0, 5, 3, {"error": "NonFiniteError", "message": message, "exit_code": 64}))
-    exporter.event(Event(EventType.FAILED, 1.0, 5, 3, {"error": "DataError", "message": "loss", "exit_code": 64}))
+@pytest.mark.parametrize("what", ["loss", "grad"])
+def test_a_non_finite_step_is_counted_by_what_was_not_finite(exporter: PrometheusExporter, what: str) -> None:
+    exporter.event(Event(EventType.SKIPPED, 1.0, 5, 3, {"why": what, "message": "x", "in_a_row": 1}))
+    exporter.event(Event(EventType.NON_FINITE, 1.0, 5, 3, {"why": what, "message": "x", "in_a_row": 2}))
+    exporter.event(Event(EventType.SKIPPED, 1.0, 7, 3, {"why": "requested", "message": "x", "in_a_row": 0}))
     samples = _samples(exporter)
-    assert samples["evergrad_nonfinite_total", (("what", what),)] == 1
-    assert sum(samples["evergrad_nonfinite_total", (("what", one),)] for one in ("loss", "grad")) == 1
+    assert samples["evergrad_nonfinite_total", (("what", what),)] == 2
+    assert sum(samples["evergrad_nonfinite_total", (("what", one),)] for one in ("loss", "grad")) == 2
+    assert samples["evergrad_skipped_steps_total", (("why", what),)] == 1
+    assert samples["evergrad_skipped_steps_total", (("why", "requested"),)] == 1
+
+
+def test_a_step_without_an_update_leaves_loss_and_norm_as_they_were(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+    exporter.run_start(INFO)
+    exporter.step_end(synthetic.step_record(1, loss=2.5, grad_norm=0.5))
+    exporter.step_end(synthetic.step_record(2, loss=math.nan, grad_norm=math.nan, tokens=0, skipped="loss"))
+    samples = _samples(exporter)
+    assert samples["evergrad_loss", (("dataset", ""), ("split", "train"))] == 2.5
+    assert samples["evergrad_grad_norm", ()] == 0.5
+    assert samples["evergrad_step", ()] == 2
 
 
 def test_the_info_metric_carries_what_joins_need(exporter: PrometheusExporter) -> None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from evergrad_trainer.config.training import Optimizer
-from evergrad_trainer.optim.adamw import build_adamw, set_finished_steps, set_learning_rate, state_tensors
+from evergrad_trainer.optim.adamw import build_adamw, set_learning_rate, set_updates, state_tensors
 
 SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
 
@@ -78,7 +78,7 @@ def test_a_state_copied_into_a_fresh_optimizer_goes_on_bit_for_bit() -> None:
     with torch.no_grad():
         for key, target in state_tensors(other, resumed).items():
             target.copy_(saved[key])
-    set_finished_steps(resumed, 3)
+    set_updates(resumed, 3)
     train(other, resumed, 2)
     expected = state_tensors(model, optimizer)
     assert all(torch.equal(value, expected[key]) for key, value in state_tensors(other, resumed).items())
@@ -87,7 +87,7 @@ def test_a_state_copied_into_a_fresh_optimizer_goes_on_bit_for_bit() -> None:
 def test_without_the_step_count_the_bias_correction_would_differ() -> None:
     model, other = Small(), Small()
     counted, uncounted = build_adamw(model, SETTINGS), build_adamw(other, SETTINGS)
-    set_finished_steps(counted, 100)
+    set_updates(counted, 100)
     train(model, counted, 1)
     train(other, uncounted, 1)
     assert not torch.equal(model.head.weight, other.head.weight)

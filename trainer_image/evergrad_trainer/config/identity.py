@@ -26,7 +26,17 @@ RECIPE_SECTIONS: Final = (
     "reproducibility",
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below. ``runtime`` adds its precision."""
-OPERATIONAL_SECTIONS: Final = ("stop", "checkpoint", "evaluation", "initFrom", "runtime", "logging", "metrics")
+OPERATIONAL_SECTIONS: Final = (
+    "stop",
+    "onNonFinite",
+    "skipSteps",
+    "checkpoint",
+    "evaluation",
+    "initFrom",
+    "runtime",
+    "logging",
+    "metrics",
+)
 """Sections that may change from one start to the next."""
 _OPERATIONAL_DATA: Final = ("preparedDirectory",)
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, Strict
 
 from evergrad_trainer.config.base import LocalPath, Section, Switch
 from evergrad_trainer.config.numbers import Bytes, Count, Fraction, Real, StepsOrFraction
@@ -145,6 +145,19 @@ class Stop(Section):
     """Stop, state saved, when this step is finished; the schedule still follows the horizon."""
 
 
+class OnNonFinite(Section):
+    """What follows a step whose loss or gradient norm is not finite. The state before it is always saved first."""
+
+    skip: Count = Field(default=0, ge=0, le=1000)
+    """How many such steps in a row are skipped: counted, but without an update."""
+    then: Literal["stop"] = "stop"
+    """What follows when there are more of them in a row. ``stop``: the run stops, its state saved, and can be resumed."""
+
+
+SkippedStep = Annotated[int, Strict(), Field(ge=1, le=10**12)]
+"""A plain number, without units: a rule for each item of a list would use up the budget of API servers."""
+
+
 class Every(Section):
     """A rhythm in steps."""
 
@@ -266,6 +279,10 @@ class Training(Section):
     """How long the run is: exactly one of steps, epochs and tokens."""
     stop: Stop = Stop()
     """When to stop before the horizon."""
+    on_non_finite: OnNonFinite = OnNonFinite()
+    """What follows a step whose loss or gradient norm is not finite. May be changed in place."""
+    skip_steps: tuple[SkippedStep, ...] = Field(default=(), max_length=64)
+    """Steps that are passed over without an update, such as one whose samples spoil it. May be changed in place."""
     checkpoint: Checkpoint = Checkpoint()
     """When state is saved and what is kept."""
     evaluation: Evaluation = Evaluation()

@@ -155,4 +155,6 @@ class ProgressBar(BaseObserver):
         self._console.print(text, soft_wrap=True)
 
 
-_ALARMING = frozenset({EventType.WARNING, EventType.SAVE_FAILED, EventType.FALLBACK, EventType.WORLD})
+_ALARMING = frozenset(
+    {EventType.WARNING, EventType.SAVE_FAILED, EventType.FALLBACK, EventType.WORLD, EventType.SKIPPED, EventType.NON_FINITE}
+)

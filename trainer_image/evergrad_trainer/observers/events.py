@@ -54,6 +54,8 @@ def describe_event(event: Event) -> str | None:
         EventType.RESTORED: lambda: f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}",
         EventType.EXTENDED: lambda: f"from={fields.get('from_steps')} to={fields.get('to_steps')}",
         EventType.WARNING: lambda: str(fields.get("message")),
+        EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
+        EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
         EventType.WORLD: lambda: _describe_world(fields),
         EventType.STOP: lambda: f"step={event.step} reason={fields.get('reason')} saved={str(fields.get('saved')).lower()}",
         EventType.COMPLETE: lambda: f"step={event.step}",

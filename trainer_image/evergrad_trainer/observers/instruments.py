@@ -5,6 +5,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from evergrad_trainer.observers.accounting import CAUSES
 from evergrad_trainer.observers.live_accounting import PHASES
 from evergrad_trainer.observers.worlds import WORLD_CAUSES
+from evergrad_trainer.records import SKIP_REASONS
 
 STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 CHECKPOINT_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
@@ -36,6 +37,7 @@ class Instruments:
         self.rank_skew = self._gauge("rank_step_skew_seconds", "How much longer the slowest rank computed than the median one")
         self.last_step_timestamp = self._gauge("last_step_timestamp_seconds", "Unix time of the end of the last step")
         self.nonfinite = self._counter("nonfinite_total", "Steps refused because a loss or a gradient was not finite", "what")
+        self.skipped_steps = self._counter("skipped_steps_total", "Steps that made no update", "why")
         self.checkpoint_duration = self._histogram(
             "checkpoint_duration_seconds",
             "Wall time of a save or load, background work included",
@@ -70,6 +72,8 @@ class Instruments:
             self.world_changes.labels(run, cause)
         for what in NON_FINITE:
             self.nonfinite.labels(run, what)
+        for why in SKIP_REASONS:
+            self.skipped_steps.labels(run, why)
         for reason in FAILURE_REASONS:
             self.checkpoint_failures.labels(run, "save", reason)
         self.checkpoint_failures.labels(run, "load", "invalid")

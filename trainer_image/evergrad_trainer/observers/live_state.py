@@ -75,7 +75,8 @@ class State:
         self.saved_step = None if info.takes_over else info.start_step or None
 
     def finish_step(self, record: StepRecord) -> None:
-        self.step, self.loss, self.num_processes = record.step, record.loss, record.world_size
+        self.step, self.num_processes = record.step, record.world_size
+        self.loss = self.loss if record.skipped else record.loss
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
         self._steps.add(1, first_seconds=record.step_seconds)
 

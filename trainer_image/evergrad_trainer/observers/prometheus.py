@@ -11,12 +11,12 @@ from evergrad_trainer import __version__
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import saved_step, seconds_of
 from evergrad_trainer.observers.history import Before
-from evergrad_trainer.observers.instruments import Instruments, failure_reason
+from evergrad_trainer.observers.instruments import NON_FINITE, Instruments, failure_reason
 from evergrad_trainer.observers.live_accounting import LiveAccounting
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.observers.worlds import world_cause
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+from evergrad_trainer.records import SKIP_REASONS, EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 LOSS_WINDOW_STEPS = 10
 """The training loss is a mean of this many steps: a scrape sees one step of many, and a single one is noise."""
@@ -95,15 +95,17 @@ class PrometheusExporter(BaseObserver):
 
     def step_end(self, record: StepRecord) -> None:
         metrics, run = self._metrics, self._run
-        self._losses.append(record.loss)
+        if record.skipped is None:
+            # A step without an update has no loss or norm worth showing: neither would be a number.
+            self._losses.append(record.loss)
+            metrics.loss.labels(run, "train", "").set(sum(self._losses) / len(self._losses))
+            metrics.grad_norm.labels(run).set(record.grad_norm)
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
         metrics.step.labels(run).set(record.step)
         metrics.steps.labels(run).inc()
         metrics.tokens.labels(run).inc(record.tokens)
         metrics.samples.labels(run).inc(self._samples_per_step)
         metrics.tokens_per_second.labels(run).set(self._tokens.per_second)
-        metrics.loss.labels(run, "train", "").set(sum(self._losses) / len(self._losses))
-        metrics.grad_norm.labels(run).set(record.grad_norm)
         metrics.learning_rate.labels(run).set(record.learning_rate)
         metrics.world_size.labels(run).set(record.world_size)
         metrics.step_duration.labels(run).observe(record.step_seconds)
@@ -132,9 +134,12 @@ class PrometheusExporter(BaseObserver):
             metrics.checkpoint_duration.labels(run, "load", "sync").observe(seconds_of(event, "seconds"))
         elif event.type == EventType.EXTENDED:
             metrics.max_steps.labels(run).set(float(event.fields["to_steps"]))
-        elif event.type == EventType.FAILED and event.fields.get("error") == "NonFiniteError":
-            first_clause = str(event.fields.get("message", "")).split(";")[0]
-            metrics.nonfinite.labels(run, "grad" if "gradient norm" in first_clause else "loss").inc()
+        elif event.type in (EventType.SKIPPED, EventType.NON_FINITE):
+            why = str(event.fields.get("why"))
+            if why in NON_FINITE:
+                metrics.nonfinite.labels(run, why).inc()
+            if event.type == EventType.SKIPPED and why in SKIP_REASONS:
+                metrics.skipped_steps.labels(run, why).inc()
         elif event.type == EventType.WORLD:
             metrics.world_changes.labels(run, world_cause(event.fields.get("cause"))).inc()
             metrics.world_size.labels(run).set(float(event.fields["world_size"]))

@@ -43,7 +43,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     """``model.<name>`` and, with an optimizer, ``optimizer.<name>.<moment>``: everything a checkpoint holds.
 
     Tensors are the live ones, so a checkpoint is loaded in place. Tied weights appear once. Adam's own step counters are
-    not here: they equal the number of finished steps (:func:`set_finished_steps`).
+    not here: they are all one number, which a checkpoint holds among its JSON values (:func:`set_updates`).
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
@@ -58,7 +58,7 @@ def state_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     return tensors
 
 
-def set_finished_steps(optimizer: torch.optim.Optimizer, steps: int) -> None:
-    """Tell Adam's bias correction how many updates its moments have seen."""
+def set_updates(optimizer: torch.optim.Optimizer, updates: int) -> None:
+    """Tell Adam's bias correction how many updates its moments have seen: finished steps less those that were skipped."""
     for state in optimizer.state.values():
-        state["step"].fill_(float(steps))
+        state["step"].fill_(float(updates))

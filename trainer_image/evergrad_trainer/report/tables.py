@@ -42,6 +42,7 @@ ENDING_TEXTS = {
     "stop_file": "stopped by the stop file",
     "stop_after_steps": "stopped after its number of steps",
     "after_step": "stopped after the requested step",
+    "non_finite": "stopped before a step whose loss or gradient is not finite",
     "complete": "complete, then extended",
     "killed": "killed",
     "failed": "failed",
@@ -184,6 +185,10 @@ def _warning(event: Event) -> str | None:
         return f"checkpoint {fields.get('checkpoint')} did not validate and was set aside: {fields.get('reason')}"
     if event.type == EventType.SAVE_FAILED:
         return f"a checkpoint could not be saved at step {count(event.step)}: {fields.get('reason')}"
+    if event.type == EventType.SKIPPED:
+        return f"step {count(event.step)} made no update: {fields.get('message')}"
+    if event.type == EventType.NON_FINITE:
+        return f"the run stopped after step {count(event.step)}: {fields.get('message')}"
     if event.type == EventType.FAILED:
         return f"a process failed at step {count(event.step)} with {fields.get('error')}: {fields.get('message')}"
     return None

@@ -1,5 +1,6 @@
 """Expressions in CEL, the language of the API server's rules, that several rules need."""
 
+from collections.abc import Iterable
 from typing import Final
 
 _UNITS: Final = (("k", "1e3"), ("K", "1e3"), ("M", "1e6"), ("G", "1e9"), ("B", "1e9"), ("T", "1e12"))
@@ -34,6 +35,15 @@ def bounds_of_text(least: float, most: float, *, is_bytes: bool) -> str:
 def unchanged(key: str) -> str:
     """Whether ``self.key`` is as it was, also when it was left out before or is now."""
     return f"has(self.{key}) == has(oldSelf.{key}) && (!has(self.{key}) || self.{key} == oldSelf.{key})"
+
+
+def unchanged_but_for(section: str, fields: Iterable[str]) -> str:
+    """Whether each of the ``fields`` of ``self.section`` is as it was; its other fields may change.
+
+    Spelled field by field, since this language has no object without a field.
+    """
+    same = " && ".join(unchanged(f"{section}.{key}") for key in fields)
+    return f"has(self.{section}) == has(oldSelf.{section}) && (!has(self.{section}) || ({same}))"
 
 
 def exactly_one(keys: tuple[str, ...]) -> str:

@@ -11,16 +11,20 @@ from evergrad_coordinator.contract import (
     PROJECTED_KINDS,
     VOLUME_KINDS,
 )
-from evergrad_trainer.config.crd.cel import DNS_SUBDOMAIN, exactly_one, number, quoted, unchanged
+from evergrad_trainer.config.crd.cel import DNS_SUBDOMAIN, exactly_one, number, quoted, unchanged, unchanged_but_for
 from evergrad_trainer.config.crd.nodes import Schema, rule
 from evergrad_trainer.config.crd.rules_training import RULES as RULES_OF_TRAINING
+from evergrad_trainer.config.fields import fields_of
 from evergrad_trainer.config.quantities import LONGEST_RUN_NAME, RUN_NAME
 from evergrad_trainer.config.rules_envelope import FOLDER, IMAGE
 from evergrad_trainer.config.rules_template import VALUE_KINDS
+from evergrad_trainer.config.training import Training
 
 _LABEL_KEY: Final = r"^([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$"
 _HIDES_OURS: Final = "^/+(volume(/.*)?|etc/+evergrad/+run(/.*)?|etc|etc/+evergrad|tmp|dev|dev/+shm)?/*$"
 _LAUNCHERS: Final = ("torch.distributed.run", "torch.distributed.launch")
+_CHANGED_IN_PLACE: Final = ("onNonFinite", "skipSteps")
+"""Fields of ``spec.training`` that take a run past a bad step: they would be of no use in another run."""
 _IMMUTABLE: Final = (
     ("training", "the recipe of a run does not change. Make a new TrainingRun, with training.initFrom for the weights"),
     ("script", "the recipe of a run does not change. Make a new TrainingRun"),
@@ -65,6 +69,12 @@ def _processes_rule() -> Schema:
     )
 
 
+def _is_kept(key: str) -> str:
+    if key != "training":
+        return unchanged(key)
+    return unchanged_but_for(key, (field for field in fields_of(Training) if field not in _CHANGED_IN_PLACE))
+
+
 def _spec_rules() -> tuple[Schema, ...]:
     kinds = (
         rule(
@@ -77,7 +87,7 @@ def _spec_rules() -> tuple[Schema, ...]:
         ),
     )
     fixed = tuple(
-        rule(unchanged(key), f"cannot be changed; {why}.", at=f".{key}", reason="FieldValueForbidden") for key, why in _IMMUTABLE
+        rule(_is_kept(key), f"cannot be changed; {why}.", at=f".{key}", reason="FieldValueForbidden") for key, why in _IMMUTABLE
     )
     return (*kinds, *fixed, _processes_rule())
 
