@@ -25,8 +25,9 @@ PROJECTED_KINDS: Final = ("configMap", "secret", "downwardAPI", "clusterTrustBun
 VOLUME_PATH: Final = "/volume"
 """Where the pods of a run have the volume that holds its run directory."""
 CONFIG_PATH: Final = "/etc/evergrad/run"
-OUR_MOUNTS: Final = (VOLUME_PATH, CONFIG_PATH, "/tmp", "/dev/shm")
-"""What the operator mounts: the volume, the manifest, scratch space and shared memory."""
+TOKEN_PATH: Final = "/etc/evergrad/token"
+OUR_MOUNTS: Final = (VOLUME_PATH, CONFIG_PATH, TOKEN_PATH, "/tmp", "/dev/shm")
+"""What the operator mounts: the volume, the manifest, the run's token, scratch space and shared memory."""
 OUR_VOLUME_PREFIX: Final = "evergrad-"
 
 
@@ -34,7 +35,7 @@ def hides_ours(path: str) -> bool:
     """Whether a mount at this absolute path would lie over, or inside, one of ours; scratch space may have mounts inside."""
     plain = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
     is_over = any(ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS)
-    return is_over or plain.startswith((f"{VOLUME_PATH}/", f"{CONFIG_PATH}/"))
+    return is_over or plain.startswith((f"{VOLUME_PATH}/", f"{CONFIG_PATH}/", f"{TOKEN_PATH}/"))
 
 
 OUR_VARIABLES: Final = (

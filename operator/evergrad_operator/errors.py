@@ -3,6 +3,7 @@
 OperatorError         the operator cannot do what it should
 ├── SpecError         an object does not have the shape that the API server promises
 ├── ApiError          the API server refused a request, or did not answer it
+├── UnauthorizedError a coordinator does not take the run's token
 ├── LeaseLostError    another operator may be writing, so this one may not
 └── SettingsError     the operator's own settings or surroundings are wrong
 """
@@ -39,6 +40,10 @@ class ApiError(OperatorError):
     def is_transient(self) -> bool:
         """Whether the same request may succeed a moment later."""
         return self.status in (0, 429, 500, 502, 503, 504)
+
+
+class UnauthorizedError(OperatorError):
+    """A coordinator answers 401: it was given another token than the operator derives for its run."""
 
 
 class LeaseLostError(OperatorError):

@@ -51,13 +51,15 @@ POD: Final = Kind("Pod", "v1", "pods")
 SERVICE: Final = Kind("Service", "v1", "services")
 CONFIG_MAP: Final = Kind("ConfigMap", "v1", "configmaps")
 CLAIM: Final = Kind("PersistentVolumeClaim", "v1", "persistentvolumeclaims")
+SECRET: Final = Kind("Secret", "v1", "secrets")
 EVENT: Final = Kind("Event", "v1", "events")
 BUDGET: Final = Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets")
 NETWORK_POLICY: Final = Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies")
 LEASE: Final = Kind("Lease", "coordination.k8s.io/v1", "leases")
 ACCESS_REVIEW: Final = Kind("SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews")
 KINDS: Final = {
-    kind.kind: kind for kind in (RUN, POD, SERVICE, CONFIG_MAP, CLAIM, EVENT, BUDGET, NETWORK_POLICY, LEASE, ACCESS_REVIEW)
+    kind.kind: kind
+    for kind in (RUN, POD, SERVICE, CONFIG_MAP, CLAIM, SECRET, EVENT, BUDGET, NETWORK_POLICY, LEASE, ACCESS_REVIEW)
 }
 
 

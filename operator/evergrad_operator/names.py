@@ -1,11 +1,12 @@
 """Names that others see: labels, annotations, children, ports, paths, conditions, reasons, phases and causes. Pure."""
 
+import hashlib
 from enum import StrEnum
 from typing import Final
 
-from evergrad_coordinator.contract import API_VERSION, KIND, LABEL_PREFIX
+from evergrad_coordinator.contract import API_VERSION, KIND, LABEL_PREFIX, TOKEN_PATH
 
-__all__ = ["API_VERSION", "KIND"]
+__all__ = ["API_VERSION", "KIND", "TOKEN_PATH"]
 Key = tuple[str, str]
 """Namespace and name of a run (or of a claim)."""
 
@@ -47,6 +48,7 @@ METRICS_PORT: Final = 29402
 """Of a training pod, where its run names no port of its own."""
 CONFIG_FILE: Final = "trainingrun.json"
 STATE_PATH: Final = "/state"
+TOKEN_KEY: Final = "token"
 TERMINATION_LOG: Final = "/dev/termination-log"
 LONGEST_RUN_NAME: Final = 45
 FIELD_MANAGER: Final = "evergrad-operator"
@@ -70,6 +72,11 @@ def coordinator_service_name(run: str) -> str:
 def config_name(run: str) -> str:
     """The ConfigMap with the run as its nodes read it."""
     return f"{run}-config"
+
+
+def token_secret_name(run: str, token: str) -> str:
+    """The Secret with a run's token. The name follows the token, so that a namesake's Secret is never taken for this one."""
+    return f"{run}-token-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
 
 def claim_annotation(run: str) -> str:

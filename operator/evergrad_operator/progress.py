@@ -10,11 +10,12 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Final
 
 from evergrad_operator.decision import Bounds
-from evergrad_operator.errors import OperatorError
+from evergrad_operator.errors import OperatorError, UnauthorizedError
 from evergrad_operator.names import STATUS_PORT, Key
 from evergrad_operator.queue import Backoff, WorkQueue
 
@@ -47,6 +48,7 @@ class Answer:
 class _Followed:
     address: str
     attempt: int
+    token: str = field(repr=False)
     answer: Answer | None = None
     failures: int = 0
 
@@ -66,11 +68,11 @@ class Coordinators:
         self._followed: dict[Key, _Followed] = {}
         self._queue: WorkQueue[Key] = WorkQueue(backoff=Backoff(1.0, 30.0), clock=clock)
 
-    def follow(self, key: Key, address: str, attempt: int) -> None:
-        """Ask the coordinator at this address from now on, and no other one of the run."""
+    def follow(self, key: Key, address: str, attempt: int, *, token: str) -> None:
+        """Ask the coordinator at this address from now on, and no other one of the run. ``token``: the run's."""
         known = self._followed.get(key)
         if known is None or (known.address, known.attempt) != (address, attempt):
-            self._followed[key] = _Followed(address, attempt)
+            self._followed[key] = _Followed(address, attempt, token)
             self._queue.drop(key)
             self._queue.add(key)
 
@@ -109,7 +111,7 @@ class Coordinators:
         if followed is None:
             raise OperatorError(f"{key[0]}/{key[1]}: no coordinator is running that could be told the new bounds")
         body = json.dumps({"min": bounds.min, "max": bounds.max, "maxFailures": bounds.max_failures}).encode()
-        status, answer = await self._request(followed.address, "POST", "/bounds", body)
+        status, answer = await self._request(followed, "POST", "/bounds", body)
         if status != 200:
             raise OperatorError(
                 f"{key[0]}/{key[1]}: the coordinator refuses the new bounds: {answer[:200].decode('utf-8', 'replace').strip()}"
@@ -144,7 +146,7 @@ class Coordinators:
 
     async def _read_status(self, key: Key, followed: _Followed) -> Answer:
         """Raises OperatorError for anything that is no status."""
-        status, data = await self._request(followed.address, "GET", "/status", b"")
+        status, data = await self._request(followed, "GET", "/status", b"")
         try:
             raw = json.loads(data) if status == 200 else None
         except (ValueError, RecursionError):
@@ -158,18 +160,30 @@ class Coordinators:
         """Seconds in which all that are followed can be asked once."""
         return len(self._followed) / self._settings.per_second
 
-    async def _request(self, address: str, method: str, path: str, body: bytes) -> tuple[int, bytes]:
+    async def _request(self, followed: _Followed, method: str, path: str, body: bytes) -> tuple[int, bytes]:
         """One request a connection, as the coordinator serves them: status and body. Raises OperatorError."""
-        host = f"[{address}]" if ":" in address else address
-        head = f"{method} {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        address = followed.address
+        lines = (
+            f"{method} {path} HTTP/1.1",
+            f"Host: {f'[{address}]' if ':' in address else address}",
+            f"Authorization: Bearer {followed.token}",
+            f"Content-Length: {len(body)}",
+            "Connection: close",
+        )
         writer = None
         try:
             async with asyncio.timeout(self._settings.timeout):
                 reader, writer = await asyncio.open_connection(address, self._settings.port, limit=MAX_BYTES)
-                writer.write(head.encode("latin-1") + body)
+                writer.write("\r\n".join((*lines, "", "")).encode("latin-1") + body)
                 await writer.drain()
                 answer = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-                return int(answer.split(" ", 2)[1]), await reader.readexactly(_content_length(answer))
+                status = int(answer.split(" ", 2)[1])
+                if status == HTTPStatus.UNAUTHORIZED:
+                    raise UnauthorizedError(
+                        f"the coordinator at {address} does not take the token that the operator derives for its run: the key of "
+                        "the installation was another when it was started. Set spec.restartNonce to a new text."
+                    )
+                return status, await reader.readexactly(_content_length(answer))
         except (TimeoutError, OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
             raise OperatorError(f"the coordinator at {address} did not answer {method} {path}: {type(error).__name__}") from error
         finally:

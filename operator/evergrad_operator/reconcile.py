@@ -14,7 +14,7 @@ from evergrad_operator.claim_index import claim_of, existing_claim
 from evergrad_operator.config import Config
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, SpecError
 from evergrad_operator.events import derive_events
-from evergrad_operator.kube import CLAIM, CONFIG_MAP, KINDS, POD, SERVICE, Kind, Raw
+from evergrad_operator.kube import CLAIM, CONFIG_MAP, KINDS, POD, SECRET, SERVICE, Kind, Raw
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror, find_vanished
 from evergrad_operator.names import Key
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
 CLAIM_SECONDS: Final = 30.0
 """So long an existing claim, which no watch shows, is taken to be as it was seen."""
+TOKEN_SECONDS: Final = 30.0
+"""Between two POSTs of the Secret of a run whose pods have a host and do not start. It exists, unless somebody deleted it."""
 _FIRST_RETRY, _LONGEST_RETRY = 1.0, 60.0
 _BY_ITSELF: Final = frozenset(ExitCode)
 _TAKEN: Final = 412
@@ -75,6 +77,7 @@ class Memory:
     applied: dict[tuple[str, str], str] = field(default_factory=dict)
     """Resource versions that our own applies led to: another one means that somebody has touched the object."""
     told: set[str] = field(default_factory=set)
+    token_posted_at: float = float("-inf")
     is_in_doubt: bool = False
     """A pod was there that the mirror did not have."""
     ends: frozenset[str] = frozenset()
@@ -95,6 +98,7 @@ class Reconciler:
         metrics: Metrics,
     ) -> None:
         self._cluster, self._mirror, self._coordinators = cluster, mirror, coordinators
+        self.token_of: Callable[[str], str] = _refuse_token
         self._recorder, self._config, self._metrics = recorder, config, metrics
         self._memories: dict[Key, Memory] = {}
         self._claims_seen_at: dict[Key, float] = {}
@@ -151,7 +155,7 @@ class Reconciler:
         if outcome.failures:
             seen, decision, _ = self._think(key, raw, memory)
         self._follow(key, seen)
-        delays = [decision.requeue_after, *self._retries(memory)]
+        delays = [decision.requeue_after, *self._retries(memory), TOKEN_SECONDS if plan.token is not None else None]
         delays.append(await self._write_status(key, raw, seen, decision, outcome))
         return min((delay for delay in delays if delay is not None), default=None)
 
@@ -168,7 +172,7 @@ class Reconciler:
             failures=tuple(refusal.failure for refusal in memory.refusals.values()),
         )
         decision = decide(seen, self._config, self.clock())
-        return seen, decision, plan_children(seen, decision, self._config)
+        return seen, decision, plan_children(seen, decision, self._config, token=self.token_of(seen.run.uid))
 
     def _children(self, key: Key, raw: Raw, memory: Memory) -> Mapping[tuple[str, str], Raw]:
         """The run's claim and other children; one that somebody else has changed since loses the mark that spares it."""
@@ -199,7 +203,7 @@ class Reconciler:
         running = [pod for pod in seen.coordinators if pod.ip and pod.is_running and pod.is_live]
         if running:
             newest = max(running, key=lambda pod: pod.attempt)
-            self._coordinators.follow(key, newest.ip, newest.attempt)
+            self._coordinators.follow(key, newest.ip, newest.attempt, token=self.token_of(seen.run.uid))
         else:
             self._coordinators.leave(key)
 
@@ -249,11 +253,12 @@ class Reconciler:
     # ---- doing --------------------------------------------------------------------------------------------------------
 
     async def _apply(self, key: Key, seen: Observation, plan: Plan, memory: Memory) -> Outcome:
-        """Claim, other children, bounds, ends, new pods and Services, in this order. What is refused is remembered and told."""
+        """Claim, token, other children, bounds, ends, new pods, Services, in this order. What is refused is kept and told."""
         done = _Doing(seen.run.generation)
         if plan.claim is not None:
             manager = plan.claim_manager or names.FIELD_MANAGER
             await self._try(memory, done, plan.claim, lambda body: self._cluster.apply(body, manager=manager))
+        has_token = await self._post_token(seen, memory, done, plan)
         children, services = _split(plan.apply, SERVICE.kind)
         put = partial(self._put, seen)
         await _all(self._try(memory, done, body, put) for body in children)
@@ -262,8 +267,27 @@ class Reconciler:
         await _all(self._end(key, end) for end in plan.delete)
         # Giving a Service its address takes the API server longer than all else, and no pod has to wait for it.
         later = [self._try(memory, done, body, put) for body in services]
-        await _all([*later, self._create_all(seen, memory, done, plan.create)])
+        # Without its Secret a pod would be given a host and wait there.
+        await _all([*later, self._create_all(seen, memory, done, plan.create if has_token else ())])
         return Outcome(created=tuple(done.created), failures=tuple(done.failures))
+
+    async def _post_token(self, seen: Observation, memory: Memory, done: "_Doing", plan: Plan) -> bool:
+        """Have the run's Secret, which no right allows to look at; whether pods that mount it may be made."""
+        is_due = bool(plan.create) or self.clock() - memory.token_posted_at >= TOKEN_SECONDS
+        if plan.token is None or not is_due:
+            return True
+        memory.token_posted_at = self.clock()
+        # A quota that is used up refuses also what exists already; where pods were made before, it does exist, most likely.
+        return await self._try(memory, done, plan.token, self._create_once) or seen.status.coordinator.attempt >= 0
+
+    async def _create_once(self, body: Raw) -> Raw:
+        """Create it; that it exists already is as well."""
+        try:
+            return await self._cluster.create(body, is_brief=True)
+        except ApiError as error:
+            if error.status == 409 and error.reason == "AlreadyExists":
+                return body
+            raise
 
     async def _put(self, seen: Observation, body: Raw) -> Raw:
         """A child that is no pod: applied where it is known to be the run's, else created, so that nobody else loses one."""
@@ -322,6 +346,8 @@ class Reconciler:
             done.add(failure)
             return False
         memory.refusals.pop(name, None)
+        if name[0] == SECRET.kind:
+            return True  # no watch and no list shows it, so that nothing is remembered of it
         resource = {POD.kind: PODS, CLAIM.kind: CLAIMS}.get(name[0], CHILDREN)
         if resource == PODS:
             stored = {**body, "metadata": stored["metadata"], "status": {"phase": "Pending"}}
@@ -417,6 +443,12 @@ def _split(bodies: Iterable[Raw], kind: str) -> tuple[list[Raw], list[Raw]]:
     for body in bodies:
         found[body["kind"] == kind].append(body)
     return found
+
+
+def _refuse_token(uid: str) -> str:
+    raise OperatorError(
+        f"run {uid}: the installation's key has not been read. This is a defect of the operator; please report it."
+    )
 
 
 def _step(status: Raw) -> Any:

@@ -18,7 +18,21 @@ from evergrad_operator.errors import ApiError, LeaseLostError, SettingsError
 from evergrad_operator.facts import count_phases, read_runs
 from evergrad_operator.handlers import build_registry, build_settings, check_kopf, describe_kopf
 from evergrad_operator.health import HealthServer
-from evergrad_operator.kube import BUDGET, CLAIM, CONFIG_MAP, NETWORK_POLICY, POD, RUN, SERVICE, Kind, Kube, Limits, OpenGate, Raw
+from evergrad_operator.kube import (
+    BUDGET,
+    CLAIM,
+    CONFIG_MAP,
+    NETWORK_POLICY,
+    POD,
+    RUN,
+    SECRET,
+    SERVICE,
+    Kind,
+    Kube,
+    Limits,
+    OpenGate,
+    Raw,
+)
 from evergrad_operator.lease import LeaseGate, LeaseSettings
 from evergrad_operator.metrics import Facts, FactsCollector, Metrics
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror
@@ -28,6 +42,7 @@ from evergrad_operator.queue import WorkQueue
 from evergrad_operator.reconcile import Reconciler
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.settings import Settings
+from evergrad_operator.tokens import derive_token, load_key
 
 log = logging.getLogger(__name__)
 STALLED_SECONDS: Final = 100.0
@@ -79,6 +94,7 @@ class Service:
             await self._check_access()
             self._spawn("event loop lag", self._measure_lag())
             if await self._lead():
+                await self._load_key()
                 await self._serve()
         except (ApiError, LeaseLostError) as error:
             self._fault = error
@@ -95,6 +111,7 @@ class Service:
         needed: list[tuple[str, Kind, str]] = [("list", RUN, ""), ("watch", RUN, ""), ("patch", RUN, "status")]
         needed += [(verb, POD, "") for verb in ("list", "watch", "create", "delete")]
         needed += [(verb, kind, "") for kind in (CONFIG_MAP, SERVICE, CLAIM) for verb in ("list", "create", "patch")]
+        needed += [("create", SECRET, "")]
         for scope in self._settings.scopes:
             asked = [self.kube.may(verb, kind, namespace=scope, subresource=sub) for verb, kind, sub in needed]
             answers = await asyncio.gather(*asked)
@@ -128,6 +145,11 @@ class Service:
         self._is_standing_by = False
         self._spawn("lease", gate.keep(self._lease_kube))
         return True
+
+    async def _load_key(self) -> None:
+        """Read the key that the tokens of all runs are derived from; only the one that leads makes it."""
+        key = await load_key(self.kube, self._settings.key_namespace, self._settings.key_name)
+        self.reconciler.token_of = partial(derive_token, key)
 
     async def _serve(self) -> None:
         """Fill the mirror, then work until the stop."""

@@ -31,6 +31,8 @@ class Settings:
     lease_namespace: str
     lease_name: str
     lease_seconds: float
+    key_namespace: str
+    key_name: str
     host: str
     port: int
     workers: int
@@ -61,16 +63,20 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
     lease_namespace = parsed.lease_namespace or environ.get("POD_NAMESPACE", "")
     if parsed.lease and not lease_namespace:
         parser.error("--lease-namespace: say where the lease is, or set POD_NAMESPACE; --no-lease does without")
+    # Without a lease, as in a trial outside of a cluster, it is a namespace in which there are rights, if any is named.
+    key_namespace = parsed.key_namespace or lease_namespace or (*namespaces, "default")[0]
     config = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
     config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     if not config["operator_namespace"]:
         config["operator_namespace"] = environ.get("POD_NAMESPACE", "")
-    own = {field.name for field in dataclasses.fields(Settings)} - {"namespaces", "config", "identity", "lease_namespace"}
+    derived = {"namespaces", "config", "identity", "lease_namespace", "key_namespace"}
+    own = {field.name for field in dataclasses.fields(Settings)} - derived
     return Settings(
         namespaces=namespaces,
         config=Config(**config),
         identity=_identify(environ),
         lease_namespace=lease_namespace,
+        key_namespace=key_namespace,
         **{name: getattr(parsed, name) for name in own},
     )
 
@@ -87,6 +93,8 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     options.add("lease-namespace", "", "where the Lease is; the pod's own namespace if not given")
     options.add("lease-name", "evergrad-operator", "its name")
     options.add("lease-seconds", 15.0, "how long a renewal is good")
+    options.add("key-namespace", "", "where the Secret with the installation's key is; beside the lease if not given")
+    options.add("key-name", "evergrad-operator-key", "its name; the tokens of all runs are derived from that key")
     options.add("host", "0.0.0.0", "address of /healthz, /readyz and /metrics")
     options.add("port", 8080, "its port")
     options.add("workers", 16, "runs that are worked on at a time")

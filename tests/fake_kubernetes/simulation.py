@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from evergrad_operator.config import Config
@@ -17,6 +18,7 @@ from evergrad_operator.progress import Answer, Coordinators
 from evergrad_operator.reconcile import Reconciler
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.times import format_time
+from evergrad_operator.tokens import derive_token
 from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.store import Store, Write
 
@@ -24,6 +26,9 @@ KEY: Key = ("ns", "run")
 CONFIG = Config(trainer_image="trainer:1", operator_image="operator:1", network_policies=False, disruption_budgets=False)
 RESOURCES = {"trainingruns": RUNS, "pods": PODS, "persistentvolumeclaims": CLAIMS}
 WATCHED = tuple(RESOURCES)
+
+
+KEY_OF_TOKENS = b"k" * 32
 
 
 class Crash(BaseException):
@@ -82,6 +87,7 @@ class Simulation:
             metrics=self.metrics,
         )
         self.reconciler.clock = lambda: self.now
+        self.reconciler.token_of = partial(derive_token, KEY_OF_TOKENS)
         for plural in ("trainingruns", "persistentvolumeclaims", "pods", "configmaps", "services"):
             for raw in self.store.list(plural):
                 self.mirror.see(RESOURCES.get(plural, CHILDREN), raw, is_watched=True)

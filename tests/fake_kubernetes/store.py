@@ -15,6 +15,7 @@ KINDS = {
     "services": ("Service", "v1"),
     "configmaps": ("ConfigMap", "v1"),
     "persistentvolumeclaims": ("PersistentVolumeClaim", "v1"),
+    "secrets": ("Secret", "v1"),
     "events": ("Event", "v1"),
     "poddisruptionbudgets": ("PodDisruptionBudget", "policy/v1"),
     "networkpolicies": ("NetworkPolicy", "networking.k8s.io/v1"),

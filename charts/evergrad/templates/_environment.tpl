@@ -9,6 +9,7 @@
 {{- $runs := .Values.runs }}
 {{- $settings := dict
   "LEASE_NAME" (include "evergrad.fullname" .)
+  "KEY_NAME" (include "evergrad.keyName" .)
   "LEASE_SECONDS" .Values.operator.leaseSeconds
   "LOG_LEVEL" .Values.operator.logLevel
   "LOG_FORMAT" .Values.operator.logFormat

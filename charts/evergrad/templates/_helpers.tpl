@@ -18,6 +18,11 @@
 {{- end -}}
 {{- end -}}
 
+{{/* The Secret with the key of this installation. The operator makes it, so that no value and no release holds it. */}}
+{{- define "evergrad.keyName" -}}
+{{- printf "%s-key" (include "evergrad.fullname" .) -}}
+{{- end -}}
+
 {{/* Of objects of the whole cluster: two releases in two namespaces do not meet. */}}
 {{- define "evergrad.clusterName" -}}
 {{- printf "%s-%s" .Release.Namespace (include "evergrad.fullname" .) | trunc 110 | trimSuffix "-" -}}
@@ -88,6 +93,10 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 - apiGroups: [""]
   resources: [persistentvolumeclaims]
   verbs: [get, list, watch, create, patch]
+# A token for each run. The operator reads, lists and changes no Secret of a run.
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
 - apiGroups: [""]
   resources: [events]
   verbs: [create, patch]

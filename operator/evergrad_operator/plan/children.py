@@ -14,8 +14,9 @@ from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import build_coordinator_pod
 from evergrad_operator.plan.disruption_budget import build_disruption_budget
 from evergrad_operator.plan.network_policy import build_network_policy
-from evergrad_operator.plan.node_pod import build_node_pod
+from evergrad_operator.plan.node_pod import Node, build_node_pod
 from evergrad_operator.plan.service import build_service
+from evergrad_operator.plan.token import build_token_secret
 
 Object = Mapping[str, Any]
 OWNED_KINDS: Final = ("ConfigMap", "Service", "PodDisruptionBudget", "NetworkPolicy")
@@ -36,12 +37,14 @@ class Deletion:
 class Plan:
     """What to do, in the order of the fields.
 
-    ``claim``: to apply, by ``claim_manager``. ``apply``: whole objects to apply, by the operator's own manager. ``bounds``: for
+    ``claim``: to apply, by ``claim_manager``. ``token``: the run's Secret, to POST before any pod; that it exists already is
+    well. ``apply``: whole objects to apply, by the operator's own manager. ``bounds``: for
     the coordinator. ``create``: pods to POST; that one exists already means to observe again.
     """
 
     claim: Object | None = None
     claim_manager: str = ""
+    token: Object | None = None
     apply: tuple[Object, ...] = ()
     bounds: Bounds | None = None
     delete: tuple[Deletion, ...] = ()
@@ -53,21 +56,27 @@ class Plan:
         return not (self.claim or self.apply or self.bounds or self.delete or self.create)
 
 
-def plan_children(observation: Observation, decision: Decision, config: Config) -> Plan:
-    """Everything that is to be applied, deleted and created for the decision; nothing that already is as it should be."""
+def plan_children(observation: Observation, decision: Decision, config: Config, *, token: str) -> Plan:
+    """Everything that is to be applied, deleted and created for the decision; nothing that already is as it should be.
+
+    ``token``: the run's.
+    """
     run = observation.run
     claim = None
     if decision.record is not None:
         claim = build_claim(run, decision.record, config, observation.claim)
     pods = tuple(Deletion("Pod", pod.name, pod.uid, pod.grace_seconds) for pod in decision.pods_to_delete)
     wanted = _build_wanted(observation, decision, config) if decision.action == Action.RUN else []
+    create = tuple(_plan_pods(observation, decision, config, token))
+    # Nobody watches Secrets: before pods are made the Secret is, whether it exists or not.
     return Plan(
         claim=claim,
         claim_manager=names.claim_field_manager(run.name),
+        token=build_token_secret(run, token) if create or _waits_for_volumes(observation, decision) else None,
         apply=tuple(_plan_apply(observation, wanted)),
         bounds=decision.bounds,
         delete=(*pods, *_plan_leftovers(observation, decision, wanted)),
-        create=tuple(_plan_pods(observation, decision, config)),
+        create=create,
     )
 
 
@@ -109,13 +118,21 @@ def _plan_leftovers(observation: Observation, decision: Decision, wanted: list[J
                 yield Deletion(kind, name)
 
 
-def _plan_pods(observation: Observation, decision: Decision, config: Config) -> Iterator[Object]:
+def _waits_for_volumes(observation: Observation, decision: Decision) -> bool:
+    """Whether a pod has a host and does not run: perhaps because somebody has deleted the Secret that it mounts."""
+    pods = (*observation.nodes, *observation.coordinators)
+    return decision.action == Action.RUN and any(pod.is_live and pod.node_name and not pod.is_running for pod in pods)
+
+
+def _plan_pods(observation: Observation, decision: Decision, config: Config, token: str) -> Iterator[Object]:
     """The coordinator first: nodes look for it."""
     run, memory = observation.run, decision.memory
     if decision.coordinator_attempt is not None:
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
         expect = min(max(running, run.spec.nodes.min), run.spec.nodes.max) if running else run.spec.nodes.max
-        yield build_coordinator_pod(run, memory, config, attempt=decision.coordinator_attempt, expect=expect)
+        attempt = decision.coordinator_attempt
+        yield build_coordinator_pod(run, memory, config, attempt=attempt, expect=expect, token=token)
     is_on_one_host = is_for_one_host(run, config, observation.claim)
     for index, attempt in decision.nodes_to_create:
-        yield build_node_pod(run, memory, config, index=index, attempt=attempt, is_on_one_host=is_on_one_host)
+        node = Node(index, attempt, is_on_one_host=is_on_one_host)
+        yield build_node_pod(run, memory, config, node, token=token)

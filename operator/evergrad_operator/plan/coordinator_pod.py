@@ -15,6 +15,7 @@ from evergrad_operator.plan.common import (
     without_none,
 )
 from evergrad_operator.plan.node_pod import grace_seconds
+from evergrad_operator.plan.token import build_token_arguments, build_token_mount, build_token_volume
 from evergrad_operator.spec import TrainingRun
 
 _MARGIN_SECONDS = 20
@@ -23,7 +24,9 @@ _LINGER_SECONDS = 10**8
 """It stays after the end, so that the operator can read how the run ended, until the operator deletes it."""
 
 
-def build_coordinator_pod(run: TrainingRun, memory: Memory, config: Config, *, attempt: int, expect: int) -> JsonObject:
+def build_coordinator_pod(
+    run: TrainingRun, memory: Memory, config: Config, *, attempt: int, expect: int, token: str
+) -> JsonObject:
     """The coordinator in its ``attempt``, which waits for ``expect`` nodes at the start."""
     template = run.spec.template
     metadata = build_metadata(run, names.coordinator_pod_name(run.name, attempt))
@@ -40,7 +43,7 @@ def build_coordinator_pod(run: TrainingRun, memory: Memory, config: Config, *, a
         "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
         "imagePullSecrets": build_pull_secrets(run, config),
         "containers": [_build_container(run, memory, config, attempt=attempt, expect=expect)],
-        "volumes": [{"name": "evergrad-state", "emptyDir": {}}],
+        "volumes": [{"name": "evergrad-state", "emptyDir": {}}, build_token_volume(run, token)],
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(spec)}
 
@@ -69,7 +72,7 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attemp
         },
         "securityContext": build_container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",
-        "volumeMounts": [{"name": "evergrad-state", "mountPath": names.STATE_PATH}],
+        "volumeMounts": [{"name": "evergrad-state", "mountPath": names.STATE_PATH}, build_token_mount()],
     }
 
 
@@ -83,6 +86,7 @@ def _build_arguments(run: TrainingRun, *, attempt: int, expect: int) -> list[str
         *("--port", str(names.JOIN_PORT)),
         *("--status-port", str(names.STATUS_PORT)),
         *("--state", f"{names.STATE_PATH}/generation"),
+        *build_token_arguments(),
         *("--epoch", str(attempt)),
         *("--recovery", run.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),

@@ -1,6 +1,7 @@
 """The pod of one node: it trains."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from evergrad_coordinator import contract
@@ -19,6 +20,7 @@ from evergrad_operator.plan.common import (
     without_none,
 )
 from evergrad_operator.plan.template import build_scheduling, build_user_labels, merge_env
+from evergrad_operator.plan.token import build_token_arguments, build_token_mount, build_token_volume
 from evergrad_operator.raw import get_map
 from evergrad_operator.spec import TrainingRun, parse_count
 
@@ -38,10 +40,17 @@ _CACHES: Final = {
 """A user without a name or home, on a root that cannot be written."""
 
 
-def build_node_pod(
-    run: TrainingRun, memory: Memory, config: Config, *, index: int, attempt: int, is_on_one_host: bool = False
-) -> JsonObject:
-    """Node ``index`` in its ``attempt``. ``is_on_one_host``: where any of the run's pods is, all of them must be."""
+@dataclass(frozen=True)
+class Node:
+    """Which node of a run a pod is to be. ``is_on_one_host``: where any of the run's pods is, all of them must be."""
+
+    index: int
+    attempt: int
+    is_on_one_host: bool = False
+
+
+def build_node_pod(run: TrainingRun, memory: Memory, config: Config, node: Node, *, token: str) -> JsonObject:
+    """The pod of one node. ``token``: the run's."""
     template, grace = run.spec.template, grace_seconds(run)
     pod: JsonObject = {
         "restartPolicy": "Never",
@@ -49,15 +58,15 @@ def build_node_pod(
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
-        **build_scheduling(run, is_on_one_host=is_on_one_host),
+        **build_scheduling(run, is_on_one_host=node.is_on_one_host),
         "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
         "imagePullSecrets": build_pull_secrets(run, config),
-        "containers": [_build_container(run, memory, config, index=index, grace=grace)],
-        "volumes": [*_build_volumes(run, config), *template.volumes],
+        "containers": [_build_container(run, memory, config, index=node.index, grace=grace)],
+        "volumes": [*_build_volumes(run, config), build_token_volume(run, token), *template.volumes],
     }
-    metadata = build_metadata(run, names.node_pod_name(run.name, index, attempt))
-    ours = {names.LABEL_INDEX: str(index), names.LABEL_ATTEMPT: str(attempt)}
-    queue_labels, queue_annotations = _build_queue(run, memory, index)
+    metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
+    ours = {names.LABEL_INDEX: str(node.index), names.LABEL_ATTEMPT: str(node.attempt)}
+    queue_labels, queue_annotations = _build_queue(run, memory, node.index)
     metadata["labels"] = {**build_user_labels(run), **queue_labels, **build_labels(run, role=names.ROLE_NODE), **ours}
     restart = {names.ANNOTATION_RESTART: str(memory.restart)}
     metadata["annotations"] = {**template.annotations, **queue_annotations, **restart}
@@ -92,6 +101,7 @@ def _build_arguments(run: TrainingRun, config: Config, *, index: int, grace: int
         "node",
         f"{contract.CONFIG_PATH}/{names.CONFIG_FILE}",
         *("--join", f"{host}:{names.JOIN_PORT}"),
+        *build_token_arguments(),
         *("--node", str(index)),
         *("--address", "$(EVERGRAD_POD_IP)"),
         *("--run-directory", escape(f"{contract.VOLUME_PATH}/{run.volume_path}")),
@@ -115,6 +125,7 @@ def _build_mounts() -> list[JsonObject]:
     return [
         {"name": "evergrad-volume", "mountPath": contract.VOLUME_PATH},
         {"name": "evergrad-config", "mountPath": contract.CONFIG_PATH, "readOnly": True},
+        build_token_mount(),
         {"name": "evergrad-tmp", "mountPath": "/tmp"},
         {"name": "evergrad-shm", "mountPath": "/dev/shm"},
     ]

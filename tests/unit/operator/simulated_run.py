@@ -15,6 +15,7 @@ from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import decide
 from evergrad_operator.status import Outcome, build_status
 from evergrad_operator.times import format_time, parse_time
+from evergrad_operator.tokens import derive_token
 
 START = 1_900_000_000.0
 CONFIG = Config(trainer_image="registry.example/trainer:1", operator_image="registry.example/operator:1")
@@ -93,7 +94,7 @@ class Simulation:
         seen = self.look()
         self.decision = decide(seen, self.config, self.now)
         assert decide(self.look(), self.config, self.now) == self.decision
-        self.plan = plan_children(seen, self.decision, self.config)
+        self.plan = plan_children(seen, self.decision, self.config, token=derive_token(b"k" * 32, self.raw["metadata"]["uid"]))
         created = self._carry_out(self.plan, refuse)
         if not is_status_lost:
             self.write_status(seen, created)

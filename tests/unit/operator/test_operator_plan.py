@@ -105,6 +105,7 @@ def test_a_whole_plan_is_as_it_was(name: str) -> None:
     built = {
         "claim": plan.claim,
         "claimManager": plan.claim_manager,
+        "token": plan.token,
         "apply": [*plan.apply, *world.plan.apply],
         "delete": [],
         "create": list(plan.create),
@@ -271,7 +272,8 @@ def test_the_users_tolerations_for_silent_nodes_take_the_place_of_ours() -> None
 def test_children_are_owned_and_the_volume_is_not() -> None:
     world = minimal()
     world.reconcile()
-    for child in (*world.plan.apply, *world.plan.create):
+    assert world.plan.token is not None
+    for child in (world.plan.token, *world.plan.apply, *world.plan.create):
         (owner,) = child["metadata"]["ownerReferences"]
         assert (owner["uid"], owner["controller"], owner["blockOwnerDeletion"]) == ("uid-docs-lm", True, True)
         assert child["metadata"]["namespace"] == "team"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from evergrad_operator.decision import Bounds
-from evergrad_operator.errors import OperatorError
+from evergrad_operator.errors import OperatorError, UnauthorizedError
 from evergrad_operator.progress import MAX_BYTES, Coordinators, PollSettings
 
 KEY = ("ns", "run")
@@ -22,6 +22,7 @@ class Coordinator:
     ) -> None:
         self.body, self.head, self.seconds, self.length = body, head, seconds, length
         self.requests: list[str] = []
+        self.tokens: set[str] = set()
         self.writers: list[asyncio.StreamWriter] = []
         self.server: asyncio.Server | None = None
 
@@ -39,6 +40,7 @@ class Coordinator:
         self.writers.append(writer)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
+        self.tokens |= {line.partition(": ")[2] for line in head.split("\r\n") if line.startswith("Authorization: ")}
         body = await reader.readexactly(length)
         self.requests.append(head.split("\r\n")[0] + body.decode())
         await asyncio.sleep(self.seconds)
@@ -56,7 +58,7 @@ def ask(coordinator: Coordinator, seconds: float = 0.3, **settings: Any) -> tupl
         known = Coordinators(
             PollSettings(port=port, every=0.05, timeout=0.2, **settings), on_news=lambda key, urgent: news.append(urgent)
         )
-        known.follow(KEY, "127.0.0.1", 3)
+        known.follow(KEY, "127.0.0.1", 3, token="t")
         task = asyncio.create_task(known.run())
         await asyncio.sleep(seconds)
         await known.close()
@@ -119,7 +121,7 @@ def test_what_is_no_answer_is_none_and_is_asked_for_less_often(build: Callable[[
 def test_a_coordinator_that_is_not_there_is_no_error() -> None:
     async def main() -> None:
         known = Coordinators(PollSettings(port=1, timeout=0.2))
-        known.follow(KEY, "127.0.0.1", 0)
+        known.follow(KEY, "127.0.0.1", 0, token="t")
         task = asyncio.create_task(known.run())
         await asyncio.sleep(0.05)
         assert known.answer(KEY) is None
@@ -131,7 +133,7 @@ def test_a_coordinator_that_is_not_there_is_no_error() -> None:
 
 def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
     known, _ = ask(Coordinator(b'{"step": 1}'))
-    known.follow(KEY, "127.0.0.1", 4)
+    known.follow(KEY, "127.0.0.1", 4, token="t")
     assert known.answer(KEY) is None
     known.leave(KEY)
     assert known.num_followed() == 0
@@ -143,7 +145,7 @@ def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answer
         known = Coordinators(PollSettings(port=await coordinator.listen(), timeout=0.2))
         await known.ask(KEY)
         assert known.answer(KEY) is None and not coordinator.requests  # nobody is followed
-        known.follow(KEY, "127.0.0.1", 3)
+        known.follow(KEY, "127.0.0.1", 3, token="t")
         await known.ask(KEY)
         coordinator.body = b"no JSON"
         await known.ask(KEY)
@@ -162,7 +164,7 @@ def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
         known = Coordinators(PollSettings(port=port))
         with pytest.raises(OperatorError, match="no coordinator"):
             await known.post_bounds(KEY, Bounds(1, 2, 3))
-        known.follow(KEY, "127.0.0.1", 0)
+        known.follow(KEY, "127.0.0.1", 0, token="t")
         await known.post_bounds(KEY, Bounds(1, 2, 3))
         coordinator.head, coordinator.body = "HTTP/1.1 400 Bad Request", b"bounds: max is below min"
         with pytest.raises(OperatorError, match="max is below min"):
@@ -172,3 +174,34 @@ def test_bounds_are_posted_and_a_refusal_keeps_the_coordinators_words() -> None:
         return coordinator
 
     assert asyncio.run(main()).requests[0] == 'POST /bounds HTTP/1.1{"min": 1, "max": 2, "maxFailures": 3}'
+
+
+def test_every_request_carries_the_runs_token() -> None:
+    async def main() -> Coordinator:
+        coordinator = Coordinator(b'{"step": 1}')
+        known = Coordinators(PollSettings(port=await coordinator.listen()))
+        known.follow(KEY, "127.0.0.1", 0, token="first")
+        await known.ask(KEY)
+        known.follow(KEY, "127.0.0.1", 1, token="second")
+        await known.post_bounds(KEY, Bounds(1, 2, 3))
+        coordinator.close()
+        await asyncio.sleep(0)
+        return coordinator
+
+    assert asyncio.run(main()).tokens == {"Bearer first", "Bearer second"}
+
+
+def test_a_coordinator_that_does_not_take_the_token_is_said_with_the_remedy() -> None:
+    async def main() -> None:
+        coordinator = Coordinator(b"no", head="HTTP/1.1 401 Unauthorized")
+        known = Coordinators(PollSettings(port=await coordinator.listen()))
+        known.follow(KEY, "127.0.0.1", 0, token="a wrong one")
+        with pytest.raises(UnauthorizedError, match=r"spec\.restartNonce") as told:
+            await known.post_bounds(KEY, Bounds(1, 2, 3))
+        assert "a wrong one" not in str(told.value)
+        await known.ask(KEY)
+        assert known.answer(KEY) is None
+        coordinator.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(main())

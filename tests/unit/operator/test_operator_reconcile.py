@@ -41,6 +41,7 @@ def test_a_new_run_gets_all_its_children_in_one_go_and_one_status(simulation: Si
         ("pods", "run-0-0"),
         ("pods", "run-1-0"),
         ("pods", "run-coordinator-0"),
+        ("secrets", simulation.store.list("secrets")[0]["metadata"]["name"]),
         ("services", "run-coordinator"),
     ]
     assert len([write for write in writes(simulation) if write[1] == "trainingruns"]) == 1

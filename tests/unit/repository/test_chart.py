@@ -31,6 +31,7 @@ RIGHTS = {
     ("", "configmaps"): {"list", "create", "patch", "delete"},
     ("", "services"): {"list", "create", "patch", "delete"},
     ("", "persistentvolumeclaims"): {"get", "list", "watch", "create", "patch"},
+    ("", "secrets"): {"create"},
     ("", "events"): {"create", "patch"},
     ("policy", "poddisruptionbudgets"): {"list", "create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"list", "create", "patch", "delete"},
@@ -139,9 +140,21 @@ def test_a_namespaced_operator_serves_its_own_namespace_where_none_is_named() ->
 def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
     objects = chart.render({})
     (role,) = [one for one in of_kind(objects, "Role") if one["metadata"]["name"].endswith("-lease")]
-    create, change = role["rules"]
+    create, change, *_ = role["rules"]
     assert (create["verbs"], create.get("resourceNames")) == (["create"], None)
     assert (change["verbs"], change["resourceNames"]) == (["get", "update"], [environment(objects)["EVERGRAD_LEASE_NAME"]])
+
+
+def test_the_installations_key_is_the_only_secret_the_operator_may_read() -> None:
+    objects = chart.render({})
+    roles = of_kind(objects, "Role", "ClusterRole")
+    rules = [rule for role in roles for rule in role["rules"] if "secrets" in rule["resources"]]
+    readable = [rule for rule in rules if rule["verbs"] != ["create"]]
+    assert [(rule["verbs"], rule["resourceNames"]) for rule in readable] == [
+        (["get"], [environment(objects)["EVERGRAD_KEY_NAME"]])
+    ]
+    (home,) = [role for role in roles if readable[0] in role["rules"]]
+    assert (home["kind"], home["metadata"]["namespace"]) == ("Role", chart.NAMESPACE)
 
 
 def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(rendering: list[Object]) -> None:
@@ -149,7 +162,8 @@ def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(rendering: list[Ob
         for (group, resource), verbs in rights_of(role).items():
             assert "*" not in {group, resource, *verbs}
             assert group != "rbac.authorization.k8s.io"
-            assert resource not in {"secrets", "nodes", "serviceaccounts", "namespaces", "pods/exec", "pods/log", "pods/attach"}
+            assert resource != "secrets" or verbs <= {"create", "get"}
+            assert resource not in {"nodes", "serviceaccounts", "namespaces", "pods/exec", "pods/log", "pods/attach"}
 
 
 @pytest.mark.parametrize(
