@@ -14,7 +14,9 @@ class Config:
     operator_image: str
     """Image of the coordinators, which is the operator's own."""
     image_pull_policy: str = "IfNotPresent"
-    """Pull policy of training pods and coordinators whose run names none."""
+    """Pull policy of training pods whose run names none."""
+    operator_image_pull_policy: str = "IfNotPresent"
+    """Pull policy of the coordinators."""
     image_pull_secrets: tuple[str, ...] = ()
     """Name of a pull secret in each run's namespace."""
     network_policies: bool = True

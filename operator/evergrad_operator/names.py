@@ -36,6 +36,7 @@ LABEL_QUEUE: Final = "kueue.x-k8s.io/queue-name"
 LABEL_QUEUE_PRIORITY: Final = "kueue.x-k8s.io/priority-class"
 LABEL_QUEUE_GROUP: Final = "kueue.x-k8s.io/pod-group-name"
 ANNOTATION_QUEUE_GROUP_SIZE: Final = "kueue.x-k8s.io/pod-group-total-count"
+ANNOTATION_QUEUE_GROUP_RETRIABLE: Final = "kueue.x-k8s.io/retriable-in-group"
 LABEL_GANG: Final = "scheduling.x-k8s.io/pod-group"
 PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
 """Labels of a run that its node pods get; no others do."""

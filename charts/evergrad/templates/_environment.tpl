@@ -20,6 +20,7 @@
   "OPERATOR_IMAGE" (include "evergrad.image" (dict "image" .Values.image "version" .Chart.AppVersion))
   "TRAINER_IMAGE" (include "evergrad.image" (dict "image" .Values.trainer.image "version" .Chart.AppVersion))
   "IMAGE_PULL_POLICY" .Values.trainer.image.pullPolicy
+  "OPERATOR_IMAGE_PULL_POLICY" .Values.image.pullPolicy
   "NETWORK_POLICIES" $runs.networkPolicies
   "DISRUPTION_BUDGETS" $runs.disruptionBudgets
   "DEFAULT_STORAGE_SIZE" $runs.storage.size

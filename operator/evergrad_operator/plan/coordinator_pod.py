@@ -52,7 +52,7 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attemp
     return {
         "name": names.CONTAINERS[names.ROLE_COORDINATOR],
         "image": memory.coordinator.image or config.operator_image,
-        "imagePullPolicy": config.image_pull_policy,
+        "imagePullPolicy": config.operator_image_pull_policy,
         "command": ["python", "-m", "evergrad_coordinator"],
         "args": _build_arguments(run, attempt=attempt, expect=expect),
         "ports": [

@@ -140,7 +140,13 @@ def _build_queue(run: TrainingRun, memory: Memory, index: int) -> tuple[dict[str
     if names.LABEL_QUEUE not in run.labels or not memory.gang_size > 1 or index >= memory.gang_size:
         return {}, {}
     group = f"{run.name}-{memory.gang}"
-    return {names.LABEL_QUEUE_GROUP: group}, {names.ANNOTATION_QUEUE_GROUP_SIZE: str(memory.gang_size)}
+    annotations = {
+        names.ANNOTATION_QUEUE_GROUP_SIZE: str(memory.gang_size),
+        # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is there from the
+        # beginning: after a deletion nobody may be left to add it. A group of which a pod lives takes replacements all the same.
+        names.ANNOTATION_QUEUE_GROUP_RETRIABLE: "false",
+    }
+    return {names.LABEL_QUEUE_GROUP: group}, annotations
 
 
 def grace_seconds(run: TrainingRun) -> int:

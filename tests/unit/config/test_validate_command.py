@@ -27,7 +27,10 @@ def execute(*arguments: str | Path) -> int:
 def test_a_valid_manifest_is_one_line_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert execute(BASE) == 0
     out, err = capsys.readouterr()
-    assert out == f"valid: docs-lm ({BASE}); 20000000 tokens, 32 samples a step in 8 slots, trained on docs\n"
+    assert out == (
+        f"valid: docs-lm ({BASE}); 20000000 tokens, 32 samples a step in 8 slots, trained on docs; "
+        "34,999,040 parameters, about 0.557 GiB to train them on each worker\n"
+    )
     assert err == ""
 
 

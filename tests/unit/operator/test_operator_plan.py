@@ -232,7 +232,10 @@ def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone
     world = full()
     world.reconcile()
     groups = [pod["metadata"]["labels"].get("kueue.x-k8s.io/pod-group-name") for pod in world.plan.create[1:]]
-    sizes = [pod["metadata"]["annotations"].get("kueue.x-k8s.io/pod-group-total-count") for pod in world.plan.create[1:]]
+    annotations = [pod["metadata"]["annotations"] for pod in world.plan.create[1:]]
+    sizes = [one.get("kueue.x-k8s.io/pod-group-total-count") for one in annotations]
+    # Without it Kueue keeps the quota of a group that has failed, is suspended or is deleted.
+    assert [one.get("kueue.x-k8s.io/retriable-in-group") for one in annotations] == [size and "false" for size in sizes]
     assert groups == ["docs-lm-0", "docs-lm-0", None]
     assert sizes == ["2", "2", None]
     # A group's size is fixed: live bounds do not touch it, a resumption makes a new group.

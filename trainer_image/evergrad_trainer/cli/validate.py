@@ -16,7 +16,7 @@ from evergrad_trainer.config.identity import config_hash, to_wire
 from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.training import Training
-from evergrad_trainer.errors import ConfigurationError, Problem
+from evergrad_trainer.errors import ConfigurationError, InputError, Problem
 from evergrad_trainer.script_files import portable_problems
 
 NAME = "validate"
@@ -76,7 +76,29 @@ def _as_json(problem: Problem) -> dict[str, Any]:
 
 def _summary(loaded: LoadedManifest) -> str:
     what = _describe_script(loaded.run) if loaded.run.spec.script is not None else _describe_training(loaded.run)
-    return f"valid: {loaded.run.metadata.name} ({loaded.path}); {what}"
+    return f"valid: {loaded.run.metadata.name} ({loaded.path}); {what}{_describe_size(loaded)}"
+
+
+def _describe_size(loaded: LoadedManifest) -> str:
+    """Size of the model and of its training state; empty where the trainer's packages or the model's files are not here."""
+    if loaded.run.spec.training is None:
+        return ""
+    try:
+        from evergrad_trainer.data.tokenizers import load_tokenizer
+        from evergrad_trainer.models.build import plan_model
+        from evergrad_trainer.preflight import model_facts
+    except ModuleNotFoundError:
+        return ""
+    training, base = loaded.run.training, loaded.base_directory
+    try:
+        tokenizer = load_tokenizer(training.tokenizer, base)
+        plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
+        facts = model_facts(plan, training)
+    except InputError:
+        # Paths of a cluster's volume mean nothing here, and what cannot be built is preflight's to explain.
+        return ""
+    gib = facts.training_bytes(training) / 2**30
+    return f"; {facts.parameters:,} parameters, about {gib:.3g} GiB to train them on each worker"
 
 
 def _describe_script(run: TrainingRun) -> str:
