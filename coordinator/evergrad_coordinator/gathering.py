@@ -3,8 +3,9 @@ long those that join a group wait for it. Pure.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from evergrad_coordinator.protocol import Commit
 from evergrad_coordinator.state import Node, Settings
 
 
@@ -15,6 +16,8 @@ class Gathering:
     adopts_until: float | None
     first_seen: float | None = None
     """First candidate."""
+    commits: dict[int, Commit] = field(default_factory=dict)
+    """Questions by connection, the newest of each: answered once it is known whose group runs."""
 
     def ends_at(self, nodes: Iterable[Node], settings: Settings) -> float:
         """When plans may be made: -inf for now, infinity if only an event can end the wait."""

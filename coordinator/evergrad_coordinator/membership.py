@@ -1,24 +1,42 @@
 """The rules of generations: events in, effects out. No clock, no sockets, no randomness: the same events give the same effects.
 
 Level, not edge: an event only notes what is known now and asks for a review; the review compares the group that should be with
-the group that is, and makes a plan if they differ. ``planning`` says who should be in it.
+the group that is, and makes a plan if they differ. ``planning`` says who should be in it. What an event leads to depends on the
+phase (``phase.find_phase``; it is computed, never stored):
+
+==========  ==========================  =================================  ===========================  ========================
+phase       hello                       a member is lost, or broken        leaving, capacity            report of the group
+==========  ==========================  =================================  ===========================  ========================
+adopting    with the place it had; once the places of the newest group     waits for the group          kept until it is adopted
+            cover all ranks: running    (a lease ends it: waiting)
+gathering   all expected: preparing     counts for nothing                 may go                       ignored: there is none
+waiting     enough: preparing           counts for nothing                 may go; one saves            ignored
+preparing   member: asked again         planned anew without it            planned anew                 ignored
+draining    spare until the next group  preparing: nobody waits for steps  planned anew                 noted
+starting    waits for ``up``            broken                             after ``up``                 ``up`` of all: running
+running     draining, or held back      broken; its cause is counted       draining                     noted; done, result: over
+broken      preparing                   noted                              preparing                    ignored
+over        told the end                --                                 --                           --
+==========  ==========================  =================================  ===========================  ========================
+
+A plan makes preparing or draining; ``ready`` of all members makes starting; all connections lost at once make adopting.
 """
 
 import dataclasses
 
-from evergrad_coordinator import admission, planning
+from evergrad_coordinator import admission, adoption, planning
 from evergrad_coordinator.accounting import Accounting
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.departures import Departures
 from evergrad_coordinator.failures import Failure, FailureBudget
 from evergrad_coordinator.gathering import Gathering, JoinHold
 from evergrad_coordinator.limits import check_limits
+from evergrad_coordinator.phase import Phase, find_phase
 from evergrad_coordinator.protocol import (
     Commit,
     End,
     Hello,
-    Leave,
     Message,
-    Permit,
     Ping,
     Plan,
     Welcome,
@@ -29,11 +47,9 @@ from evergrad_coordinator.state import (
     Close,
     Effect,
     Finish,
-    Key,
     Log,
     Node,
     Persist,
-    Place,
     Proposal,
     Send,
     Settings,
@@ -59,18 +75,16 @@ class Membership:
         self.training = Training()
         self.accounting = Accounting()
         self.budget = FailureBudget(settings.max_failures_without_progress, settings.recovery)
-        may_run = generation > 0 and not settings.nothing_runs
+        may_run = planning.may_run_unseen(settings, generation)
         self.gathering: Gathering | None = Gathering(adopts_until=now + self._lease_end if may_run else None)
         self.finished: End | None = None
-        self.saver: Key | None = None
-        self.saved_step = -1
+        self.departures = Departures()
         self.joins = JoinHold()
-        self.was_left = False
-        """The last node to go had been asked to."""
         self.fence_until = 0.0
+        self._stored = generation
+        """Newest number that is durable: below ``generation`` where a group of an earlier epoch was adopted."""
         self._heard = 0
         self._roster = Roster(settings)
-        self._saving_generation = 0
         self._fruitless = 0
         self._num_holders = 0
         """Nodes that held a state when the newest plan was made."""
@@ -78,6 +92,16 @@ class Membership:
         self._review_at: float | None = None
         self._ticked_at = now
         self._effects: list[Effect] = []
+
+    @property
+    def phase(self) -> Phase:
+        """Where the group stands."""
+        return find_phase(self)
+
+    @property
+    def newest_known(self) -> int:
+        """Newest number that this coordinator or any of its nodes has heard of."""
+        return max(self.generation, self._heard)
 
     @property
     def nodes(self) -> dict[str, Node]:
@@ -105,13 +129,14 @@ class Membership:
         node = self._roster.peers.get(peer)
         if node is None or self.finished:
             return self._take()
+        adoption.note_absence(self, node, now - node.seen)
         node.seen = now
         if isinstance(message, Ping):
             return []
         if bad := admission.find_bad_value(message):
             self.drop(node, bad, now)
         elif isinstance(message, Commit):
-            self.send(peer, Permit(request=message.request, granted=self.may_commit(node, message.generation)))
+            adoption.answer_commit(self, node, message)
         else:
             handle_report(self, node, message, now)
         return self._take()
@@ -130,6 +155,7 @@ class Membership:
             return self._take()
         if gap > 4 * TICK_SECONDS:  # this process itself did not run: what was said meanwhile is still unread
             for node in self.nodes.values():
+                adoption.note_absence(self, node, now - node.seen)
                 node.seen += gap
         check_limits(self, now)
         if self._review_at is not None and self._review_at <= now and not self.finished:
@@ -189,8 +215,7 @@ class Membership:
             world.last_contact[node.key] = node.seen
             if not world.is_over and node.key not in world.done:
                 self.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
-        if self.saver == node.key:
-            self.saver = None
+        self.departures.note_gone(node)
         if proposal and node.key not in proposal.members:
             proposal.waits_for.discard(node.key)
         self.change(now)
@@ -212,7 +237,7 @@ class Membership:
 
     def may_commit(self, node: Node, generation: int) -> bool:
         """Whether ``generation`` may still write: the running one unless a hard plan is pending, or what the saver saves."""
-        if node.key == self.saver and generation == self._saving_generation:
+        if self.departures.may_commit(node, generation):
             return True
         world = self.world
         is_running = world is not None and not world.is_over and world.generation == generation and node.key in world.places
@@ -228,8 +253,8 @@ class Membership:
             self.change(now)
             return
         is_going = len(members) >= self._needed
-        self._release(now, staying=members if is_going else [])
-        if is_going and self._waits_for_saver(members):
+        self.departures.release(self, now, staying=members if is_going else [])
+        if is_going and self.departures.is_awaited(members):
             return
         if is_going:
             if world := self.world:  # only now is known what became of its members: each has answered, or was lost
@@ -259,10 +284,11 @@ class Membership:
     # ---- joining -----------------------------------------------------------------------------------------------------
 
     def _join(self, peer: int, hello: Hello, now: float) -> None:
-        older = self._roster.claim(hello)
+        older, was_seen = self._roster.claim(hello), now
         if older is not None and older.incarnation == hello.incarnation:
             self._effects.append(Close(older.peer, "reconnected"))
             self._roster.remove(older)
+            was_seen = older.seen
         elif older is not None:
             self.send(older.peer, REPLACED)
             self.drop(older, "replaced", now)
@@ -271,6 +297,9 @@ class Membership:
             self._effects.append(Close(peer, "finished"))
             return
         node = self._roster.add(peer, hello, now=now)
+        if self.world:
+            was_seen = self.world.last_contact.pop(node.key, was_seen)
+        adoption.note_absence(self, node, now - was_seen)
         self._heard = max(self._heard, hello.known_generation, node.group)
         self.log("hello", node=node.name, workers=node.workers, had=node.group)
         self.send(peer, Welcome(self.generation, self.settings.lease_seconds, self.settings.silence_seconds))
@@ -296,17 +325,17 @@ class Membership:
 
     def _become_empty(self, last: Node, now: float) -> None:
         self.proposal = None
-        self.was_left = last.is_leaving or last.released_at is not None
+        self.departures.was_left = last.is_leaving or last.released_at is not None
         is_gone = self.world is None or self.world.places.keys() <= self.world.out
         # All connections at once: more likely ours failed than all nodes. They may come back as they were.
         self.gathering = Gathering(adopts_until=None if is_gone else now + self._lease_end)
         if self.world:
             self.world.is_over |= is_gone
             self.world.done.clear()  # whoever comes now starts from a checkpoint, with all that it takes
-        self.log("empty", wasLeft=self.was_left)
-        if self.settings.exit_when_empty and self.was_left and self.finished is None:
+        self.log("empty", wasLeft=self.departures.was_left)
+        if self.settings.exit_when_empty and self.departures.was_left and self.finished is None:
             held = max(self._roster.steps.values(), default=-1)
-            is_saved = self.settings.recovery == "fresh" or self.saved_step >= held
+            is_saved = self.settings.recovery == "fresh" or self.departures.saved_step >= held
             code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
             self.finish(code, "stopped", "all nodes have left")
 
@@ -326,7 +355,9 @@ class Membership:
         self._review_at = None
         if self._has_failed_too_often():
             return
-        if self.gathering and not self._has_gathered(now):
+        if self.phase is Phase.ADOPTING:
+            adoption.try_to_adopt(self, now)
+        if self.gathering and not self._has_gathered(self.gathering, now):
             return
         nodes = self.nodes.values()
         members = planning.choose_members(nodes, world=self.world, proposal=self.proposal, max_nodes=self.settings.max_nodes)
@@ -336,7 +367,7 @@ class Membership:
         if not self.proposal and not is_enough and not any(self._must_be_asked(node) for node in nodes):
             if self.world and self.world.places.keys() <= self.world.out:
                 self.world.is_over = True
-            self._release(now, staying=[])
+            self.departures.release(self, now, staying=[])
             return
         if is_enough and (until := self._wait_until(members, now)) > now:
             if until < float("inf"):
@@ -344,32 +375,17 @@ class Membership:
             return
         self._plan(members, now)
 
-    def _has_gathered(self, now: float) -> bool:
-        """Whether the wait for nodes is over; tries to take over a group that runs."""
-        gathering = self.gathering
-        if gathering is None:
-            return True
-        places = planning.find_running(self.nodes.values(), generation=self.generation) if gathering.adopts_until else None
-        if places and not (self.world and self.world.is_broken):
-            self._adopt(places, now)
-            return True
+    def _has_gathered(self, gathering: Gathering, now: float) -> bool:
+        """Whether the wait for nodes is over."""
         until = gathering.ends_at(self.nodes.values(), self.settings)
         if until <= now:
-            self._give_up_adoption()
+            adoption.give_up(self, gathering, now)
             return True
         if until < float("inf"):
             self.ask_review(until)
         if gathering.adopts_until is None:
-            self._release(now, staying=[])
+            self.departures.release(self, now, staying=[])
         return False
-
-    def _give_up_adoption(self) -> None:
-        self.gathering = None
-        world = self.world
-        if world is None or world.is_over:
-            return
-        world.is_broken = True
-        world.out |= {node.key for node in self.nodes.values() if node.key in world.places and node.group != world.generation}
 
     def _is_settled(self, members: tuple[Node, ...], now: float) -> bool:
         """Whether the group is, or is about to become, what it should be."""
@@ -379,12 +395,12 @@ class Membership:
         if proposal:
             is_same = tuple(node.key for node in members) == proposal.members
             return is_same and (proposal.hard or not planning.must_be_hard(world, self.nodes.values()))
-        if world is None or world.is_over or world.is_broken:
+        if world is None or world.is_over or world.is_broken or world.generation != self.generation:
             return False
         if not planning.is_intact(world, members):
             return planning.is_growth(world, members) and self._holds_growth(now)
         self.joins = JoinHold()
-        self._release(now, staying=None)
+        self.departures.release(self, now, staying=None)
         return True
 
     def _holds_growth(self, now: float) -> bool:
@@ -417,37 +433,26 @@ class Membership:
             # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last contact.
             contacts = [world.last_contact.get(key, now) for key in planning.find_lost(world, self.nodes.values())]
             self.fence_until = max(contacts, default=float("-inf")) + self._lease_end
-        if self._waits_for_saver(members):
+        if self.departures.is_awaited(members):
             return float("inf")
         delay = 0.0
         if self._fruitless > _FREE_PLANS:
             delay = min(_LONGEST_DELAY_SECONDS, self.settings.debounce_seconds * 2 ** min(self._fruitless - _FREE_PLANS, 16))
         return max(self.fence_until, self._planned_at + delay)
 
-    def _waits_for_saver(self, members: tuple[Node, ...] | list[Node]) -> bool:
-        return self.saver is not None and not any(node.step is not None and node.step >= 0 for node in members)
-
     # ---- acts --------------------------------------------------------------------------------------------------------
 
-    def _adopt(self, places: dict[Key, Place], now: float) -> None:
-        self.gathering = None
-        self.world = World(self.generation, places, started_at=now, up_at=now, up=set(places))
-        self.log("adopted", nodes=len(places), worldSize=self.world.size)
-        for node in list(self.nodes.values()):
-            if node.key in places and node.early_broken:
-                handle_report(self, node, node.early_broken, now)
-        self.accounting.end(now=now)
-
     def _plan(self, members: tuple[Node, ...], now: float) -> None:
-        world, old = self.world, self.generation
+        world = self.world
         cause, reason = planning.describe_change(world, members, self.nodes.values())
         is_fruitful = (
             world is not None and world.up_at is not None and (now - world.up_at > 10 or self.training.step > world.up_step)
         )
         self._fruitless = 0 if is_fruitful else self._fruitless + 1
         self._planned_at = now
-        self.generation = max(self.generation, self._heard, self.settings.epoch << 32) + 1
-        self._effects.append(Persist(old, self.generation))
+        self.generation = max(self.newest_known, self.settings.epoch << 32) + 1
+        self._effects.append(Persist(self._stored, self.generation))
+        self._stored = self.generation
         keys = tuple(node.key for node in members)
         waits_for = set(keys) | {node.key for node in self.nodes.values() if self._must_be_asked(node)}
         is_hard = planning.must_be_hard(world, self.nodes.values())
@@ -475,20 +480,6 @@ class Membership:
         for node, message in planning.build_go(self.generation, members, places):
             node.group, node.had = self.generation, None
             self.send(node.peer, message)
-
-    def _release(self, now: float, *, staying: list[Node] | None) -> None:
-        """Let leavers go that are in no group. ``staying``: who goes on; None for a group that runs, which holds the state."""
-        leavers = [node for node in self.nodes.values() if node.is_leaving and node.released_at is None and node.group == 0]
-        saver = None
-        if staying is not None and self.saver is None and self.settings.recovery == "in-process":
-            saver = planning.choose_saver(leavers, staying=staying, saved_step=self.saved_step)
-        if saver is not None:
-            self.saver, self._saving_generation = saver.key, self.generation
-        for node in leavers:
-            node.released_at = now
-            is_saver = node.key == self.saver  # also when it comes back after its connection was lost
-            self.send(node.peer, Leave(self.generation, save=is_saver))
-            self.log("leave", node=node.name, save=is_saver)
 
     def _take(self) -> list[Effect]:
         effects, self._effects = self._effects, []

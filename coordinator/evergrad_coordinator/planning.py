@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Sequence
 
 from evergrad_coordinator.protocol import Go
-from evergrad_coordinator.state import Key, Node, Place, Proposal, World, node_order
+from evergrad_coordinator.state import Key, Node, Place, Proposal, Settings, World, node_order
 
 
 def choose_members(nodes: Iterable[Node], *, world: World | None, proposal: Proposal | None, max_nodes: int) -> tuple[Node, ...]:
@@ -110,6 +110,24 @@ def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] 
             return None
         first += place.workers
     return places if sizes == {first} else None
+
+
+def find_newest_running(nodes: Collection[Node]) -> tuple[int, dict[Key, Place]] | None:
+    """The newest generation whose members are all here, and their places; None if there is none."""
+    for generation in sorted({node.had.generation for node in nodes if node.had is not None}, reverse=True):
+        if places := find_running(nodes, generation=generation):
+            return generation, places
+    return None
+
+
+def may_run_unseen(settings: Settings, generation: int) -> bool:
+    """Whether a coordinator that starts, knowing ``generation``, may have a group of its run somewhere.
+
+    A later epoch follows another coordinator, whose journal may be lost with its pod. That nothing runs was true when this epoch
+    began, and no more once it has numbers of its own.
+    """
+    has_own = settings.epoch > 0 and generation >> 32 == settings.epoch
+    return (generation > 0 or settings.epoch > 0) and (has_own or not settings.nothing_runs)
 
 
 def choose_saver(leavers: Sequence[Node], *, staying: Sequence[Node], saved_step: int) -> Node | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.failures import Failure
+from evergrad_coordinator.phase import Phase
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
@@ -29,8 +30,21 @@ if TYPE_CHECKING:
 def handle_report(group: Membership, node: Node, message: Message, now: float) -> None:
     """Note what ``node`` says; what names another generation than the newest group's is ignored."""
     handle = _HANDLERS.get(type(message))
-    if handle is not None:
-        handle(group, node, message, now)
+    if handle is None:
+        return
+    if _is_early(group, node, message):
+        node.early.pop(type(message), None)
+        node.early[type(message)] = message
+        return
+    handle(group, node, message, now)
+
+
+def _is_early(group: Membership, node: Node, message: Message) -> bool:
+    """Whether it is said of a group that may be adopted in a moment. An end of the run waits for nothing."""
+    if group.phase is not Phase.ADOPTING or node.had is None or not isinstance(message, Up | Broken | Done | Boundary | Progress):
+        return False
+    is_final = isinstance(message, Broken) and message.is_final
+    return node.had.generation == message.generation and not is_final
 
 
 def _find_world(group: Membership, node: Node, generation: int) -> World | None:
@@ -83,14 +97,10 @@ def _on_up(group: Membership, node: Node, message: Up, now: float) -> None:
 
 
 def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> None:
-    if group.gathering and node.had and node.had.generation == message.generation:
-        node.early_broken = message
-        if not message.is_final:
-            return
-    else:
-        world = _find_world(group, node, message.generation)
-        if world is None or world.is_over:
-            return
+    is_early = group.phase is Phase.ADOPTING and node.had is not None and node.had.generation == message.generation
+    world = _find_world(group, node, message.generation)
+    if not is_early and (world is None or world.is_over):
+        return
     group.log("broken", node=node.name, rank=message.rank, cause=message.cause, exitCode=message.exit_code, step=message.step)
     failure = Failure(node.name, now - message.time_since, message)
     group.break_world(failure, now=now)
@@ -117,11 +127,11 @@ def _on_left(group: Membership, node: Node, message: Left, now: float) -> None:
     node.is_leaving = True
     if group.world and node.key in group.world.places:
         group.world.out.add(node.key)
-    if message.is_saved and group.saver == node.key:
-        group.saved_step = max(group.saved_step, node.step if node.step is not None else -1)
-        training = group.training
-        training.checkpoint_step = max(training.checkpoint_step, group.saved_step)
-        training.step = max(training.step, group.saved_step)
+    if message.is_saved and group.departures.saver == node.key:
+        group.departures.note_saved(node)
+        training, step = group.training, group.departures.saved_step
+        training.checkpoint_step = max(training.checkpoint_step, step)
+        training.step = max(training.step, step)
     group.drop(node, "left", now)
 
 
@@ -148,9 +158,18 @@ def _on_done(group: Membership, node: Node, message: Done, now: float) -> None:
 
 
 def _on_result(group: Membership, node: Node, message: Result, now: float) -> None:
-    del now
-    is_adoptable = group.gathering and node.had and node.had.generation == message.generation == group.generation
-    if not is_adoptable and _find_world(group, node, message.generation) is None:
+    world = _find_world(group, node, message.generation)
+    had = node.had.generation if node.had else 0
+    is_adoptable = group.phase is Phase.ADOPTING and had == message.generation == group.newest_known
+    if world is None and not is_adoptable:
+        return
+    is_stop = message.exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
+    if world and is_stop and group.settings.recovery == "fresh" and node.key in world.unwatched:
+        # Its workers were ended by their lost lease: nobody has asked the run to stop.
+        world.out.add(node.key)
+        world.is_broken = True
+        group.log("lease_lost", node=node.name)
+        group.change(now)
         return
     group.training.step = max(group.training.step, message.step)
     if 0 <= message.exit_code <= 255:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
-from evergrad_coordinator.protocol import Broken, Had, Message, Ready, Recovery
+from evergrad_coordinator.protocol import Had, Message, Ready, Recovery
 from evergrad_coordinator.secret import new_token
 
 MAX_GENERATION = 2**52
@@ -110,8 +110,8 @@ class Node:
     is_leaving: bool = False
     released_at: float | None = None
     is_done: bool = False
-    early_broken: Broken | None = None
-    """Said before its generation was known here."""
+    early: dict[type[Message], Message] = field(default_factory=dict)
+    """Newest of each kind that was said of its group before that was known here."""
 
     @property
     def key(self) -> Key:
@@ -153,7 +153,9 @@ class World:
     has_lost: bool = False
     """A member was lost, replaced or has left, before or after its workers were out; one that had ended well is none."""
     last_contact: dict[Key, float] = field(default_factory=dict)
-    """Of members that are not connected."""
+    """Of members that were lost, until they are back."""
+    unwatched: set[Key] = field(default_factory=set)
+    """Members that had no contact for so long that their workers may have ended by themselves."""
 
     @property
     def is_up(self) -> bool:

@@ -64,17 +64,17 @@ def _describe_proposal(group: Membership) -> Condition:
     if proposal is None or len(proposal.members) < group.settings.min_nodes:
         return _describe_shortage(group)
     waits = f"{proposal.reason}; waiting for {len(proposal.waits_for)} nodes to be ready"
-    if not proposal.waits_for and group.saver:
-        return Condition("Draining", "WaitingForSave", f"node {group.saver[0]} saves before it leaves")
+    if not proposal.waits_for and group.departures.saver:
+        return Condition("Draining", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves")
     is_draining = group.world is not None and not group.world.is_over and not proposal.hard
     return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", waits)
 
 
 def _describe_wait(group: Membership, now: float) -> Condition:
-    if not group.nodes and group.was_left:
+    if not group.nodes and group.departures.was_left:
         return Condition("Stopped", "AllNodesLeft", "all nodes have left; the run goes on when enough are here again")
-    if group.nodes and group.saver:
-        return Condition("Waiting", "WaitingForSave", f"node {group.saver[0]} saves before it leaves")
+    if group.nodes and group.departures.saver:
+        return Condition("Waiting", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves")
     if group.gathering and group.gathering.adopts_until is not None and group.gathering.adopts_until > now and group.nodes:
         return Condition("Waiting", "WaitingForReconnects", "a group may be running; its nodes have a lease's time to report it")
     return _describe_shortage(group)

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from elastic_helpers import STEPS, Cluster, fault
 from run_helpers import STOPPED_SAVED, checkpoints, steps_of
 
@@ -15,8 +16,9 @@ def kill_coordinator(cluster: Cluster) -> None:
     cluster.coordinator.kill()
 
 
+@pytest.mark.parametrize("is_pod_lost", [False, True])
 def test_training_goes_on_without_the_coordinator_and_the_next_one_adopts_the_group(
-    make_elastic: MakeCluster, undisturbed: Any
+    make_elastic: MakeCluster, undisturbed: Any, is_pod_lost: bool
 ) -> None:
     holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)]
     cluster = make_elastic().start(faults=holds)
@@ -24,6 +26,9 @@ def test_training_goes_on_without_the_coordinator_and_the_next_one_adopts_the_gr
     kill_coordinator(cluster)
     cluster.release("held-4")
     cluster.until_held("held-8")
+    if is_pod_lost:
+        (cluster.path / "generation").unlink()
+        cluster.options += ("--epoch", "1")
     cluster.start_coordinator()
     cluster.until(lambda: cluster.log("adopted"), "the adoption")
     cluster.release("held-8")

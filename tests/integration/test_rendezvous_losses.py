@@ -72,6 +72,31 @@ def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the
     cluster.check()
 
 
+def test_a_coordinator_whose_pod_is_lost_costs_fresh_workers_no_step(make_cluster: MakeCluster) -> None:
+    cluster = make_cluster("--min", "1", "--max", "2", "--lease", "60")
+    for node in ("0", "1"):
+        cluster.start_agent(node)
+    generation = cluster.until_world(2)
+    workers = {cluster.worker(node) for node in ("0", "1")}
+
+    # The next one is of another epoch, and knows nothing.
+    cluster.kill_coordinator()
+    (cluster.directory / "generation").unlink()
+    cluster.start_coordinator("--epoch", "1")
+    cluster.until(lambda: cluster.status()["phase"] == "Running", "the adoption")
+    num_steps = len(cluster.steps())
+    cluster.until(lambda: len(cluster.steps()) > num_steps + 20, "further steps")
+    assert {step.process for step in cluster.steps()} == workers
+    assert {step.generation for step in cluster.steps()} == {generation}
+
+    # It rules from here on, in its own numbers.
+    cluster.kill_pod("0")
+    assert cluster.until_world(1, above=generation) >> 32 == 1
+    cluster.finish_training()
+    assert cluster.wait_exit("1") == 0
+    cluster.check()
+
+
 @pytest.mark.timeout(300)
 def test_below_min_the_others_wait_and_a_node_has_one_process(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "2", "--max", "2")

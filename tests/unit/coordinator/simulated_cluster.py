@@ -4,6 +4,7 @@ A simulated node is a supervisor with its workers. A group trains a step wheneve
 group ever does is checked at each of them.
 """
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -82,6 +83,11 @@ class FakeNode:
     inbox: deque[Message] = field(default_factory=deque)
     received: list[Message] = field(default_factory=list)
     exit_code: int | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Node and incarnation."""
+        return self.name, self.incarnation
 
     @property
     def can_run(self) -> bool:
@@ -253,8 +259,10 @@ class Cluster:
         """The youngest living process of a node."""
         return next((one for one in reversed(self.nodes) if one.name == str(name) and one.is_alive), None)
 
-    def restart_coordinator(self, *, durable: int | None = None) -> None:
-        """A new coordinator that knows the durable number and nothing else."""
+    def restart_coordinator(self, *, durable: int | None = None, epoch: int | None = None) -> None:
+        """A new coordinator that knows the durable number and nothing else; of a new epoch not even that."""
+        if epoch is not None:
+            self.settings, durable = dataclasses.replace(self.settings, epoch=epoch), 0
         self.peers.clear()
         for node in self.nodes:
             node.peer, node.retry_at = None, self.now + 0.15
@@ -344,7 +352,7 @@ class Cluster:
 
     def _send(self, peer: int, message: Message) -> None:
         if isinstance(message, Plan | Go | Welcome | Leave):
-            assert message.generation <= self.durable, "a number was heard before it was durable"
+            assert message.generation <= max(self.durable, self.planned), "a number was heard before it was durable"
         node = self.peers.get(peer)
         if isinstance(message, Go):
             self._note_go(message, node)

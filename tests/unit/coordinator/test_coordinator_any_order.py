@@ -94,7 +94,7 @@ EVENTS = st.lists(
         st.tuples(st.just("start"), st.sampled_from(NAMES)),
         st.tuples(st.just("wait"), st.sampled_from([0.1, 0.2, 0.5, 1.0, 2.0, 4.0])),
         st.tuples(st.sampled_from(sorted(DEEDS)), st.sampled_from(NAMES)),
-        st.tuples(st.sampled_from(["restart", "kill_all", "cut_all"]), st.just("")),
+        st.tuples(st.sampled_from(["restart", "replace_coordinator", "kill_all", "cut_all"]), st.just("")),
     ),
     max_size=14,
 )
@@ -107,6 +107,8 @@ def play(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
             cluster.run(value)
         elif name == "restart":
             cluster.restart_coordinator()
+        elif name == "replace_coordinator":
+            cluster.restart_coordinator(epoch=cluster.settings.epoch + 1)
         elif name == "start":
             if cluster.newest(value) is None:
                 cluster.start(value)

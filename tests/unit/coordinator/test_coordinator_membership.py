@@ -759,6 +759,125 @@ def test_a_number_is_never_used_twice_even_if_the_journal_is_lost() -> None:
     assert cluster.gone == 3
 
 
+@pytest.mark.parametrize("recovery", ["in-process", "fresh"])
+def test_a_new_epoch_with_an_empty_journal_adopts_the_living_group_without_a_plan(recovery: str) -> None:
+    cluster, nodes = start_running(recovery=recovery)
+    plans, step = [len(of_kind(node, Plan)) for node in nodes], cluster.newest_step()
+    for epoch in (1, 2):
+        cluster.restart_coordinator(epoch=epoch)
+        cluster.run_until_running(within=2)
+        cluster.run(5)
+        assert [len(of_kind(node, Plan)) for node in nodes] == plans, "no worker was asked to stop"
+        assert (cluster.gone, cluster.condition.phase) == (1, "Running")
+    assert cluster.newest_step() >= step + 100, "it trained in every tick"
+    cluster.start(7)
+    cluster.run(1)
+    assert not of_kind(nodes[0], Plan)[-1].hard, "the group that was adopted changes at a step boundary"
+    assert cluster.gone == (2 << 32) + 1, "numbers only grow"
+
+
+def test_a_new_epoch_makes_a_plan_that_was_in_the_air_anew_and_nobody_stops_before_a_boundary() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    for node in nodes:
+        node.has_answered = False
+    cluster.start(7)
+    cluster.run(0.3)
+    assert [type(one) for one in nodes[0].inbox] == [Plan]
+    cluster.restart_coordinator(epoch=1)
+    for node in nodes:
+        node.known, node.has_answered = 2, True
+    cluster.is_graceful = True
+    cluster.run_until_running()
+    cluster.run(1)
+    assert not any(plan.hard for node in nodes for plan in of_kind(node, Plan)[1:])
+    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1", "2", "7"]
+
+
+def test_a_new_epoch_waits_a_lease_for_a_member_that_is_missing_and_plans_without_it() -> None:
+    cluster, nodes = start_running(lease_seconds=4)
+    cluster.restart_coordinator(epoch=1)
+    nodes[1].die()
+    for name in "56":
+        cluster.start(name)
+    cluster.run(3)
+    assert (cluster.gone, cluster.condition.reason) == (1, "WaitingForReconnects")
+    cluster.run(4)
+    assert [node.name for node, _ in cluster.go_members[(1 << 32) + 1]] == ["0", "2", "5", "6"]
+
+
+def test_where_the_first_epoch_is_not_0_nobody_is_waited_for_if_nothing_runs_but_after_a_restart_within_it() -> None:
+    cluster = Cluster(make_settings(expect=2, lease_seconds=60, nothing_runs=True, epoch=3))
+    cluster.start(0), cluster.start(1)
+    cluster.run(0.5)
+    assert cluster.gone == (3 << 32) + 1
+    for node in cluster.nodes:
+        node.is_cut = True
+    cluster.restart_coordinator()
+    for name in "567":
+        cluster.start(name)
+    cluster.run(10)
+    assert cluster.gone == (3 << 32) + 1, "its container started anew with the same arguments"
+
+
+def test_what_a_member_says_before_its_group_is_adopted_counts() -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    cluster.restart_coordinator(epoch=1)
+    nodes[2].is_cut = True
+    cluster.run(0.3)
+    nodes[0].say(Boundary(1, 77))
+    nodes[0].say(Commit(request=5, generation=1))
+    nodes[1].say(Done(1))
+    assert not of_kind(nodes[0], Permit)
+    nodes[2].is_cut = False
+    cluster.run(0.5)
+    assert [one.granted for one in of_kind(nodes[0], Permit)] == [True]
+    assert cluster.group.training.checkpoint_step == 77
+    assert cluster.group.world and cluster.group.world.done == {nodes[1].key}
+
+
+def test_a_group_that_may_not_go_on_may_not_write_either() -> None:
+    cluster, nodes = start_running()
+    cluster.restart_coordinator(epoch=1)
+    nodes[2].die()
+    cluster.run(0.3)
+    nodes[0].say(Commit(request=5, generation=1))
+    cluster.run(0.3)
+    assert not of_kind(nodes[0], Permit)
+    cluster.run(3)
+    assert [one.granted for one in of_kind(nodes[0], Permit)] == [False]
+
+
+@pytest.mark.parametrize("is_stunned", [False, True])
+@pytest.mark.parametrize("code", [75, 76])
+def test_a_lost_lease_is_no_wish_to_stop(code: int, is_stunned: bool) -> None:
+    cluster, nodes = start_running(recovery="fresh")
+    if is_stunned:
+        # The coordinator's host stood still; the connections have stood.
+        cluster.now += 3
+        cluster.carry_out(cluster.group.tick(now=cluster.now))
+    else:
+        for node in nodes:
+            node.is_cut = True
+        cluster.run(3)
+        for node in nodes:
+            node.is_cut = False
+            node.connect()
+    nodes[0].group = None
+    nodes[0].say(Result(1, 500, exit_code=code, reason="stopped"))
+    assert cluster.group.finished is None
+    cluster.run_until_running()
+    assert [node.name for node, _ in cluster.go_members[cluster.gone]] == ["0", "1", "2"]
+
+
+def test_a_wish_to_stop_that_comes_over_a_new_connection_counts() -> None:
+    cluster, nodes = start_running(recovery="fresh", lease_seconds=3)
+    for node in nodes:
+        node.disconnect()
+    cluster.run(0.5)
+    nodes[0].say(Result(1, 500, exit_code=75, reason="stopped"))
+    assert cluster.exit_code == 75
+
+
 def test_strangers_do_not_start_while_a_group_may_run_unseen() -> None:
     cluster, nodes = start_running("01", lease_seconds=4)
     for node in nodes:

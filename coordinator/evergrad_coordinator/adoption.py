@@ -1,0 +1,79 @@
+"""How a coordinator takes over a group that it has not begun, and what it believes of nodes it had no contact with.
+
+Pure; a part of ``membership``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from evergrad_coordinator.gathering import Gathering
+from evergrad_coordinator.phase import Phase
+from evergrad_coordinator.planning import find_newest_running
+from evergrad_coordinator.protocol import Commit, Permit
+from evergrad_coordinator.reports import handle_report
+from evergrad_coordinator.state import Node, World
+
+if TYPE_CHECKING:
+    from evergrad_coordinator.membership import Membership
+
+_LEASE_MARGIN_SECONDS = 1.0
+"""A node's last contact may be that much older than the coordinator's: two pings."""
+
+
+def try_to_adopt(group: Membership, now: float) -> None:
+    """Take over the newest group whose members are all here, whichever coordinator began it: no worker of it stops.
+
+    A node that went from an older group to a newer one says so by the place it had, and an older group that shares no member with
+    a newer one has had no contact for a lease. The newest one that is whole is the one that runs.
+    """
+    gathering, world = group.gathering, group.world
+    found = find_newest_running(group.nodes.values())
+    if gathering is None or found is None or found[0] < (world.generation if world else 0):
+        return
+    generation, places = found
+    if world and world.is_broken and world.generation == generation:
+        return
+    group.gathering = None
+    # A plan that was in the air stays the newest number: it is made anew, and the group goes on until its boundary.
+    group.generation = group.newest_known
+    group.world = World(generation, places, started_at=now, up_at=now, up=set(places))
+    group.log("adopted", adopted=generation, nodes=len(places), worldSize=group.world.size)
+    group.accounting.end(now=now)
+    _answer_kept(group, gathering, now)
+
+
+def give_up(group: Membership, gathering: Gathering, now: float) -> None:
+    """Wait no longer: the group that ran, if there was one, is not whole."""
+    group.gathering = None
+    world = group.world
+    if world is not None and not world.is_over:
+        world.is_broken = True
+        world.out |= {node.key for node in group.nodes.values() if node.key in world.places and node.group != world.generation}
+    _answer_kept(group, gathering, now)
+
+
+def answer_commit(group: Membership, node: Node, message: Commit) -> None:
+    """Say whether a generation may write; while one may be adopted, as soon as that is known."""
+    if group.phase is Phase.ADOPTING and group.gathering:
+        group.gathering.commits[node.peer] = message
+        return
+    group.send(node.peer, Permit(request=message.request, granted=group.may_commit(node, message.generation)))
+
+
+def _answer_kept(group: Membership, gathering: Gathering, now: float) -> None:
+    """Take up what nodes said while it was not known whether their group goes on."""
+    for node in list(group.nodes.values()):
+        if (commit := gathering.commits.get(node.peer)) is not None:
+            answer_commit(group, node, commit)
+        reports, node.early = list(node.early.values()), {}
+        for report in reports:
+            if not group.finished:
+                handle_report(group, node, report, now)
+
+
+def note_absence(group: Membership, node: Node, seconds: float) -> None:
+    """Note a member that was away for nearly a lease: its workers may have ended by themselves, as if they had been asked to."""
+    world = group.world
+    if world and node.key in world.places and seconds > max(group.settings.lease_seconds - _LEASE_MARGIN_SECONDS, 0):
+        world.unwatched.add(node.key)

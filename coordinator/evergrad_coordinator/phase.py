@@ -1,0 +1,49 @@
+"""Where a run's group stands, as one value computed from what is known. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evergrad_coordinator.membership import Membership
+
+
+class Phase(Enum):
+    """Exactly one holds. The table of what happens in which stands in ``membership``."""
+
+    ADOPTING = "adopting"
+    """A group may be running that this coordinator has not seen: its nodes have a lease's time to report it."""
+    GATHERING = "gathering"
+    """No group runs; the nodes expected at the start are waited for."""
+    DRAINING = "draining"
+    """A plan was announced; the group that runs goes on to its next step boundary."""
+    PREPARING = "preparing"
+    """A plan was announced, and nobody is to train: its members get out of whatever they were in."""
+    STARTING = "starting"
+    """All were ready and told to go; not all are up."""
+    RUNNING = "running"
+    """All members are up."""
+    BROKEN = "broken"
+    """The newest group cannot go on, and no plan has been made yet."""
+    WAITING = "waiting"
+    """No group, and no plan: nodes are missing, or a lease or a save is waited for."""
+    OVER = "over"
+    """The run has ended for all."""
+
+
+def find_phase(group: Membership) -> Phase:
+    """The phase of what ``group`` knows now."""
+    world, proposal, gathering = group.world, group.proposal, group.gathering
+    if group.finished:
+        return Phase.OVER
+    if gathering is not None:
+        return Phase.GATHERING if gathering.adopts_until is None else Phase.ADOPTING
+    is_alive = world is not None and not world.is_over
+    if proposal is not None:
+        return Phase.DRAINING if is_alive and not proposal.hard else Phase.PREPARING
+    if world is None or world.is_over:
+        return Phase.WAITING
+    if world.is_broken:
+        return Phase.BROKEN
+    return Phase.RUNNING if world.is_up else Phase.STARTING
