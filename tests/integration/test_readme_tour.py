@@ -1,0 +1,61 @@
+"""Plays the README's tour in its order, as a newcomer would, and looks at what each command leaves."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_PATIENCE_SECONDS = 600
+
+
+def read_tour() -> list[tuple[str, int]]:
+    """The commands of the tour, each with the exit code its comment announces (0 where it says none)."""
+    section = (ROOT / "README.md").read_text("utf-8").split("## A tour", 1)[1]
+    block = re.search(r"```sh\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    found = []
+    for line in block[1].splitlines():
+        command, _, comment = line.partition("  #")
+        code = re.search(r"exit (\d+)", comment)
+        found.append((command.strip(), int(code[1]) if code else 0))
+    return found
+
+
+@pytest.mark.timeout(2 * _PATIENCE_SECONDS)
+def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_comment_says(tmp_path: Path) -> None:
+    commands = read_tour()
+    assert commands[0] == ("source .venv/bin/activate", 0)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("documents.jsonl"))
+    # What `activate` does, for the environment the tests run in.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    output: dict[str, str] = {}
+    for command, code in commands[1:]:
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_SECONDS,
+            check=False,
+        )
+        assert done.returncode == code, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        output[command] = done.stdout
+    assert "Nothing to do" not in "".join(output.values())
+    check_what_the_tour_left(tmp_path / "runs")
+
+
+def check_what_the_tour_left(runs: Path) -> None:
+    """The stopped run went on at its next step and is complete; exported weights and reports are there."""
+    rows = [line for line in (runs / "tour/metrics.jsonl").read_text("utf-8").splitlines() if line]
+    assert [re.search(r'"step": ?(\d+)', row)[1] for row in rows] == [str(step) for step in range(1, 41)]  # type: ignore[index]
+    for name in ("tour", "slower", "elastic-lm"):
+        assert (runs / name / "complete.json").is_file(), name
+    assert (runs / "tour/report.html").stat().st_size > 10_000
+    assert list((runs / "exported").glob("*.safetensors"))
