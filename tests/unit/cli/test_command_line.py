@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -106,3 +107,21 @@ def test_a_command_that_needs_a_missing_package_names_it_instead_of_a_traceback(
     result = _run_without_trainer("[['run', 'trainingrun.yaml']]")
     assert result.stdout.splitlines()[-1] == "ended run trainingrun.yaml 64"
     assert result.stderr.startswith("error: evergrad run: needs the Python package numpy, which is not installed here")
+
+
+def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_that_was_typed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion"
+    script.write_text(capsys.readouterr().out)
+    ask = (
+        f"source {script}\n"
+        'complete_words() { COMP_WORDS=(evergrad "$@"); COMP_CWORD=$#; COMPREPLY=(); '
+        "$(complete -p evergrad | sed -E 's/.*-F ([^ ]+) .*/\\1/') evergrad \"${@: -1}\" ''; echo \"${COMPREPLY[*]}\"; }\n"
+        "complete_words ''\ncomplete_words run --no\n"
+    )
+    result = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)
+    commands, options = result.stdout.splitlines()[-2:]
+    assert set(commands.split()) >= {name.replace("_", "-") for name in (*COMMANDS, *CLUSTER_COMMANDS)}
+    assert set(options.split()) == {"--nodes", "--no-preflight"}

@@ -33,6 +33,7 @@ COMMANDS = {
     "report": "write a run's report: one HTML file with plots, and the same facts as Markdown",
     "checkpoint": "list, verify or export the checkpoints of a run",
     "compare_runs": "compare two runs step by step: samples, losses, tokens, learning rates, evaluations",
+    "completion": "print a script that makes bash, zsh or tcsh complete commands and options",
 }
 """Commands for this machine, by module of ``cli/``."""
 CLUSTER_COMMANDS = {
@@ -122,6 +123,16 @@ def _build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
         epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
     return _add_commands(parser, {**COMMANDS, **_in_cluster_folder()}, arguments)
+
+
+def build_whole_parser() -> argparse.ArgumentParser:
+    """All commands with all of their arguments, for what describes the command line. Imports every command."""
+    parser = _Parser(prog="evergrad")
+    sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for module_name, text in {**COMMANDS, **_in_cluster_folder()}.items():
+        sub = sub_parsers.add_parser(module_name.rpartition(".")[2].replace("_", "-"), help=text)
+        _import_command(sub, module_name, parser)
+    return parser
 
 
 def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
