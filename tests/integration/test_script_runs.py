@@ -152,6 +152,85 @@ def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_
     assert again.steps() == list(range(1, again.steps()[-1] + 1))
 
 
+REPORTS_ANYTHING = """\
+import os, pathlib, time, numpy, torch
+from evergrad.elastic import report
+nan = float("nan")
+odd = [nan, float("inf"), torch.tensor(nan), torch.zeros(3), numpy.float32("nan"), 10**400, 1j, "text", {"a": [nan]}, object()]
+for step, value in enumerate(odd, 1):
+    report(step, loss=value, total_steps=value, tokens_per_second=value, checkpoint_step=value)
+    report(value, loss=value)
+report(torch.tensor(50), loss=torch.tensor(2.5), total_steps=100, tokens_per_second=numpy.float64(nan))
+while not pathlib.Path("go-on").exists():
+    time.sleep(0.05)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def series(port: int, name: str) -> float | None:
+    """A value of node 0's endpoint; None before it is there."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        found = re.search(rf'^{name}{{node="0",run="script"}} (\S+)$', answer.read().decode(), re.MULTILINE)
+        return float(found[1]) if found else None
+    return None
+
+
+@pytest.mark.timeout(240)
+def test_a_script_may_report_anything_and_only_that_value_is_lost(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(REPORTS_ANYTHING, "utf-8")
+    port = free_port()
+    run = make(["train.py"], metrics={"port": port}).start()
+    run.until(lambda: series(port, "evergrad_script_step") == 50, "the last report")
+    assert series(port, "evergrad_script_loss") == 2.5
+    (tmp_path / "go-on").touch()
+    assert run.wait() == 0, run.output[-4000:]
+    assert sum(event["event"] == "go" for event in run.events()) == 1, "no node was lost"
+    assert len([event for event in run.events() if event["event"] == "hello"]) == 2, "and none came again"
+    assert run.output.count("report(): loss: nan is no finite number") == 2, "one warning a worker"
+    assert "Traceback" not in run.output
+
+
+STAYS = """\
+import os, pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("up-" + os.environ["RANK"]).touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_sigterm_ends_a_run_whose_script_and_whose_node_do_not_listen(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STAYS, "utf-8")
+    run = make(["train.py"], gracePeriodSeconds=1).start()
+    run.until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers")
+    processes = [run.node(index) for index in (0, 1)]
+    processes += [worker for node in processes for worker in children_of(node)]
+    os.kill(run.node(1), signal.SIGSTOP)
+    run.launcher.send_signal(signal.SIGTERM)
+    assert run.wait() in (75, 76), run.output[-4000:]
+    assert not any(map(is_alive, processes))
+
+
+def test_a_second_sigterm_ends_a_run_at_once(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(STAYS, "utf-8")
+    run = make(["train.py"], gracePeriodSeconds=3600).start()
+    run.until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers")
+    processes = [run.node(index) for index in (0, 1)]
+    processes += [worker for node in processes for worker in children_of(node)]
+    deadline = time.monotonic() + 60
+    while run.launcher.poll() is None and time.monotonic() < deadline:
+        run.launcher.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    assert run.wait() == 76, run.output[-4000:]
+    assert "interrupted twice" in run.output
+    assert not any(map(is_alive, processes))
+
+
 @pytest.mark.timeout(240)
 def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(

@@ -26,6 +26,7 @@ from evergrad.board_file import (
     Notice,
     read_notice,
 )
+from evergrad.report_values import read_values
 
 __all__ = ["generation", "may_commit", "report", "should_stop"]
 
@@ -39,25 +40,29 @@ _ANSWER_SECONDS = 15.0
 
 
 def report(
-    step: int,
+    step: object,
     *,
-    total_steps: int | None = None,
-    loss: float | None = None,
-    tokens_per_second: float | None = None,
-    checkpoint_step: int | None = None,
+    total_steps: object = None,
+    loss: object = None,
+    tokens_per_second: object = None,
+    checkpoint_step: object = None,
 ) -> None:
     """Tell where training is. Never blocks and never fails; only what the world's rank 0 says is shown.
 
+    Every value may be a number, a tensor or array of one element, or a numpy scalar. A value that is no finite number (NaN, a
+    text) is left out, with one warning for each name; the others are shown. A tensor on an accelerator is waited for.
+
     ``checkpoint_step``: the newest step whose checkpoint stands. Nodes that were held back until a checkpoint join then.
     """
-    values = {
-        "step": step,
-        "total_steps": total_steps,
-        "loss": loss,
-        "tokens_per_second": tokens_per_second,
-        "checkpoint_step": checkpoint_step,
-    }
-    _worker().report({name: value for name, value in values.items() if value is not None})
+    _worker().report(
+        {
+            "step": step,
+            "total_steps": total_steps,
+            "loss": loss,
+            "tokens_per_second": tokens_per_second,
+            "checkpoint_step": checkpoint_step,
+        }
+    )
 
 
 def should_stop() -> bool:
@@ -94,6 +99,8 @@ class _Worker:
         self._directory = Path(directory) if directory else None
         self._reports: socket.socket | None = None
         self._guard: _Guard | None = None
+        self._warned: set[str] = set()
+        """Names of values that were left out before."""
         self.generation = self._find_generation()
 
     def _find_generation(self) -> int:
@@ -115,12 +122,15 @@ class _Worker:
     def report(self, values: dict[str, object]) -> None:
         if self._directory is None:
             return
-        rank = os.environ.get("RANK")
-        line = _line({"type": "report", "generation": self.generation, "rank": int(rank) if rank else None, **values})
+        found, left_out = read_values(values)
+        for name in [one for one in left_out if one not in self._warned]:
+            self._warned.add(name)
+            _warn(f"report(): {left_out[name]}")
+        rank = os.environ.get("RANK", "")
+        line = _line({"type": "report", "generation": self.generation, "rank": int(rank) if rank.isdecimal() else None, **found})
         try:
             if self._reports is None:
-                self._reports = self.connect()
-                self._reports.setblocking(False)
+                self._reports = self.connect(waits=False)
             self._reports.sendall(line)
         except BlockingIOError:
             pass  # the node is behind: a later report says more than this one
@@ -150,10 +160,11 @@ class _Worker:
         except (OSError, ValueError):
             return False
 
-    def connect(self) -> socket.socket:
-        """A connection to the node's socket. Raises OSError."""
+    def connect(self, *, waits: bool = True) -> socket.socket:
+        """A connection to the node's socket. Raises OSError; without ``waits`` also where that would have to wait."""
         assert self._directory is not None  # noqa: S101 - all callers have looked
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(waits)
         try:
             connection.connect(str(self._directory / SOCKET_NAME))
         except OSError:
@@ -266,6 +277,11 @@ class _Guard:
 def _leave(code: int, why: str) -> None:
     os.write(2, f"evergrad: {why}; leaving with exit code {code}\n".encode())
     os._exit(code)
+
+
+def _warn(text: str) -> None:
+    with contextlib.suppress(Exception):  # a closed or odd stderr must not fail a report
+        print(f"evergrad: {text}", file=sys.stderr, flush=True)
 
 
 def _line(message: dict[str, object]) -> bytes:

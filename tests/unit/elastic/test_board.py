@@ -101,6 +101,15 @@ def test_a_report_reaches_the_node_as_it_was_sent(tmp_path: Path) -> None:
     run_with_board(tmp_path, body)
 
 
+@pytest.mark.parametrize("text", ['{"type": "report"}', '{"type": "report", "step": NaN, "loss": ["x"]}'])
+def test_a_report_of_odd_values_costs_its_sender_nothing(tmp_path: Path, text: str) -> None:
+    async def body(_: NodeBoard, reports: list[dict[str, object]]) -> None:
+        assert await ask(tmp_path, text.encode() + b"\n", {"type": "commit", "generation": 6}) == {"granted": True}
+        assert len(reports) == 1
+
+    run_with_board(tmp_path, body)
+
+
 def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
     async def body(_: NodeBoard, __: list[dict[str, object]]) -> None:
         assert await ask(tmp_path, {"type": "commit", "generation": 5}) == {"granted": False}
@@ -117,7 +126,7 @@ def test_only_the_running_generation_may_commit(tmp_path: Path) -> None:
         b"{}\n",
         b'{"type": "other"}\n',
         b'{"type": "commit", "generation": "6"}\n',
-        b'{"type": "report"}\n',
+        b"[" * 3000 + b"\n",
         b"x" * 3 * board_file.MAX_LINE_BYTES,
     ],
 )

@@ -1,8 +1,10 @@
 """``evergrad.elastic`` in processes of their own, on a board that this process writes."""
 
 import asyncio
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -135,6 +137,39 @@ def test_reports_carry_rank_and_generation(start: Callable[..., "subprocess.Pope
     common = {"rank": 0, "generation": GENERATION}
     assert node.reports[0] == {"step": 3, "total_steps": 9, "loss": 0.5, "tokens_per_second": 7.0, "checkpoint_step": 2, **common}
     assert node.reports[1] == {"step": 4, **common}
+
+
+def test_a_report_of_values_that_are_no_numbers_fails_nothing_and_warns_once_for_each_name(
+    start: Callable[..., "subprocess.Popen[str]"], node: Node
+) -> None:
+    code = (
+        "for step, loss in enumerate((float('nan'), 'x', 10**400, [1], object())): report(step, loss=loss)\n"
+        "report('five', loss=0.5, tokens_per_second=float('inf')); report(6, loss=0.25)"
+    )
+    ended, output = end_of(start(code, node=node, RANK="0"))
+    assert ended == 0
+    lines = output.splitlines()
+    assert [line.split(": ")[2] for line in lines] == ["loss", "step", "tokens_per_second"]
+    assert lines[0] == "evergrad: report(): loss: nan is no finite number; it is left out"
+    until(lambda: len(node.reports) == 7)
+    common = {"rank": 0, "generation": GENERATION}
+    assert node.reports[4:] == [{"step": 4, **common}, {"loss": 0.5, **common}, {"step": 6, "loss": 0.25, **common}]
+
+
+def test_a_report_does_not_wait_for_a_node_that_accepts_no_connection(
+    start: Callable[..., "subprocess.Popen[str]"], tmp_path: Path
+) -> None:
+    (tmp_path / "board").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(str(tmp_path / "board/socket"))
+        listener.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                one = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                one.setblocking(False)
+                one.connect(str(tmp_path / "board/socket"))
+        script = start("report(1); report(2); print('on')", EVERGRAD_BOARD=str(tmp_path / "board"), EVERGRAD_GENERATION="1")
+        assert end_of(script) == (0, "on\n")
 
 
 def test_reports_to_a_node_that_is_gone_are_dropped(start: Callable[..., "subprocess.Popen[str]"], node: Node) -> None:

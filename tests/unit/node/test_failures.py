@@ -4,13 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.node.failures import (
-    MAX_BYTES,
-    count_oom_kills,
-    describe_end,
-    termination_message,
-    write_termination_message,
-)
+from evergrad_coordinator.contract import MAX_TERMINATION_BYTES, ErrorKind, decode_termination
+from evergrad_trainer.node.failures import count_oom_kills, describe_end, write_termination_message
 
 
 @pytest.mark.parametrize(
@@ -36,11 +31,13 @@ def test_kills_for_want_of_memory_are_counted_in_both_versions_of_cgroups(tmp_pa
     assert count_oom_kills(tmp_path) == 5
 
 
-def test_a_long_message_keeps_its_beginning_and_its_end_within_what_kubernetes_keeps(tmp_path: Path) -> None:
+def test_the_root_cause_is_left_with_its_kind_where_kubernetes_looks_for_it(tmp_path: Path) -> None:
     text = "root cause first\n" + "frame ä\n" * 5000 + "last line"
-    data = termination_message(text)
-    assert len(data) <= MAX_BYTES
-    assert data.startswith(b"root cause first") and data.endswith(b"last line")
-    write_termination_message(tmp_path / "log", "short\n")
-    assert (tmp_path / "log").read_bytes() == b"short"
-    write_termination_message(tmp_path / "nowhere" / "log", "cannot be written")
+    write_termination_message(tmp_path / "log", ErrorKind.ENVIRONMENT, text)
+    left = (tmp_path / "log").read_text()
+    assert len(left) <= MAX_TERMINATION_BYTES
+    kind, said = decode_termination(left)
+    assert kind is ErrorKind.ENVIRONMENT
+    assert said.startswith("root cause first") and said.endswith("last line")
+    write_termination_message(tmp_path / "nowhere" / "log", ErrorKind.INPUT, "cannot be written")
+    write_termination_message(None, ErrorKind.INPUT, "nobody reads it")

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
+from evergrad_coordinator.contract import ErrorKind, decode_termination
 from evergrad_coordinator.protocol import (
     Boundary,
     Capacity,
@@ -18,6 +21,7 @@ from evergrad_coordinator.protocol import (
     Had,
     Hello,
     Leave,
+    Leaving,
     Left,
     Message,
     Ping,
@@ -31,6 +35,7 @@ from evergrad_coordinator.protocol import (
     encode,
 )
 from evergrad_trainer.elastic.channel import Ended, Observed
+from evergrad_trainer.node import stopping
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.supervisor import Crew, NodeSettings, Supervisor
 
@@ -100,7 +105,7 @@ class Scene:
         return peer
 
 
-def play(directory: Path, script: Callable[[Scene], Awaitable[None]]) -> int:
+def play(directory: Path, script: Callable[[Scene], Awaitable[None]], *, grace_seconds: float = 600.0) -> int:
     """Run ``script`` beside a supervisor; the supervisor's exit code."""
 
     async def run() -> int:
@@ -122,6 +127,7 @@ def play(directory: Path, script: Callable[[Scene], Awaitable[None]]) -> int:
             recovery="in-process",
             run_directory=directory,
             termination_log=directory / "last-words",
+            grace_seconds=grace_seconds,
         )
         scene = Scene(Supervisor(settings, metrics=NodeMetrics("tiny", "1")), FakeCrew(), connections)
         serving = asyncio.create_task(scene.supervisor.run(cast(Crew, scene.crew)))
@@ -269,17 +275,90 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("message", "code"),
+    ("message", "code", "kind"),
     [
-        (Refused(exit_code=64, reason="fingerprint", message="configuration: here a, there b"), 64),
-        (End(exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"), 70),
+        (Refused(exit_code=70, reason="fingerprint", message="configuration: here a, there b"), 70, ErrorKind.ENVIRONMENT),
+        (End(exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"), 70, ErrorKind.INTERNAL),
+        (End(exit_code=64, reason="UserError", message="the data is empty"), 64, ErrorKind.INPUT),
     ],
 )
-def test_the_coordinator_s_last_words_are_the_node_s(tmp_path: Path, message: Any, code: int) -> None:
+def test_the_coordinator_s_last_words_are_the_node_s(tmp_path: Path, message: Any, code: int, kind: ErrorKind) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
         await peer.hear(Hello)
         peer.say(message)
 
     assert play(tmp_path, script) == code
-    assert (tmp_path / "last-words").read_text() == message.message
+    assert decode_termination((tmp_path / "last-words").read_text()) == (kind, message.message)
+
+
+def test_a_value_that_no_message_can_hold_is_dropped_alone_and_not_kept_for_the_next_connection(tmp_path: Path) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        nan = float("nan")
+        scene.supervisor.reported({"step": 5, "generation": 3, "loss": nan, "tokens_per_second": 7.0})
+        assert await peer.hear(Progress) == Progress(3, 5, tokens_per_second=7.0)
+        # As a fault in ourselves would have it.
+        scene.supervisor._progress.note(Progress(3, 6, loss=nan))
+        scene.supervisor._progress.flush()
+        peer.writer.close()
+        again = await scene.welcome()
+        scene.supervisor.reported({"step": 7, "generation": 3, "loss": 0.5})
+        assert (await again.hear(Progress)).step == 7
+        again.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("a fault of ours")
+
+
+@pytest.mark.parametrize("part", ["tick", "conversation with the coordinator", "last words", "take_report", "leave"])
+def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_path: Path, part: str) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        supervisor = scene.supervisor
+        match part:
+            case "tick":
+                scene.crew.tick = fail
+            case "conversation with the coordinator":
+                scene.crew.change = fail
+                peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
+            case "last words":
+                supervisor._progress.flush = fail  # type: ignore[method-assign]
+                supervisor.done(Done(3))
+            case "take_report":
+                supervisor._metrics.report = fail  # type: ignore[method-assign, assignment]
+                supervisor.reported({"step": 5, "generation": 3})
+            case "leave":
+                scene.supervisor._say = fail  # type: ignore[method-assign]
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    assert play(tmp_path, script) == 70
+    text = f"node 1: the supervisor's {part} failed: RuntimeError: a fault of ours"
+    assert decode_termination((tmp_path / "last-words").read_text()) == (ErrorKind.INTERNAL, text)
+
+
+def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(tmp_path: Path) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await peer.hear(Leaving)
+        assert not scene.crew.was_told("kill")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    assert play(tmp_path, script) == 76
+
+
+def test_a_node_that_nobody_lets_go_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stopping, "_ALONE_SECONDS", 0.0)
+
+    async def script(scene: Scene) -> None:
+        await scene.welcome()
+        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        scene.crew.tick = scene.crew.change = lambda *args, **kwargs: None
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert play(tmp_path, script, grace_seconds=0.2) == 76

@@ -84,7 +84,8 @@ def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
         settings = _node_settings(run, directory.path, coordinator, index, recovery="fresh")
         return run_script_node(run.script, base, with_grace_of(run.script, settings), num_workers=num_workers)
 
-    code = run_local(coordinator, LocalNodes(be_node, num_nodes))
+    grace_seconds = max(LocalNodes.grace_seconds, float(run.script.grace_period_seconds))
+    code = run_local(coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds))
     if code == ExitCode.DONE:
         directory.mark_complete({"run": run.metadata.name, "time": time.time()})
     return code

@@ -27,6 +27,7 @@ from evergrad_coordinator.protocol import (
     Message,
     Plan,
     Pong,
+    ProtocolError,
     Ready,
     Refused,
     Up,
@@ -211,8 +212,7 @@ class AgentLink:
         return [descriptor for descriptor in (connection, self.wakeup_read, self.wakeup_write) if descriptor >= 0]
 
     def _send(self, message: Message) -> None:
-        if self._client is not None:
-            self._call(self._client.send, message)
+        self._call(self._say_now, [message])
 
     def _call(self, function: Callable[..., object], *arguments: object) -> None:
         if self._loop is not None:
@@ -353,7 +353,13 @@ class AgentLink:
             self._watch.close()
         self._watch = WorkerWatch(port=port, on_end=self._take_worker_end)
         self._finding = asyncio.create_task(self._watch.find())
+        self._finding.add_done_callback(self._note_end_of_search)
         self._announce()
+
+    def _note_end_of_search(self, task: asyncio.Task[None]) -> None:
+        """An error in it would be logged nowhere, and the ends of workers would go unseen."""
+        if not task.cancelled() and task.exception() is not None:
+            _say(f"the agent's workers cannot be watched, so that their ends are told without a cause: {task.exception()!r}")
 
     def _take_worker_end(self, end: WorkerEnd) -> None:
         if end.exit_code == 0:
@@ -413,9 +419,13 @@ class AgentLink:
 
     def _say_now(self, messages: list[Message]) -> None:
         # Not by way of the loop: the last progress has to be said before the vote that may end the run.
-        if self._client is not None:
-            for message in messages:
-                self._client.send(message)
+        for message in messages:
+            try:
+                if self._client is not None:
+                    self._client.send(message)
+            except ProtocolError as error:
+                # It would fail again; what follows it must not be lost with it.
+                _say(f"{message.TYPE} could not be told to the coordinator: {error}")
 
     async def _may_commit(self, generation: int) -> bool:
         if self._client is None or self.place is None or self.place.generation != generation:

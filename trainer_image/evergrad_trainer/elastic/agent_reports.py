@@ -1,8 +1,12 @@
-"""What the workers of a torchrun agent report, as messages for the coordinator. Pure; ``now`` is an argument."""
+"""What the workers of a torchrun agent report, as messages for the coordinator. ``now`` is an argument."""
 
+import logging
 from collections.abc import Mapping
 
+from evergrad.report_values import read_values
 from evergrad_coordinator.protocol import Boundary, Message, Progress
+
+_log = logging.getLogger(__name__)
 
 
 class WorkerReports:
@@ -10,7 +14,9 @@ class WorkerReports:
 
     def __init__(self) -> None:
         self._generation = 0
-        self._values: dict[str, object] = {}
+        self._values: dict[str, int | float] = {}
+        self._warned: set[str] = set()
+        """Names of values that were left out before."""
         self._is_new = False
         self._began: tuple[int, float] | None = None
         """Step and time of the generation's first report."""
@@ -27,16 +33,21 @@ class WorkerReports:
     @property
     def step(self) -> int:
         """Of the newest report; -1 before the first."""
-        return _whole(self._values.get("step"), default=-1)
+        return int(self._values.get("step", -1))
 
     def take(self, report: Mapping[str, object], *, now: float) -> list[Message]:
         """Note a worker's report; only the world's rank 0 counts. Returns what cannot wait: a new checkpoint."""
         if report.get("generation") != self._generation or report.get("rank", 0) != 0:
             return []
-        self._values |= report
-        self._is_new = True
-        self._began = self._began or (self.step, now)
-        checkpoint_step = _whole(report.get("checkpoint_step"), default=-1)
+        found, left_out = read_values(report)
+        for name in [one for one in left_out if one not in self._warned]:
+            self._warned.add(name)
+            _log.warning("a script's report has %s", left_out[name])
+        self._values |= found
+        self._is_new = self._is_new or bool(found)
+        if self._began is None and "step" in found:
+            self._began = (self.step, now)
+        checkpoint_step = int(found.get("checkpoint_step", -1))
         if checkpoint_step <= self._checkpoint_step:
             return []
         self._checkpoint_step = checkpoint_step
@@ -48,7 +59,7 @@ class WorkerReports:
             return []
         self._is_new = False
         values, (first_step, began_at) = self._values, self._began
-        total_steps, eta_seconds = _number(values.get("total_steps")), None
+        total_steps, eta_seconds = values.get("total_steps"), None
         if total_steps is not None and self.step > first_step:
             eta_seconds = max(0.0, total_steps - self.step) * (now - began_at) / (self.step - first_step)
         return [
@@ -56,17 +67,9 @@ class WorkerReports:
                 self._generation,
                 step=self.step,
                 total_steps=None if total_steps is None else int(total_steps),
-                loss=_number(values.get("loss")),
-                tokens_per_second=_number(values.get("tokens_per_second")),
+                loss=values.get("loss"),
+                tokens_per_second=values.get("tokens_per_second"),
                 eta_seconds=eta_seconds,
-                checkpoint_step=_whole(values["checkpoint_step"], default=-1) if "checkpoint_step" in values else None,
+                checkpoint_step=int(values["checkpoint_step"]) if "checkpoint_step" in values else None,
             )
         ]
-
-
-def _whole(value: object, *, default: int) -> int:
-    return value if isinstance(value, int) else default
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None

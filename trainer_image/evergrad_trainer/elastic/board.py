@@ -32,8 +32,9 @@ _MAX_CONNECTIONS = 256
 class NodeBoard:
     """The board of one node, in ``directory`` (created, and readable by this user only).
 
-    ``on_report`` is called with each report as the worker sent it: ``step`` and, where known, ``rank``, ``generation``,
-    ``total_steps``, ``loss``, ``tokens_per_second``, ``checkpoint_step``. ``may_commit`` answers for a generation.
+    ``on_report`` is called with each report as the worker sent it, values unchecked: ``step`` and, where known, ``rank``,
+    ``generation``, ``total_steps``, ``loss``, ``tokens_per_second``, ``checkpoint_step``. ``may_commit`` answers for a
+    generation.
     Everything runs on the loop that called ``start``.
     """
 
@@ -109,9 +110,9 @@ class NodeBoard:
                 return
             while line := await reader.readline():
                 await self._handle(line, writer)
-        except (OSError, ValueError, asyncio.CancelledError) as error:
+        except (OSError, ValueError, RecursionError, asyncio.CancelledError) as error:
             # ValueError is a line beyond the limit, or no message. The loop's end cancels us: nothing is left to do.
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError | RecursionError):
                 _log.warning("a worker's message was not understood: %s", error)
         finally:
             self._connections.discard(writer)
@@ -122,8 +123,7 @@ class NodeBoard:
         message = json.loads(line)
         kind = message.pop("type", None) if isinstance(message, dict) else None
         if kind == "report":
-            if type(message.get("step")) is not int:
-                raise ValueError("a report without a step")
+            # Its values are read by the listener: one that is no number must not cost the others.
             self._on_report(message)
         elif kind in ("commit", "guard", "stopping"):
             generation = message.get("generation")

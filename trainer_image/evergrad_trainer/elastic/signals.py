@@ -1,13 +1,31 @@
-"""SIGTERM and SIGINT set a flag that the ranks agree on at a step boundary; a second SIGINT leaves at once."""
+"""SIGTERM and SIGINT set a flag that the ranks agree on at a step boundary; a second signal leaves at once."""
 
 import logging
 import os
 import signal
 import threading
+import time
+from typing import Literal
 
 from evergrad_coordinator.contract import ExitCode
 
 _log = logging.getLogger(__name__)
+_SAME_SECONDS = 1.0
+"""A SIGTERM that follows so soon is the same request: ``timeout`` sends its own to the process, then to its whole group."""
+
+
+class StopCount:
+    """Tells a first request to stop from a second one, and from a repetition of the first."""
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+
+    def note(self, number: int, *, now: float) -> Literal["first", "same", "second"]:
+        """What a SIGTERM or SIGINT at the monotonic time ``now`` is."""
+        if self.first_at is None:
+            self.first_at = now
+            return "first"
+        return "same" if number == signal.SIGTERM and now - self.first_at < _SAME_SECONDS else "second"
 
 
 class StopSignals:
@@ -19,7 +37,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self._requested = threading.Event()
-        self._interrupts = 0
+        self._count = StopCount()
         self._read_fd, self._write_fd = os.pipe()
         os.set_blocking(self._write_fd, False)
         self._previous: dict[signal.Signals, object] = {}
@@ -49,11 +67,10 @@ class StopSignals:
             for number in os.read(self._read_fd, 64):
                 if number == 0:
                     return
-                if number in (signal.SIGTERM, signal.SIGINT):
-                    self._requested.set()
-                if number == signal.SIGINT:
-                    self._interrupts += 1
-                    if self._interrupts >= 2:
-                        # The user does not want to wait for the save.
-                        os.write(2, b"interrupted twice: leaving at once, state since the last checkpoint is not saved\n")
-                        os._exit(ExitCode.STOPPED_UNSAVED)
+                if number not in (signal.SIGTERM, signal.SIGINT):
+                    continue
+                self._requested.set()
+                if self._count.note(number, now=time.monotonic()) == "second":
+                    # Whoever asks again does not want to wait for the save.
+                    os.write(2, b"interrupted twice: leaving at once, state since the last checkpoint is not saved\n")
+                    os._exit(ExitCode.STOPPED_UNSAVED)

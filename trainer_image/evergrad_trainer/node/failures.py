@@ -4,9 +4,15 @@ import contextlib
 import signal
 from pathlib import Path
 
+from evergrad_coordinator.contract import ErrorKind, encode_termination
+from evergrad_coordinator.protocol import Broken, Cause
+
 _CGROUP = Path("/sys/fs/cgroup")
-MAX_BYTES = 4096
-"""What Kubernetes keeps of a container's termination message."""
+_KINDS: dict[Cause, ErrorKind] = {
+    "environment": ErrorKind.ENVIRONMENT,
+    "numeric": ErrorKind.NUMERIC,
+    "peer_lost": ErrorKind.PEER,
+}
 
 
 def describe_end(exit_code: int, *, was_oom: bool) -> str:
@@ -23,6 +29,11 @@ def describe_end(exit_code: int, *, was_oom: bool) -> str:
     return f"ended with exit code {exit_code}"
 
 
+def kind_of(broken: Broken) -> ErrorKind:
+    """The kind of trouble that broke a group."""
+    return ErrorKind.INPUT if broken.is_final else _KINDS.get(broken.cause, ErrorKind.INTERNAL)
+
+
 def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
     """Processes of this container the kernel has killed for want of memory so far; None where it does not say."""
     for name in ("memory.events", "memory/memory.oom_control"):
@@ -34,13 +45,8 @@ def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
     return None
 
 
-def termination_message(text: str) -> bytes:
-    """The end of ``text``, where the cause stands, within what Kubernetes keeps."""
-    data = text.strip().encode("utf-8", errors="replace")
-    return data if len(data) <= MAX_BYTES else data[:1024].rstrip() + b"\n...\n" + data[-(MAX_BYTES - 1030) :].lstrip()
-
-
-def write_termination_message(path: Path, text: str) -> None:
+def write_termination_message(path: Path | None, kind: ErrorKind, text: str) -> None:
     """Leave the root cause where Kubernetes looks for it. A node that cannot is none the worse."""
-    with contextlib.suppress(OSError):
-        path.write_bytes(termination_message(text))
+    if path is not None and text:
+        with contextlib.suppress(OSError):
+            path.write_bytes(encode_termination(kind, text))

@@ -16,10 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.secret import obtain_token
 from evergrad_trainer.elastic.processes import die_with_parent, run_and_exit
+from evergrad_trainer.elastic.signals import StopCount
 from evergrad_trainer.errors import EvergradError
 
 _START_SECONDS = 20.0
@@ -28,6 +30,10 @@ _END_SECONDS = 10.0
 _REPLACE_SECONDS = 1.0
 """Before a lost node is started again; a cluster takes about as long."""
 _FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.INTERNAL, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
+
+
+class _LeaveAtOnce(BaseException):
+    """Raised by the handler of a second signal, wherever the launcher is; no ``except Exception`` stops it."""
 
 
 class CoordinatorFailedError(EvergradError):
@@ -142,6 +148,8 @@ class LocalNodes:
 
     main: Callable[[int], int]
     num_nodes: int
+    grace_seconds: float = 25.0
+    """From a request to stop until nodes leave by themselves."""
     is_replacing: bool = True
     nodes: dict[int, _Node] = field(default_factory=dict)
     ended: dict[int, int] = field(default_factory=dict)
@@ -199,16 +207,38 @@ class LocalNodes:
             node.process.join()
 
 
-def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Callable[[], None] = lambda: None) -> int:
-    """Run a coordinator and its nodes to the end of the run; the run's exit code. SIGINT and SIGTERM ask all nodes to leave.
+class _Stops:
+    """SIGTERM and SIGINT as the launcher receives them: the first is noted, the second interrupts whatever it does."""
 
+    def __init__(self) -> None:
+        self.count = StopCount()
+        self.is_told = False
+        self._is_armed = True
+        self._previous = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def disarm(self) -> None:
+        """From here on nothing interrupts: the processes that are left are being ended."""
+        self._is_armed = False
+
+    def restore(self) -> None:
+        """Put back the handlers that were there before."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self.count.note(number, now=time.monotonic()) == "second" and self._is_armed:
+            self._is_armed = False
+            raise _LeaveAtOnce
+
+
+def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Callable[[], None] = lambda: None) -> int:
+    """Run a coordinator and its nodes to the end of the run; the run's exit code.
+
+    SIGINT or SIGTERM asks all nodes to leave, which takes their grace period at most; a second one ends them at once.
     ``on_tick`` is called some times a second, for whoever wants to disturb.
     """
-    stops: list[int] = []
-    previous = {
-        number: signal.signal(number, lambda number, _: stops.append(number)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
-    told = 0
+    stops = _Stops()
     gc.freeze()
     gc.enable()
     try:
@@ -219,34 +249,45 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
             flush=True,
         )
         nodes.start()
-        over_at: float | None = None
-        while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
-            sentinels = [node.process.sentinel for node in nodes.nodes.values() if node.process.exitcode is None]
-            multiprocessing.connection.wait(sentinels, timeout=0.05)
-            nodes.poll()
-            code = coordinator.poll()
-            if code is not None and code >= 0:
-                # What is left are nodes that have yet to hear of it, or that were lost just now.
-                nodes.is_replacing = False
-                over_at = over_at or time.monotonic()
-            elif len(stops) > told:
-                told = len(stops)
-                nodes.is_replacing = False
-                if stops.count(signal.SIGINT) > 1:
-                    print("interrupted twice: leaving at once, state since the last checkpoint is not saved", file=sys.stderr)
-                    return int(ExitCode.STOPPED_UNSAVED)
-                nodes.signal(signal.SIGTERM)
-            elif not stops:
-                if code is not None:
-                    coordinator.start()
-                on_tick()
+        if not _follow(coordinator, nodes, stops, on_tick):
+            print("the nodes do not leave: ended, state since the last checkpoint is not saved", file=sys.stderr)
+            return int(ExitCode.STOPPED_UNSAVED)
         code = coordinator.wait(_END_SECONDS)
         return combine_node_codes(nodes.ended) if code is None or code < 0 else code
+    except _LeaveAtOnce:
+        print("interrupted twice: leaving at once, state since the last checkpoint is not saved", file=sys.stderr)
+        return int(ExitCode.STOPPED_UNSAVED)
     finally:
+        stops.disarm()
         nodes.close()
         coordinator.close()
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        stops.restore()
+
+
+def _follow(coordinator: LocalCoordinator, nodes: LocalNodes, stops: _Stops, on_tick: Callable[[], None]) -> bool:
+    """Look after both until no node is left, or a while after the run's end; False if nodes do not leave as they were asked."""
+    over_at: float | None = None
+    while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
+        sentinels = [node.process.sentinel for node in nodes.nodes.values() if node.process.exitcode is None]
+        multiprocessing.connection.wait(sentinels, timeout=0.05)
+        nodes.poll()
+        code = coordinator.poll()
+        if code is not None and code >= 0:
+            # What is left are nodes that have yet to hear of it, or that were lost just now.
+            nodes.is_replacing = False
+            over_at = over_at or time.monotonic()
+        elif stops.count.first_at is None:
+            if code is not None:
+                coordinator.start()
+            on_tick()
+        elif not stops.is_told:
+            stops.is_told = True
+            nodes.is_replacing = False
+            nodes.signal(signal.SIGTERM)
+        elif time.monotonic() - stops.count.first_at > nodes.grace_seconds + _END_SECONDS:
+            # A node ends by itself some seconds earlier, unless it is frozen.
+            return False
+    return True
 
 
 def combine_node_codes(ended: dict[int, int]) -> int:

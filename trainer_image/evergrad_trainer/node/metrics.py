@@ -1,22 +1,34 @@
 """The node's one Prometheus endpoint: the run's series where rank 0 is, and the node's own. Lives through every restart."""
 
+import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import Counter, Gauge
 
+from evergrad.report_values import read_values
 from evergrad_coordinator.protocol import Progress
+from evergrad_coordinator.state import MAX_GENERATION
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import tell
+
+_log = logging.getLogger(__name__)
 
 
 class NodeMetrics:
     """Hears what the node's workers and its supervisor tell; serves it where there is an exporter."""
 
-    def __init__(self, run: str, node: str, exporter: PrometheusExporter | None = None) -> None:
+    def __init__(
+        self, run: str, node: str, exporter: PrometheusExporter | None = None, *, hurry: threading.Event | None = None
+    ) -> None:
+        """``hurry``: set as soon as the end must not linger; the exporter looks at it."""
         self._exporter = exporter
+        self.hurry = hurry or threading.Event()
+        self._warned: set[str] = set()
+        """Names of values in reports that were left out before."""
         self._rate = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         self._total_steps: int | None = None
         self._checkpoint_step: int | None = None
@@ -37,25 +49,33 @@ class NodeMetrics:
             self._rate.add(record["tokens"], first_seconds=record["step_seconds"])
             self.progress = self._describe(record)
 
-    def report(self, report: dict[str, object]) -> Progress | None:
-        """A script's own report; the progress it makes, or None where it is not rank 0's."""
+    def report(self, report: Mapping[str, object]) -> Progress | None:
+        """A script's own report, of whatever values; the progress it makes, or None where it is not rank 0's, or has no step."""
         if report.get("rank", 0) != 0:
             return None
-        if isinstance(report.get("checkpoint_step"), int):
-            self._checkpoint_step = int(str(report["checkpoint_step"]))
-        total, per_second, loss = (_number(report.get(name)) for name in ("total_steps", "tokens_per_second", "loss"))
-        step = int(str(report["step"]))
-        eta = self._steps.remaining_seconds(step, None if total is None else int(total))
+        found, left_out = read_values(report)
+        for name in [one for one in left_out if one not in self._warned]:
+            self._warned.add(name)
+            _log.warning("a script's report has %s", left_out[name])
+        self._with(lambda series: series.show(found))
+
+        # A step that cannot be read is the one before, so that the other values are not lost.
+        before = self.progress
+        step = found.get("step", None if before is None else before.step)
+        if "checkpoint_step" in found:
+            self._checkpoint_step = int(found["checkpoint_step"])
+        if step is None:
+            return None
+        total = found.get("total_steps")
         self.progress = Progress(
-            generation=int(_number(report.get("generation")) or 0),
-            step=step,
+            generation=read_generation(report),
+            step=int(step),
             total_steps=None if total is None else int(total),
-            loss=loss,
-            tokens_per_second=per_second,
-            eta_seconds=eta,
+            loss=found.get("loss"),
+            tokens_per_second=found.get("tokens_per_second"),
+            eta_seconds=self._steps.remaining_seconds(int(step), None if total is None else int(total)),
             checkpoint_step=self._checkpoint_step,
         )
-        self._with(lambda series: series.show(self.progress))
         return self.progress
 
     def rank_0_left(self) -> None:
@@ -92,7 +112,7 @@ class NodeMetrics:
             generation=int(record["generation"]),
             step=step,
             total_steps=self._total_steps,
-            loss=float(record["loss"]),
+            loss=read_values(record)[0].get("loss"),
             tokens_per_second=per_second,
             eta_seconds=left,
             checkpoint_step=self._checkpoint_step,
@@ -110,11 +130,7 @@ class _Steps:
         if self._first is None or step < self._first[0]:
             self._first = (step, now)
         done, seconds = step - self._first[0], now - self._first[1]
-        return None if total is None or done <= 0 else (total - step) * seconds / done
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return None if total is None or done <= 0 else max(0, total - step) * seconds / done
 
 
 class _Series:
@@ -144,12 +160,17 @@ class _Series:
             "evergrad_node_breaks_total", "Times a group broke, as this node saw it.", (*labels, "cause"), registry=registry
         )
 
-    def show(self, progress: Progress | None) -> None:
-        """A script's progress."""
+    def show(self, values: Mapping[str, int | float]) -> None:
+        """What a script has reported."""
         for name, gauge in self._script.items():
-            value = getattr(progress, name)
-            if value is not None:
-                gauge.labels(self.run, self.node).set(value)
+            if name in values:
+                gauge.labels(self.run, self.node).set(values[name])
+
+
+def read_generation(report: Mapping[str, object]) -> int:
+    """The generation that a worker's report names; 0 for anything else."""
+    generation = report.get("generation")
+    return generation if type(generation) is int and 0 <= generation < MAX_GENERATION else 0
 
 
 def _step_of(checkpoint: str) -> int | None:

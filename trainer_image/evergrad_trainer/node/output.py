@@ -69,5 +69,6 @@ class WorkerOutput:
         if self._is_forwarded:
             rank = self._rank()
             where = f"node {self._node} rank {rank}" if rank >= 0 else f"node {self._node}"
-            sys.stderr.write(f"[{where}] {text}\n")
-            sys.stderr.flush()
+            with contextlib.suppress(OSError, ValueError):  # nobody reads this node's stderr any more: no reason to end
+                sys.stderr.write(f"[{where}] {text}\n")
+                sys.stderr.flush()

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -96,7 +97,7 @@ def recovery_of(plan: SessionPlan) -> Recovery:
 
 def run_node(plan: SessionPlan, settings: NodeSettings, *, num_workers: int, start_method: StartMethod) -> int:
     """Be a node of a typed run until it is over; returns the exit code."""
-    metrics = NodeMetrics(settings.run, settings.node, _exporter(plan.run.training.metrics, settings))
+    metrics = _build_metrics(plan.run.training.metrics, settings)
     serve = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
     with speaking_as(settings.node):
         return asyncio.run(serve(plan, settings, metrics, num_workers=num_workers, start_method=start_method))
@@ -104,7 +105,7 @@ def run_node(plan: SessionPlan, settings: NodeSettings, *, num_workers: int, sta
 
 def run_script_node(script: Script, base_directory: Path, settings: NodeSettings, *, num_workers: int) -> int:
     """Be a node of a script's run until it is over; returns the exit code."""
-    metrics = NodeMetrics(settings.run, settings.node, _exporter(script.metrics, settings))
+    metrics = _build_metrics(script.metrics, settings)
     with speaking_as(settings.node):
         return asyncio.run(_serve_script(script, base_directory, settings, metrics, num_workers=num_workers))
 
@@ -231,10 +232,17 @@ def _describe_place(stream: TrainingStream, step: int, slot: int) -> str:
     return ", ".join(stream.describe(sample) for sample in stream.slot(step, slot).samples)
 
 
-def _exporter(metrics: Metrics, settings: NodeSettings) -> PrometheusExporter | None:
+def _build_metrics(metrics: Metrics, settings: NodeSettings) -> NodeMetrics:
+    hurry = threading.Event()
+    return NodeMetrics(settings.run, settings.node, _build_exporter(metrics, settings, hurry=hurry), hurry=hurry)
+
+
+def _build_exporter(metrics: Metrics, settings: NodeSettings, *, hurry: threading.Event) -> PrometheusExporter | None:
     if metrics.port is None:
         return None
     # Nodes of one machine share its ports: each takes the next one.
     port = metrics.port + int(settings.node) if metrics.port and settings.shares_host else metrics.port
     before = read_before(RunDirectory(settings.run_directory))
-    return PrometheusExporter(settings.run, port=port, linger_seconds=metrics.linger_seconds, before=before)
+    return PrometheusExporter(
+        settings.run, port=port, linger_seconds=metrics.linger_seconds, before=before, should_stop=hurry.is_set
+    )

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import sys
 import time
 import uuid
@@ -16,9 +15,8 @@ from typing import Protocol
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evergrad_coordinator.client import CoordinatorClient
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import (
-    Boundary,
     Broken,
     Capacity,
     Done,
@@ -31,7 +29,7 @@ from evergrad_coordinator.protocol import (
     Left,
     Message,
     Plan,
-    Progress,
+    ProtocolError,
     Ready,
     Recovery,
     Refused,
@@ -40,10 +38,14 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_trainer.elastic import channel as say
+from evergrad_trainer.errors import EvergradError, HostError
 from evergrad_trainer.node.crew import LOCAL_GENERATION
-from evergrad_trainer.node.failures import write_termination_message
+from evergrad_trainer.node.failures import kind_of, write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.output import WorkerOutput
+from evergrad_trainer.node.progress import ProgressSender
+from evergrad_trainer.node.stopping import StopRequests
+from evergrad_trainer.node.tasks import TaskWatch
 from evergrad_trainer.node.workers import Worker, adopt_orphans, end_orphans, name_process
 from evergrad_trainer.observers.events import parse_event_row, saved_step
 from evergrad_trainer.records import EventType
@@ -52,11 +54,12 @@ _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _UNREACHABLE_SECONDS = 3.0
 """After so long without the coordinator a node that must go leaves on its own."""
-_PROGRESS_SECONDS = 0.5
 _TURNS = 8
 """Of the event loop, from the end of a process until what it had said is read: a connection is accepted first."""
 _KILL_SECONDS = 10.0
-"""How long workers may take to end once the run is over."""
+"""How long workers may take to end once the run is over …"""
+_KILLED_SECONDS = 1.0
+"""… and once they are killed."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +133,12 @@ class Supervisor:
         self._result: Result | None = None
         self._exit_code: int | None = None
         self._root_cause = ""
+        self._root_kind = ErrorKind.INTERNAL
         self._over = asyncio.Event()
-        self._progress_at = 0.0
-        self._unsent: Progress | None = None
-        self._checkpoint_step = -1
-        """Newest checkpoint that the coordinator was told of."""
-        self._last_words: set[asyncio.Task[None]] = set()
+        self._is_hurried = False
+        """Whether workers are killed, and nothing lingers, since there is no time or nobody who could look after them."""
+        self._progress = ProgressSender(self._send)
+        self._tasks = TaskWatch(self._fail)
         self._done: Done | None = None
         self._up: Up | None = None
         self._is_draining = False
@@ -148,31 +151,62 @@ class Supervisor:
         gc.enable()
         adopt_orphans()
         name_process(f"evergrad-node{self._settings.node}")
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._leave)
-        crew.start()
-        tasks = [loop.create_task(self._client.run()), loop.create_task(self._tick())]
+        stops = StopRequests(
+            asyncio.get_running_loop(),
+            on_first=lambda: self._tasks.call(self._leave),
+            on_last=self._leave_at_once,
+            grace_seconds=self._settings.grace_seconds,
+        )
+        stops.install()
         try:
+            await self._serve(crew)
+        finally:
+            stops.uninstall()
+        code = int(ExitCode.INTERNAL) if self._exit_code is None else self._exit_code
+        if code not in (ExitCode.DONE, ExitCode.STOPPED_SAVED):
+            write_termination_message(self._settings.termination_log, self._root_kind, self._root_cause)
+        return code
+
+    async def _serve(self, crew: Crew) -> None:
+        try:
+            self._tasks.call(crew.start)
+            self._tasks.begin(self._client.run(), "conversation with the coordinator", is_endless=True)
+            self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._over.wait()
             await self._end_workers()
         finally:
             self._client.close()
-            for task in tasks:
-                task.cancel()
+            self._tasks.close()
             crew.kill()
-            self._metrics.close()
-        code = int(ExitCode.INTERNAL) if self._exit_code is None else self._exit_code
-        path = self._settings.termination_log
-        if code not in (ExitCode.DONE, ExitCode.STOPPED_SAVED) and self._root_cause and path is not None:
-            write_termination_message(path, self._root_cause)
-        return code
+            # In a thread, since it lingers: a second signal still cuts it short.
+            await asyncio.to_thread(self._metrics.close)
+
+    def _fail(self, where: str, error: BaseException) -> None:
+        """End the node: a part of its supervisor is gone, without which it would only look alive."""
+        if self._exit_code is None:
+            kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL
+            text = str(error) if isinstance(error, EvergradError) else f"{type(error).__name__}: {error}"
+            self._note_cause(kind, f"node {self._settings.node}: the supervisor's {where} failed: {text}")
+        _log.error("node %s its %s failed", self._settings.node, where, exc_info=error)
+        self._is_hurried = True
+        self._stop(ExitCode.INTERNAL)
+
+    def _note_cause(self, kind: ErrorKind, text: str) -> None:
+        self._root_kind, self._root_cause = kind, text
+
+    def _send(self, message: Message) -> bool:
+        """Whether the message is on its way. One that cannot be encoded counts so, too: said again, it would fail again."""
+        try:
+            return self._client.send(message)
+        except ProtocolError as error:
+            _log.warning("node %s could not say %r: %s", self._settings.node, message.TYPE, error)
+            return True
 
     def adopt(self, worker: Worker) -> Worker:
         """Listen to a worker that was just started."""
         loop = asyncio.get_running_loop()
-        loop.add_reader(worker.channel.socket, self._read, worker)
-        loop.add_reader(worker.process.sentinel, self._reap, worker)
+        loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker)
+        loop.add_reader(worker.process.sentinel, self._tasks.call, self._reap, worker)
         if worker.output is not None:
             name = f"node-{self._settings.node}-worker-{worker.local_rank}.out"
             output = self._outputs[worker.serial] = WorkerOutput(
@@ -191,7 +225,7 @@ class Supervisor:
 
     def capacity_changed(self) -> None:
         self._metrics.set_workers(self._crew.capacity)
-        self._client.send(Capacity(self._crew.capacity))
+        self._send(Capacity(self._crew.capacity))
 
     def ready(self, generation: int, *, workers: int, step: int) -> None:
         if generation >= LOCAL_GENERATION:
@@ -199,56 +233,41 @@ class Supervisor:
                 self._crew.depart(None, save=True)
             return
         if workers == 0:
-            self._client.send(Ready(generation, 0, 0, -1))
+            self._send(Ready(generation, 0, 0, -1))
             return
         # A new store for each round, on a port nobody knew before: late members of an older one cannot meet newer ones.
-        self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
-        self._flush_progress()
-        self._client.send(Ready(generation, workers, self._store.port, step))
+        try:
+            self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
+        except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
+            raise HostError(f"{self._settings.address}: no store of a group can be opened here; {error}") from error
+        self._progress.flush()
+        self._send(Ready(generation, workers, self._store.port, step))
 
     def up(self, generation: int, step: int) -> None:
         self._metrics.set_generation(generation)
         self._up = Up(generation, step)
-        self._client.send(self._up)
+        self._send(self._up)
 
     def broken(self, message: Broken) -> None:
         self._metrics.broken(message.cause)
         if message.cause != "peer_lost":
-            self._root_cause = f"node {self._settings.node}, rank {message.rank}: {message.message}"
+            self._note_cause(kind_of(message), f"node {self._settings.node}, rank {message.rank}: {message.message}")
             self._say(f"rank {message.rank} {message.message}" if message.exit_code is not None else message.message)
-        self._client.send(message)
+        self._send(message)
 
     def ended(self, record: say.Ended) -> None:
         self._result = Result(record.generation, record.step, record.exit_code, record.reason)
-        self._flush_progress()
-        self._client.send(self._result)
+        self._progress.flush()
+        self._send(self._result)
 
     def observed(self, record: say.Observed) -> None:
         self._metrics.tell(record.kind, record.record)
         progress = self._metrics.progress
         if progress is None:
             return
-        self._note_progress(progress)
+        self._progress.note(progress)
         if record.kind == "event" and record.record.get("type") == EventType.SAVE:
-            self._note_checkpoint(progress.generation, saved_step(parse_event_row(record.record)))
-
-    def _note_progress(self, progress: Progress) -> None:
-        self._unsent = progress
-        if time.monotonic() - self._progress_at >= _PROGRESS_SECONDS:
-            self._flush_progress()
-
-    def _flush_progress(self) -> None:
-        """Nothing is newer: an end, or a tick without a further report, must not leave the run at an older step."""
-        if self._unsent is not None and self._client.send(self._unsent):
-            self._unsent, self._progress_at = None, time.monotonic()
-
-    def _note_checkpoint(self, generation: int, step: int) -> None:
-        """Joins wait for a new checkpoint: one that is named again in a later report is none."""
-        if step <= self._checkpoint_step:
-            return
-        self._flush_progress()
-        if self._client.send(Boundary(generation, step)):
-            self._checkpoint_step = step
+            self._progress.note_checkpoint(progress.generation, saved_step(parse_event_row(record.record)))
 
     def done(self, message: Done) -> None:
         self._done = message
@@ -259,26 +278,26 @@ class Supervisor:
         self._send_last(message)
 
     def _send_last(self, message: Message) -> None:
-        task = asyncio.get_running_loop().create_task(self._send_after_reports(message))
-        self._last_words.add(task)
-        task.add_done_callback(self._last_words.discard)
+        self._tasks.begin(self._send_after_reports(message), "last words")
 
     async def _send_after_reports(self, message: Message) -> None:
         """The end of a script's process may be seen before its last report is read; after the end of the run nobody listens."""
         for _ in range(_TURNS):
             await asyncio.sleep(0)
-        self._flush_progress()
-        self._client.send(message)
+        self._progress.flush()
+        self._send(message)
 
     def reported(self, report: dict[str, object]) -> None:
-        """A script says where it is; only the world's rank 0 speaks for the run."""
+        """A script says where it is, in whatever values; only the world's rank 0 speaks for the run."""
+        self._tasks.call(self._take_report, report)
+
+    def _take_report(self, report: dict[str, object]) -> None:
         progress = self._metrics.report(report)
         if progress is None:
             return
-        self._note_progress(progress)
-        step = report.get("checkpoint_step")
-        if isinstance(step, int):
-            self._note_checkpoint(progress.generation, step)
+        self._progress.note(progress)
+        if progress.checkpoint_step is not None:
+            self._progress.note_checkpoint(progress.generation, progress.checkpoint_step)
 
     async def may_commit(self, generation: int) -> bool:
         """Whether a generation may still write, as the coordinator says."""
@@ -301,12 +320,12 @@ class Supervisor:
         return self._is_draining
 
     def departed(self, *, is_saved: bool) -> None:
-        self._flush_progress()
-        self._client.send(Left(self._known_generation, is_saved))
+        self._progress.flush()
+        self._send(Left(self._known_generation, is_saved))
         self._stop(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
 
     def gone(self, message: str) -> None:
-        self._root_cause = f"node {self._settings.node}: {message}"
+        self._note_cause(ErrorKind.INTERNAL, f"node {self._settings.node}: {message}")
         print(f"error: {self._root_cause}", file=sys.stderr, flush=True)
         self._stop(ExitCode.INTERNAL)
 
@@ -331,17 +350,17 @@ class Supervisor:
     def _on_connected(self) -> None:
         self._is_cut_off = False
         # A worker may have become warm between hello and welcome.
-        self._client.send(Capacity(self._crew.capacity))
+        self._send(Capacity(self._crew.capacity))
         place = self._crew.place
         if self._up is not None and place is not None and place.generation == self._up.generation:
-            self._client.send(self._up)
-        self._flush_progress()
+            self._send(self._up)
+        self._progress.flush()
         if self._result is not None:
-            self._client.send(self._result)
+            self._send(self._result)
         if self._done is not None:
-            self._client.send(self._done)
+            self._send(self._done)
         if self._leaving_since is not None:
-            self._client.send(Leaving())
+            self._send(Leaving())
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -367,12 +386,14 @@ class Supervisor:
                 self._crew.depart(message.generation, save=message.save)
             case End():
                 if message.message and message.exit_code != ExitCode.DONE:
-                    self._root_cause = self._root_cause or message.message
+                    # The run's verdict, which is no trouble of this host.
+                    kind = ErrorKind.INPUT if message.exit_code == ExitCode.USER_ERROR else ErrorKind.INTERNAL
+                    self._note_cause(kind, self._root_cause or message.message)
                     print(message.message, file=sys.stderr, flush=True)
                 self._stop(message.exit_code)
             case Refused():
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
-                self._root_cause = message.message
+                self._note_cause(ErrorKind.ENVIRONMENT, message.message)
                 self._stop(message.exit_code)
 
     # ---- signals and time --------------------------------------------------------------------------------------------
@@ -383,8 +404,16 @@ class Supervisor:
             return
         self._leaving_since = time.monotonic()
         self._say("was asked to leave")
-        if not self._client.send(Leaving()) and self._crew.place is None:
+        if not self._send(Leaving()) and self._crew.place is None:
             self._crew.depart(None, save=True)
+
+    def _leave_at_once(self) -> None:
+        """Asked twice, or out of time: workers are killed, and nobody is waited for."""
+        self._is_hurried = True
+        self._metrics.hurry.set()
+        if self._exit_code is not None:
+            self._tasks.call(self._crew.kill)
+        self._stop(ExitCode.STOPPED_UNSAVED)
 
     async def _tick(self) -> None:
         while True:
@@ -392,8 +421,7 @@ class Supervisor:
             self._crew.tick()
             end_orphans(known=self._pids)
             self._on_tick()
-            if time.monotonic() - self._progress_at >= _PROGRESS_SECONDS:
-                self._flush_progress()
+            self._progress.flush_if_due()
             away = self._client.seconds_since_contact
             if not self._is_cut_off and self._crew.place is not None and away > self._lease_seconds:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
@@ -445,14 +473,16 @@ class Supervisor:
         worker.last_lines = None
 
     def _stop(self, exit_code: int) -> None:
-        if self._exit_code is None:
-            self._exit_code = int(exit_code)
-            self._crew.finish(int(exit_code))
-            self._over.set()
+        if self._exit_code is not None:
+            return
+        self._exit_code = int(exit_code)
+        self._tasks.expect_ends()
+        self._over.set()
+        self._tasks.call(self._crew.kill if self._is_hurried else lambda: self._crew.finish(int(exit_code)))
 
     async def _end_workers(self) -> None:
-        deadline = time.monotonic() + _KILL_SECONDS
-        while not self._crew.is_empty and time.monotonic() < deadline:
+        began = time.monotonic()
+        while not self._crew.is_empty and time.monotonic() - began < (_KILLED_SECONDS if self._is_hurried else _KILL_SECONDS):
             await asyncio.sleep(0.01)
 
     def _say(self, text: str) -> None:
