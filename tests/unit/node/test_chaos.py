@@ -98,7 +98,7 @@ def test_the_summary_names_events_generations_and_causes() -> None:
 
 
 def test_a_coordinator_that_does_not_answer_has_no_status() -> None:
-    assert fetch_status(1) is None
+    assert fetch_status(1, "token") is None
 
 
 def test_chaos_of_a_script_is_refused_because_its_steps_are_not_known() -> None:
