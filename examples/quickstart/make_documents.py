@@ -1,5 +1,9 @@
-"""Writes documents.yaml: a ConfigMap with a small text to train on, the pages of this repository's own documentation."""
+"""Writes documents.yaml: a ConfigMap with a small text to train on, the pages of this repository's own documentation.
 
+With ``--check`` nothing is written, and the exit code is 1 where the file is not what would be.
+"""
+
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -10,6 +14,9 @@ ROOT = HERE.parents[1]
 
 def main() -> int:
     """One JSON object a line, one line a page."""
+    parser = argparse.ArgumentParser(description="Write documents.yaml from the pages of docs/.")
+    parser.add_argument("--check", action="store_true", help="only look whether the file is up to date")
+    is_check = parser.parse_args().check
     pages = sorted(path for path in ROOT.glob("docs/**/*.md"))
     lines = [json.dumps({"text": page.read_text("utf-8"), "title": page.stem}, ensure_ascii=True) for page in pages]
     manifest = {
@@ -19,8 +26,12 @@ def main() -> int:
         "data": {"documents.jsonl": "\n".join(lines) + "\n"},
     }
     target = HERE / "documents.yaml"
-    text = json.dumps(manifest, indent=1)
-    target.write_text(f"# Written by make_documents.py beside this file. JSON is YAML.\n{text}\n", "utf-8")
+    text = f"# Written by make_documents.py beside this file. JSON is YAML.\n{json.dumps(manifest, indent=1)}\n"
+    if is_check:
+        is_current = target.read_text("utf-8") == text
+        print(f"{target.name}: {'up to date' if is_current else 'docs/ has changed since; run make generate'}")
+        return int(not is_current)
+    target.write_text(text, "utf-8")
     print(f"{target.name}: {len(lines)} documents, {target.stat().st_size} bytes")
     return 0
 
