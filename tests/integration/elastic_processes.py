@@ -32,6 +32,7 @@ PLACES = {
     "send": ("evergrad_trainer.world", "World.send"),
     "receive": ("evergrad_trainer.world", "World.receive"),
     "slot": ("evergrad_trainer.elastic.pulse", "Pulse.beat"),
+    "step": ("evergrad_trainer.step", "Stepper.run"),
     "forward": ("evergrad_trainer.step", "Stepper._forward_backward"),
     "tally": ("evergrad_trainer.step", "_Tally.exchange"),
     "reducing": ("evergrad_trainer.world", "World.start_sum"),
@@ -254,23 +255,23 @@ def _plan(fault: dict[str, Any], scratch: Path) -> None:
     is_after = fault["place"] == "reducing"
     calls = 0
 
-    def happen() -> None:
+    def happen(*args: Any) -> None:
         nonlocal calls
         if any(fault[key] is not None and fault[key] != getattr(_here, key) for key in _SELECTS):
             return
         calls += 1
         if calls >= fault["call"] and _may_happen(fault, scratch):
-            _act(fault, scratch)
+            _act(fault, scratch, *args)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if fault["place"] == "setup" and args:
             _here.rank, _here.generation = args[0].rank, args[0].generation
         if not is_after:
-            happen()
+            happen(*args)
         value = original(*args, **kwargs)
         if is_after:
-            happen()
+            happen(*args)
         return value
 
     setattr(owner, name, wrapper)
@@ -287,8 +288,10 @@ def _may_happen(fault: dict[str, Any], scratch: Path) -> bool:
     return True
 
 
-def _act(fault: dict[str, Any], scratch: Path) -> None:
+def _act(fault: dict[str, Any], scratch: Path, owner: Any = None, *_: Any) -> None:
     match fault["action"]:
+        case "flip":
+            _flip_bit(owner)
         case "hold":
             _hold(scratch / f"{fault['name']}.open", fault["seconds"])
         case "raise":
@@ -302,6 +305,12 @@ def _act(fault: dict[str, Any], scratch: Path) -> None:
             os.kill(os.getpid() if fault["to"] == "self" else os.getppid(), number)
             if number == signal.SIGKILL:
                 time.sleep(FOREVER)
+
+
+def _flip_bit(stepper: Any) -> None:
+    """One bit of one weight, as a cosmic ray would."""
+    weight = next(iter(stepper._parts.model.parameters()))
+    weight.detach().view(-1).view(importlib.import_module("torch").int32)[7] ^= 1 << 21
 
 
 def _hold(gate: Path, seconds: float) -> None:

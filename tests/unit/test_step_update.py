@@ -11,10 +11,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from evergrad_trainer import step as step_module
 from evergrad_trainer.config.training import Optimizer, Schedule
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
+from evergrad_trainer.errors import DivergedError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
@@ -136,13 +138,27 @@ def test_sharded_ranks_all_run_as_often_and_each_slot_counts_once(size: int) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(size: int) -> None:
+def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """Hash and tokens of each rank's own part, without a group: their sums are the step's."""
+    monkeypatch.setattr(step_module, "compare_steps", lambda steps: None)
     whole = make_stepper(Model()).run(1, world(), QUIET)
     parts = [make_stepper(Model()).run(1, world(rank, size), QUIET) for rank in range(size)]
     assert sum(part.valid_tokens for part in parts) == whole.valid_tokens
     assert sum(int(part.sample_hash, 16) for part in parts) % 2**64 == int(whole.sample_hash, 16)
     assert int(whole.sample_hash, 16) == (4 * 2**63 + 6) % 2**64
+
+
+def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sum_integers(self: World, values: torch.Tensor) -> torch.Tensor:
+        values[-self.size :] = torch.tensor([4, 31, 4])
+        return values
+
+    monkeypatch.setattr(World, "sum_integers", sum_integers)
+    model, untouched = Model(), Model()
+    with pytest.raises(DivergedError, match=r"rank 0: 4, rank 1: 31, rank 2: 4.*that of rank 1 is wrong") as raised:
+        make_stepper(model).run(4, world(0, 3), QUIET)
+    assert raised.value.ranks == (1,)
+    assert all(map(torch.equal, model.parameters(), untouched.parameters()))
 
 
 @pytest.mark.parametrize("exact", [False, True])

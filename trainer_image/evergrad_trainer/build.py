@@ -11,16 +11,17 @@ from evergrad_trainer.config.derive import slots_per_step
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.elastic.replicas import compare_states
 from evergrad_trainer.evaluation.evaluate import Evaluator
 from evergrad_trainer.loop import Best, Limits
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.parallel import build_gradient_sum, shard, transformer_blocks
 from evergrad_trainer.objectives.causal_lm import LossSum
-from evergrad_trainer.optim.adamw import build_adamw, state_tensors
+from evergrad_trainer.optim.adamw import build_adamw, set_updates, state_tensors
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes import RECIPES
 from evergrad_trainer.step import StepParts, Stepper, StepSettings
-from evergrad_trainer.world import World
+from evergrad_trainer.world import Membership, World
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +69,29 @@ def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_w
     )
 
 
+def rebuild_state(machinery: Machinery, training: Training, plan: ModelPlan) -> None:
+    """Give the live tensors the bits that ``build_machinery`` gave them: initial weights, zero moments, no update done.
+
+    For a state that was overwritten in part. The weights are a function of the seed, so that every process gets the same ones.
+    """
+    model = build_model(plan, seed=training.reproducibility.seed, precision=training.runtime.precision)
+    initial = state_tensors(model, None)
+    with torch.no_grad():
+        for name, tensor in machinery.state().items():
+            if name in initial:
+                tensor.copy_(initial[name])
+            else:
+                tensor.zero_()
+    set_updates(machinery.optimizer, 0)
+
+
+def build_comparison(training: Training, machinery: Machinery, membership: Membership) -> Callable[[int], None]:
+    """What compares the replicas' states after a step; nothing to compare where each rank holds a part of its own."""
+    if machinery.is_sharded or not training.runtime.compare_replicas_every:
+        return lambda step: None
+    return lambda step: compare_states(machinery.state(), membership.world, step=step)
+
+
 def build_stepper(training: Training, machinery: Machinery, stream: TrainingStream, *, total_steps: int) -> Stepper:
     """What runs one step."""
     batching = training.batching
@@ -110,6 +134,7 @@ def build_limits(training: Training, *, total_steps: int, stop_after_steps: int 
     return Limits(
         total_steps=total_steps,
         save_every=training.checkpoint.every.steps,
+        compare_every=training.runtime.compare_replicas_every or None,
         evaluate_every=evaluation.every.steps if evaluation.every else None,
         evaluate_at_start=evaluation.at_start,
         after_step=training.stop.after_step,

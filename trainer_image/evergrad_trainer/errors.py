@@ -12,7 +12,8 @@ EvergradError                 internal, exit 70
 │   └── VolumeError           the volume could not be read or written at this moment
 ├── NonFiniteError            a gradient is not a number; the step that meets it is refused, the run is not
 ├── SaveError                 checkpoints could not be written, several times in a row
-└── PeerLostError             another process of the group is gone, or the group was given up
+├── PeerLostError             another process of the group is gone, or the group was given up
+└── DivergedError             ranks that should hold the same state do not
 """
 
 from collections.abc import Sequence
@@ -116,6 +117,17 @@ class PeerLostError(EvergradError):
     """A collective cannot end: another process of the group is gone, or the group was given up. Nothing was updated."""
 
     kind = ErrorKind.PEER
+
+
+class DivergedError(EvergradError):
+    """Ranks hold different states, or are at different steps. All ranks raise it together; nothing was updated or saved."""
+
+    kind = ErrorKind.NUMERIC
+
+    def __init__(self, message: str, ranks: tuple[int, ...]) -> None:
+        """``ranks``: those whose state is wrong; all of them where nobody can tell who is right."""
+        self.ranks = ranks
+        super().__init__(message)
 
 
 def raise_if(problems: Sequence[Problem], error: type[InputError]) -> None:

@@ -1,9 +1,11 @@
 """One training process that outlives its worlds: build once → (meet → settle → train → leave) until the run is over.
 
 Level 1 of the design: survivors of a lost peer keep their process, agree on the newest finished step, feed whoever is behind, and
-go on. Only for state that every rank holds whole.
+go on. Only for state that every rank holds whole. The states of such a life are in :mod:`evergrad_trainer.elastic.life`.
 """
 
+import contextlib
+import functools
 import gc
 import logging
 import os
@@ -12,15 +14,17 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.build import Machinery, build_machinery
+from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_trainer.build import Machinery, build_machinery, rebuild_state
 from evergrad_trainer.checkpoint.manager import CheckpointManager, claim_exactly
 from evergrad_trainer.distributed import Place, abandon_world, choose_device, form_world, set_threads, stuck_operations_end
-from evergrad_trainer.elastic.channel import MAX_TEXT, Begin, Broken, Channel, Depart, Ended, Failed, Finish, Saved, Up, Warm
+from evergrad_trainer.elastic.channel import MAX_TEXT, Begin, Broken, Channel, Depart, Ended, Failed, Saved, Up, Warm
 from evergrad_trainer.elastic.guard import Guard
+from evergrad_trainer.elastic.life import End, Held, Life, Phase
 from evergrad_trainer.elastic.pulse import Pulse
+from evergrad_trainer.elastic.replicas import compare_fed, compare_states
 from evergrad_trainer.elastic.transfer import feed, plan_feeding
-from evergrad_trainer.errors import EvergradError, InputError, PeerLostError
+from evergrad_trainer.errors import DivergedError, EvergradError, InputError, PeerLostError
 from evergrad_trainer.loop import Progress, Run, standing_step, train
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.build import build_observers
@@ -63,10 +67,13 @@ def run_worker(plan: SessionPlan, channel: Channel, pulse: Pulse, *, node: int, 
         setup_logging(directory, rank=local_rank, node=node, on_terminal=False)
         worker = _build(plan, directory, channel, guard, pulse, local_rank)
         channel.send(Warm())
-        return worker.live()
+        end = worker.live()
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
         session = worker.session if worker is not None else None
-        return _fail(session, error, channel, worker.generation if worker is not None else -1)
+        end = _failed(session, error, generation=worker.generation if worker is not None else -1)
+    if end.last_words is not None:
+        channel.send(end.last_words)
+    return end.exit_code
 
 
 def _build(
@@ -78,7 +85,10 @@ def _build(
     alone = World(0, rank=0, size=1, device=choose_device(training.runtime.device, local_rank=local_rank))
     membership = Membership(alone, is_changing=guard.is_changing)
     session = Session(plan, directory, lambda: False, membership, BaseObserver(), open_data(plan), marks=dict(plan.marks))
-    machinery = build_machinery(training, plan.model, alone, with_weights=not has_checkpoints(directory))
+    has_weights = not has_checkpoints(directory)
+    machinery = build_machinery(training, plan.model, alone, with_weights=has_weights)
+    # Weights that were not initialised, since a checkpoint follows, are no state to begin with.
+    life = Life(Held.FRESH if has_weights else Held.DIRTY)
     session.mark("model")
     checkpoints = build_checkpoints(session)
     run = build_run(session, machinery, checkpoints)
@@ -88,30 +98,30 @@ def _build(
     # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a group.
     gc.freeze()
     gc.enable()
-    return _Worker(session, machinery, checkpoints, run, guard, channel)
+    return _Worker(session, machinery, run, guard, channel, life)
 
 
 class _Worker:
-    """One worker between its first and its last world. ``_is_whole``: it holds the state after ``progress.finished_steps``."""
+    """One worker between its first and its last world."""
 
     def __init__(
         self,
         session: Session,
         machinery: Machinery,
-        checkpoints: CheckpointManager,
         run: Run,
         guard: Guard,
         channel: Channel,
+        life: Life,
     ) -> None:
         self.session = session
         self.generation = -1
+        self.life = life
         self._rank = 0
         self._machinery = machinery
-        self._checkpoints = checkpoints
+        self._checkpoints = run.checkpoints
         self._run = run
         self._guard = guard
         self._channel = channel
-        self._is_whole = False
         self._has_office = False
         self._has_finished = False
 
@@ -121,26 +131,29 @@ class _Worker:
 
     @property
     def _held_step(self) -> int:
-        return self._progress.finished_steps if self._is_whole else -1
+        return self._progress.finished_steps if self.life.held == Held.WHOLE else -1
 
-    def live(self) -> int:
+    def live(self) -> End:
         """Take part in one world after the other."""
         while True:
             order = self._guard.await_order(step=self._held_step)
-            if isinstance(order, Finish):
-                self._resign()
-                return order.exit_code
+            if isinstance(order, Begin):
+                self._take_part(order)
+                continue
+            self.life.enter(Phase.ENDED)
             if isinstance(order, Depart):
                 return self._depart(order)
-            self._take_part(order)
+            self._resign()
+            return End(order.exit_code)
 
     def _take_part(self, begin: Begin) -> None:
-        """Meet, settle, train. A lost peer ends this world and nothing else; every other error is raised."""
+        """Meet, settle, train. A lost peer, or replicas that differ, end this world and nothing else; other errors are raised."""
+        self.life.enter(Phase.SETUP)
         interrupt = Interrupt(stuck_operations_end(self.session.world.device))
         self.generation, self._rank = begin.generation, begin.rank
         self._guard.enter(begin.generation, interrupt)
         world: World | None = None
-        text: str | None = None
+        broken_by: EvergradError | None = None
         alone = self.session.world
         timeout = self.session.plan.run.training.runtime.collective_timeout_seconds
         place = Place(begin.generation, begin.rank, begin.size, begin.address, begin.port)
@@ -150,8 +163,26 @@ class _Worker:
             )
             self._train_in(world, begin)
         except PeerLostError as error:
-            text = str(error)
-        self._leave(world, text)
+            broken_by = error
+        except DivergedError as error:
+            broken_by = error
+            self._note_divergence(error)
+        # No traceback: it would hold collectives and tensors of the group that is taken down.
+        self._leave(world, None if broken_by is None else broken_by.with_traceback(None))
+
+    def _note_divergence(self, error: DivergedError) -> None:
+        """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest checkpoint."""
+        world, plan = self.session.world, self.session.plan
+        is_exact = plan.run.training.reproducibility.elastic == "exact"
+        # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were equal.
+        if is_exact or world.rank in error.ranks:
+            self.life.held = Held.DIRTY
+        if world.is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            self.session.emit(EventType.WARNING, {"message": str(error)})
+        # All peers are there, and a save under way is of a state that was compared: it may be what all go back to.
+        with contextlib.suppress(PeerLostError):
+            self._checkpoints.wait()
 
     def _train_in(self, world: World, begin: Begin) -> None:
         session = self.session
@@ -163,7 +194,9 @@ class _Worker:
             claim_exactly(session.directory.checkpoints, world.generation)
         if is_new:
             self._take_office()
+        self.life.enter(Phase.SETTLE)
         is_fresh = self._settle(world)
+        self.life.enter(Phase.TRAIN)
         self._channel.send(Up(world.generation, self._progress.finished_steps))
         if not world.is_main:
             self._resign()
@@ -177,25 +210,49 @@ class _Worker:
 
     def _settle(self, world: World) -> bool:
         """Bring all ranks to one state; whether it came from the disk (or from nowhere) instead of from a rank."""
-        progress = self._progress
-        rows = world.gather_json(_standing(progress, self._checkpoints, held_step=self._held_step))
+        rows = world.gather_json(_standing(self._progress, self._checkpoints, held_step=self._held_step))
         steps = [int(row["step"]) for row in rows]
+        newest = max(steps)
         self._checkpoints.enter_world(failures=max(int(row["failures"]) for row in rows))
-        if max(steps) < 0:
-            are_there = not world.all_agree(not has_checkpoints(self.session.directory))
-            restore(self.session, self._machinery, self._checkpoints, has_checkpoints=are_there)
-            self.session.mark("checkpoint")
-            self._is_whole = True
-            return True
+        is_fresh = newest < 0
+        if is_fresh:
+            self._begin_again(world)
+        else:
+            self._feed(world, steps)
+            _adopt(self._progress, rows)
+            set_updates(self._machinery.optimizer, self._progress.updates)
+        self._compare(world, steps)
+        self.life.held = Held.WHOLE
+        return is_fresh
+
+    def _compare(self, world: World, steps: list[int]) -> None:
+        """Before the first step of a world: what was fed has arrived, and replicas that were there are equal."""
+        state, newest = self._machinery.state(), max(steps)
+        if self.session.plan.run.training.runtime.compare_replicas_every:
+            holders = [rank for rank, step in enumerate(steps) if step == newest >= 0]
+            compare_states(state, world, step=self._progress.finished_steps, holders=holders)
+        elif feedings := plan_feeding(steps):
+            compare_fed(state, world, feedings)
+
+    def _begin_again(self, world: World) -> None:
+        """Nobody holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
+        session, was_fresh = self.session, self.life.held == Held.FRESH
+        # What this process remembers belongs to a state that is gone; a load that is cut short leaves neither.
+        vars(self._progress).update(vars(Progress()))
+        self.life.held = Held.DIRTY
+        are_there = not world.all_agree(not has_checkpoints(session.directory))
+        plan = session.plan
+        rebuild = None if was_fresh else functools.partial(rebuild_state, self._machinery, plan.run.training, plan.model)
+        restore(session, self._machinery, self._checkpoints, has_checkpoints=are_there, rebuild=rebuild)
+        session.mark("checkpoint")
+
+    def _feed(self, world: World, steps: list[int]) -> None:
+        """Those with the newest step feed the others, who hold nothing until all of it has arrived."""
         for feeding in plan_feeding(steps):
             if world.rank == feeding.straggler:
-                self._is_whole = False
+                self.life.held = Held.DIRTY
             if world.rank in (feeding.source, feeding.straggler):
                 feed(self._machinery.state(), feeding, world)
-        _adopt(progress, rows)
-        set_updates(self._machinery.optimizer, progress.updates)
-        self._is_whole = True
-        return False
 
     def _take_office(self) -> None:
         """Be the one that writes what exists once a run."""
@@ -247,9 +304,10 @@ class _Worker:
             self.session.observers = self._run.observers = BaseObserver()
             self._channel.send(Ended(self.session.world.generation, self._progress.finished_steps, int(code), reason))
 
-    def _leave(self, world: World | None, text: str | None) -> None:
-        """Out of the group, whatever has become of it. ``text``: what broke it, if it did not end as agreed."""
-        if text is not None:
+    def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
+        """Out of the group, whatever has become of it. ``broken_by``: what broke it, if it did not end as agreed."""
+        self.life.enter(Phase.LEAVING)
+        if broken_by is not None:
             # Peers that are well must not wait for this process, nor its own operations for theirs.
             self._guard.cut()
         was_buried = abandon_world(world)
@@ -261,14 +319,16 @@ class _Worker:
         device = self.session.world.device
         self.session.membership.move_to(World(self.generation, rank=0, size=1, device=device))
         is_wanted = self._has_finished or self._guard.is_changing_from(self.generation)
-        if text is not None or not is_wanted:
-            self._channel.send(Broken(self.generation, self._held_step, (text or "a peer left the group")[:MAX_TEXT]))
+        self.life.enter(Phase.IDLE)
+        if broken_by is not None or not is_wanted:
+            error = broken_by or PeerLostError("a peer left the group")
+            self._channel.send(Broken(self.generation, self._held_step, str(error)[:MAX_TEXT], error.kind.value))
 
-    def _depart(self, order: Depart) -> int:
+    def _depart(self, order: Depart) -> End:
         """Leave the run; save first where nobody else holds the state."""
         progress, session = self._progress, self.session
         is_saved = True
-        if order.save and self._is_whole:
+        if order.save and self.life.held == Held.WHOLE:
             if order.is_planned:
                 self.generation = max(self.generation + 1, order.generation)
             session.membership.move_to(World(self.generation, rank=0, size=1, device=session.world.device))
@@ -284,8 +344,7 @@ class _Worker:
                 flush=True,
             )
         self._resign()
-        self._channel.send(Saved(is_saved))
-        return int(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
+        return End(int(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED), Saved(is_saved))
 
     def _save_alone(self, *, is_planned: bool) -> bool:
         """Whether the state is saved now. A save nobody planned has the number of this worker's last world."""
@@ -335,14 +394,19 @@ def _adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
     progress.is_save_lost = begun > standing
 
 
-def _fail(session: Session | None, error: Exception, channel: Channel, generation: int) -> int:
-    """Report an error to whoever reads, and to the supervisor, which decides what becomes of the run."""
+def _failed(session: Session | None, error: Exception, *, generation: int) -> End:
+    """Report an error to whoever reads; the supervisor, which hears it, decides what becomes of the run."""
     rank = session.world.rank if session is not None else 0
     code = report_failure(session, error, rank=rank)
     notes = "\n".join(getattr(error, "__notes__", ()))
-    text = f"{error}\n{notes}".strip()[:MAX_TEXT]
-    step = session.progress.finished_steps if session is not None else -1
-    channel.send(
-        Failed(generation, step, int(code), type(error).__name__, text, isinstance(error, InputError), isinstance(error, AGREED))
+    last_words = Failed(
+        generation,
+        step=session.progress.finished_steps if session is not None else -1,
+        exit_code=int(code),
+        error=type(error).__name__,
+        text=f"{error}\n{notes}".strip()[:MAX_TEXT],
+        is_final=isinstance(error, InputError),
+        is_agreed=isinstance(error, AGREED),
+        kind=(error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL).value,
     )
-    return int(code)
+    return End(int(code), last_words)

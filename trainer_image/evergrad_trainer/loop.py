@@ -29,6 +29,7 @@ class Limits:
     total_steps: int
     save_every: int
     evaluate_every: int | None
+    compare_every: int | None = None
     evaluate_at_start: bool = False
     after_step: int | None = None
     stop_after_steps: int | None = None
@@ -113,6 +114,8 @@ class Run:
     directory: RunDirectory
     tokens_per_step: int
     is_signalled: Callable[[], bool]
+    compare: Callable[[int], None]
+    """Raises DivergedError on all ranks where their states after that step are not the same."""
     on_first_step: Callable[[], None]
     progress: Progress = field(default_factory=Progress)
 
@@ -123,6 +126,7 @@ def train(run: Run) -> StopReason:
     "change" means that the ranks agreed to go on in another world: nothing is saved, and ``train`` is called again in that one.
     "non_finite": the next step was not finite, more often in a row than may be skipped; ``progress.refusal`` says why.
     Raises SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
+    Raises DivergedError (all ranks together) where replicas are found to differ; nothing was saved since they were equal.
     Raises PeerLostError where the world has ended; ``progress.finished_steps`` is what this process holds.
     """
     limits, progress = _agree(run.limits, run.membership.world), run.progress
@@ -156,6 +160,8 @@ def train(run: Run) -> StopReason:
             reason = _evaluate(run)
         if _is_due(step, limits.save_every):
             _save(run)
+        elif _is_due(step, limits.compare_every):
+            run.compare(step)
         run.checkpoints.poll()
         reason = reason or _stop_reason(run, outcome)
     return "change" if reason == "change" else _leave(run, reason or "complete")
@@ -307,6 +313,8 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     step = run.progress.finished_steps
     if run.progress.saved_step == step or step == 0:
         return
+    # Every rank writes a part: replicas that differ would make a checkpoint of several states.
+    run.compare(step)
     extra = run.progress.extra(run.stream.cursor(step))
     run.checkpoints.save(step, run.state(), extra=extra, best=best, wait=wait)
     run.progress.saved_step = step

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.build import Machinery, build_best, build_evaluator, build_limits, build_stepper
+from evergrad_trainer.build import Machinery, build_best, build_comparison, build_evaluator, build_limits, build_stepper
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.config.derive import HorizonNumbers
@@ -130,10 +130,22 @@ def has_checkpoints(directory: RunDirectory) -> bool:
     return any(directory.checkpoints.glob("step-*"))
 
 
-def restore(session: Session, machinery: Machinery, checkpoints: CheckpointManager, *, has_checkpoints: bool) -> None:
-    """Load the newest checkpoint, or the weights a fresh run begins with."""
+def restore(
+    session: Session,
+    machinery: Machinery,
+    checkpoints: CheckpointManager,
+    *,
+    has_checkpoints: bool,
+    rebuild: Callable[[], None] | None = None,
+) -> None:
+    """Load the newest checkpoint, or the weights a fresh run begins with.
+
+    ``rebuild`` gives the tensors their initial values where no checkpoint is loaded; None where they have them already.
+    """
     init_from = session.plan.run.training.init_from
     restored = checkpoints.restore(machinery.state())
+    if restored is None and not has_checkpoints and rebuild is not None:
+        rebuild()
     if restored is not None:
         extra = restored.extra
         progress = session.progress
@@ -235,6 +247,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         directory=session.directory,
         tokens_per_step=numbers.tokens_per_step,
         is_signalled=session.is_signalled,
+        compare=build_comparison(training, machinery, session.membership),
         on_first_step=lambda: _after_first_step(session),
         progress=session.progress,
     )

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import SlotBatch, TrainingStream
+from evergrad_trainer.elastic.replicas import compare_steps
 from evergrad_trainer.errors import NonFiniteError, PeerLostError, Problem
 from evergrad_trainer.models.gradients import GradientSum
 from evergrad_trainer.models.randomness import Purpose, seed_generators
@@ -86,7 +87,8 @@ class _Tally:
     ranks add them up in slot order, which gives the same bits in every world.
     """
 
-    def __init__(self, num_slots: int, world: World, flags: tuple[bool, ...]) -> None:
+    def __init__(self, step: int, num_slots: int, world: World, flags: tuple[bool, ...]) -> None:
+        self._step = step
         self._num_slots = num_slots
         self._world = world
         self._flags = flags
@@ -100,17 +102,23 @@ class _Tally:
         self._hash += batch.sample_hash
 
     def exchange(self, busy_seconds: float) -> "_Totals":
-        """Sum over all ranks. ``busy_seconds``: this rank's own time before it waited for others."""
+        """Sum over all ranks. ``busy_seconds``: this rank's own time before it waited for others.
+
+        Raises DivergedError, on all ranks, where one is at another step.
+        """
         losses = torch.zeros(self._num_slots, dtype=torch.float64)
         for slot, loss in self._losses:
             losses[slot] = loss.double().cpu()
         head = [*(int(flag) for flag in self._flags), self._valid_tokens, _signed(self._hash)]
         busy = torch.zeros(self._world.size, dtype=torch.int64)
         busy[self._world.rank] = int(busy_seconds * 1e6)
-        vector = torch.cat([torch.tensor(head, dtype=torch.int64), losses.view(torch.int64), busy])
+        steps = torch.zeros(self._world.size, dtype=torch.int64)
+        steps[self._world.rank] = self._step
+        vector = torch.cat([torch.tensor(head, dtype=torch.int64), losses.view(torch.int64), busy, steps])
         vector = self._world.sum_integers(vector)
         end = len(head) + self._num_slots
-        times = vector[end:].double() / 1e6
+        compare_steps(vector[end + self._world.size :].tolist())
+        times = vector[end : end + self._world.size].double() / 1e6
         return _Totals(
             flags=tuple(bool(count) for count in vector[:NUM_FLAGS].tolist()),
             valid_tokens=int(vector[NUM_FLAGS]),
@@ -187,7 +195,7 @@ class Stepper:
         it finishes the step, whatever becomes of others.
         """
         parts, clock = self._parts, _Clock()
-        tally = _Tally(self._settings.slots_per_step, world, flags)
+        tally = _Tally(step, self._settings.slots_per_step, world, flags)
         if not is_skipped:
             self._compute(step, world, tally, clock)
         self.pulse.rest()

@@ -208,6 +208,12 @@ class World:
             values[rank] = json.loads(data)
         return values
 
+    def gather_integers(self, value: int) -> list[int]:
+        """Every rank's signed 64-bit integer on every rank, in rank order."""
+        values = torch.zeros(self.size, dtype=torch.int64)
+        values[self.rank] = value
+        return [int(one) for one in self.sum_integers(values).tolist()]
+
     def barrier(self) -> None:
         """Wait for every rank."""
         self.all_agree(True)

@@ -240,6 +240,8 @@ class Runtime(Section):
     """Bytes a gradient bucket (dataParallel), such as ``4Mi``."""
     collective_timeout_seconds: Count = Field(default=600, ge=1, le=86400)
     """Seconds: how long a process waits for the others inside one exchange."""
+    compare_replicas_every: Count = Field(default=100, ge=0, le=2**31)
+    """Steps between two comparisons of the replicas' states, also made before each save and in each new world; 0: none."""
 
 
 class Logging(Section):

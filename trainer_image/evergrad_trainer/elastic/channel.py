@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from evergrad_coordinator.contract import ErrorKind
+
 _LONGEST = 64 * 1024
 MAX_TEXT = 4096
 """Longest free text in a record: a failure's last words."""
@@ -92,11 +94,12 @@ class Up:
 
 @dataclass(frozen=True)
 class Broken:
-    """The group of ``generation`` ended under this worker, which itself is well."""
+    """The group of ``generation`` ended under this worker, which itself is well. ``kind``: of the error that ended it."""
 
     generation: int
     step: int
     text: str
+    kind: str = ErrorKind.PEER.value
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,8 @@ class Failed:
     is_final: bool
     is_agreed: bool
     """All ranks raised it together, so that one of them speaks for all."""
+    kind: str = ErrorKind.INTERNAL.value
+    """An ErrorKind: what may cure it."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken as BrokenGroup
-from evergrad_coordinator.protocol import Go
+from evergrad_coordinator.protocol import Cause, Go
 from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node.failures import describe_end
 from evergrad_trainer.node.workers import Worker
@@ -218,8 +219,9 @@ class InProcessCrew:
                 if self._inside is not None and self._inside.generation == record.generation:
                     # Whoever asks for this node's place in a group hears that it has none.
                     self._inside = None
+                cause: Cause = "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
                 self._listener.broken(
-                    BrokenGroup(record.generation, "peer_lost", worker.rank, record.step, message=record.text[: say.MAX_TEXT])
+                    BrokenGroup(record.generation, cause, worker.rank, record.step, message=record.text[: say.MAX_TEXT])
                 )
             case say.Failed():
                 self._note_failure(worker, record)
