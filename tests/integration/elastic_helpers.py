@@ -197,10 +197,11 @@ class Cluster:
         sets: Sequence[str] = (),
         constants: Mapping[str, float] | None = None,
         resolver: Path | None = None,
+        transport: str = "",
         **settings: Any,
     ) -> Process:
         """Start one node. ``sets``: changes of its manifest; ``constants``: of modules; ``settings``: of its
-        NodeSettings; ``resolver``: the resolv.conf it sees."""
+        NodeSettings; ``resolver``: the resolv.conf it sees; ``transport``: EVERGRAD_TRANSPORT."""
         arguments = ["run", "tiny.yaml", "--run-directory", str(self.directory), "--workers", str(workers)]
         for one in sets:
             arguments += ["--set", one]
@@ -218,6 +219,7 @@ class Cluster:
                 **settings,
             },
             constants=dict(constants or {}),
+            transport=transport,
             resolver=None if resolver is None else str(resolver),
         )
         return self.nodes[index]

@@ -199,6 +199,7 @@ def _be_node(task: dict[str, Any]) -> int:
         termination_log=Path(f"{task['output']}.last-words"),
         **task["settings"],
     )
+    os.environ["EVERGRAD_TRANSPORT"] = task["transport"]
     for name, value in task["constants"].items():
         module, _, constant = name.rpartition(".")
         assert hasattr(importlib.import_module(module), constant), name

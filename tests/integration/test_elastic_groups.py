@@ -19,6 +19,7 @@ from evergrad_trainer.distributed import Place, abandon_world, form_world
 from evergrad_trainer.elastic.channel import Begin, Change, channel_pair
 from evergrad_trainer.elastic.guard import Guard
 from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.transports import GlooTransport
 from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
@@ -50,7 +51,9 @@ def meet(ports: list[str], generation: int, *, rank: int, size: int, interrupt: 
     path = Path(ports[generation])
     until(path.exists, "the store")
     place = Place(generation, rank, size, "127.0.0.1", int(path.read_text()))
-    return form_world(place, device=CPU, interrupt=interrupt, setup_seconds=setup_seconds, timeout_seconds=TIMEOUT)
+    return form_world(
+        place, device=CPU, transport=GlooTransport(), interrupt=interrupt, setup_seconds=setup_seconds, timeout_seconds=TIMEOUT
+    )
 
 
 def start_group(
@@ -88,7 +91,7 @@ def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> d
     with pytest.raises(PeerLostError):
         for _ in range(3):
             total_of(world, value=1.0)
-    was_buried = abandon_world(world)
+    was_buried = abandon_world(world, GlooTransport())
     guard.leave()
     supervisor.send(Begin(1, rank, size - 1, "", 0, 1.0, cause=""))
     if hears:
@@ -125,7 +128,7 @@ def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:
     with pytest.raises(PeerLostError):
         for _ in range(8):
             world.send(torch.zeros(1 << 22), to=1)
-    abandon_world(world)
+    abandon_world(world, GlooTransport())
     return time.monotonic() - begun
 
 
@@ -141,7 +144,7 @@ def fail_once_then_meet(ports: list[str], rank: int, size: int) -> list[int]:
         with pytest.raises(PeerLostError, match="generation 0 did not form"):
             meet(ports, 0, rank=0, size=size, interrupt=Interrupt(), setup_seconds=1)
         counted = torch_private.group_state()[0]
-        abandon_world(None)
+        abandon_world(None, GlooTransport())
     world = meet(ports, 1, rank=rank, size=size, interrupt=Interrupt())
     total = int(total_of(world, value=1.0))
     world.barrier()
@@ -162,7 +165,7 @@ def change_a_hundred_times(ports: list[str], rank: int, size: int) -> list[list[
         world = meet(ports, generation, rank=(rank + generation) % size, size=size, interrupt=Interrupt())
         assert total_of(world, value=1.0, numel=1000) == size
         world.barrier()
-        abandon_world(world)
+        abandon_world(world, GlooTransport())
         if generation % 10 == 9:
             counts.append([len(os.listdir("/proc/self/fd")), threading.active_count()])
     return counts

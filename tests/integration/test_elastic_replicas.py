@@ -19,7 +19,7 @@ def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initi
     hold = fault("hold", "slot", node=0, step=4, name="held")
     death = fault("SIGKILL", "send", node=0, call=6, to="node", name="kill")
     # Saved at its end alone, however late the source hears of the newcomer.
-    options: Any = {"constants": SMALL_CHUNKS, "sets": ["training.checkpoint.every.steps=100"]}
+    options: Any = {"constants": SMALL_CHUNKS, "sets": ["spec.training.checkpoint.every.steps=100"]}
     cluster = make_elastic(expect=1).start(faults=[hold, death], **options)
     cluster.until_held()
     cluster.start_node(1, **options)
@@ -52,7 +52,7 @@ def test_in_fast_mode_the_replica_that_differs_is_fed_by_the_majority_and_no_ste
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
     flip = fault("flip", "step", rank=1, step=6, name="flip")
-    cluster = make_elastic().start(faults=[flip], sets=["training.reproducibility.elastic=fast"])
+    cluster = make_elastic().start(faults=[flip], sets=["spec.training.reproducibility.elastic=fast"])
     cluster.finish()
     assert cluster.has_happened("flip")
     (warning,) = events(cluster.directory, "warning")

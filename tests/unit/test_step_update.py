@@ -148,6 +148,23 @@ def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(mon
     assert int(whole.sample_hash, 16) == (4 * 2**63 + 6) % 2**64
 
 
+def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(step_module, "drain", seen.append)
+    stepper = make_stepper(Model())
+
+    class Pulse:
+        def beat(self, step: int, slot: int) -> None:
+            seen.append((step, slot))
+
+        def rest(self) -> None:
+            seen.append("rest")
+
+    stepper.pulse = Pulse()
+    stepper.run(3, world(), QUIET)
+    assert seen == [*((3, slot) for slot in range(4)), torch.device("cpu"), "rest"]
+
+
 def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     def sum_integers(self: World, values: torch.Tensor) -> torch.Tensor:
         values[-self.size :] = torch.tensor([4, 31, 4])

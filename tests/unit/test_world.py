@@ -12,7 +12,8 @@ from evergrad_trainer import distributed
 from evergrad_trainer import world as world_module
 from evergrad_trainer.distributed import abandon_world
 from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.world import Interrupt, Membership, World, _ThreadWork
+from evergrad_trainer.transports import GlooTransport, _ThreadWork
+from evergrad_trainer.world import Interrupt, Membership, World
 
 CPU = torch.device("cpu")
 
@@ -145,7 +146,7 @@ def test_what_never_ends_is_buried_with_its_tensors(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(distributed, "_buried", buried)
     world, values = make_world(Interrupt()), torch.zeros(3)
     world.unfinished.append((Work(is_done=is_done), (values,)))
-    assert abandon_world(world, patience_seconds=0.01) is not is_done
+    assert abandon_world(world, GlooTransport(), patience_seconds=0.01) is not is_done
     assert len(buried) == (0 if is_done else 1)
     if not is_done:
         *_, entries = buried[0]  # type: ignore[misc]
@@ -157,12 +158,12 @@ def test_burying_grants_its_patience_once_for_all_works(monkeypatch: pytest.Monk
     world = make_world(Interrupt())
     world.unfinished.extend((Work(is_done=False), ()) for _ in range(100))
     begun = time.monotonic()
-    assert abandon_world(world, patience_seconds=0.1)
+    assert abandon_world(world, GlooTransport(), patience_seconds=0.1)
     assert time.monotonic() - begun < 5.0  # 100 patiences would be 10 s
 
 
 def test_abandoning_nothing_is_no_error() -> None:
-    assert not abandon_world(None)
+    assert not abandon_world(None, GlooTransport())
 
 
 def test_a_membership_moves_and_passes_the_wish_on() -> None:

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
@@ -13,7 +13,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from evergrad_trainer import torch_private
 from evergrad_trainer.errors import PeerLostError
-from evergrad_trainer.world import Interrupt, Pending, World
+from evergrad_trainer.transports import Pending, Transport, choose_transport
+from evergrad_trainer.world import Interrupt, World
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,7 @@ def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) ->
         group=dist.group.WORLD,
         control=dist.new_group(backend="gloo", timeout=timeout),
         checkpoint=dist.new_group(backend="gloo", timeout=timeout),
+        transport=choose_transport(device),
     )
 
 
@@ -106,22 +108,34 @@ class Place:
     port: int
 
 
+def drain(device: torch.device) -> None:
+    """Wait until ``device`` has run what this thread has launched on it; not for peers, whose part runs beside it."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def form_world(
-    place: Place, *, device: torch.device, interrupt: Interrupt, setup_seconds: float, timeout_seconds: float
+    place: Place,
+    *,
+    device: torch.device,
+    transport: Transport,
+    interrupt: Interrupt,
+    setup_seconds: float,
+    timeout_seconds: float,
 ) -> World:
     """Meet the other members of ``place`` in a group that can be given up: see :func:`abandon_world`.
 
     Raises PeerLostError when they are not all there within ``setup_seconds``. ``timeout_seconds`` holds for the collectives.
     """
     if place.size == 1:
-        return World(place.generation, rank=0, size=1, device=device, interrupt=interrupt)
+        return World(place.generation, rank=0, size=1, device=device, interrupt=interrupt, transport=transport)
     # A set-up that failed leaves the counter raised; it is part of the keys under which members meet.
     torch_private.reset_group_counter()
     patience = timedelta(seconds=setup_seconds)
     try:
         store = TCPStore(place.address, place.port, is_master=False, timeout=patience, wait_for_workers=False)
         dist.init_process_group(
-            backend="nccl" if device.type == "cuda" else "gloo",
+            backend=transport.backend,
             store=PrefixStore(str(place.generation), store),
             rank=place.rank,
             world_size=place.size,
@@ -131,40 +145,47 @@ def form_world(
         control, checkpoint = (dist.new_group(backend="gloo", timeout=patience) for _ in range(2))
     except RuntimeError as error:
         raise PeerLostError(f"the group of generation {place.generation} did not form: {error}") from error
+    transport.opened()
+    if interrupt.is_set:
+        raise PeerLostError(f"the group of generation {place.generation} was given up while it formed")
     group = dist.group.WORLD
     assert group is not None  # noqa: S101 - init_process_group has just set it
     for one in (group, control, checkpoint):
         torch_private.set_timeout(one, timedelta(seconds=timeout_seconds))
-    return World(place.generation, place.rank, place.size, device, group, control, checkpoint, interrupt)
-
-
-def stuck_operations_end(device: torch.device) -> Callable[[], None] | None:
-    """What frees the main thread from a collective of a group that is given up; None where cutting its sockets does.
-
-    Not verified: it needs an accelerator, whose kernels wait for peers where no socket of this process can be cut.
-    """
-    return torch_private.abort_groups if device.type == "cuda" else None
+    return World(
+        place.generation,
+        place.rank,
+        place.size,
+        device,
+        group,
+        control,
+        checkpoint,
+        interrupt=interrupt,
+        transport=transport,
+        timeout_seconds=timeout_seconds,
+    )
 
 
 _buried: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
 """Groups, collectives and tensors of operations that never ended: their threads may still write, so nothing is freed."""
 
 
-def abandon_world(world: World | None, *, patience_seconds: float = 0.05) -> bool:
+def abandon_world(world: World | None, transport: Transport, *, patience_seconds: float = 0.05) -> bool:
     """Take down the groups of this process, whatever has become of them; whether buffers of collectives must not be used again.
 
-    The caller has cut the sockets where peers are gone: without that, destroying a group waits for operations that cannot end.
+    ``transport``: that of the groups, also if they did not form. The caller has cut the sockets where peers are gone: without
+    that, destroying a group of gloo waits for operations that cannot end.
     """
-    if world is not None and world.device.type == "cuda" and world.group is not None:
-        torch_private.abort_groups()
+    if world is not None and world.group is not None:
+        # Before looking at what is unfinished: where this aborts, it ends by that.
+        transport.give_up()
     # Those that have ended since, at the latest by the groups' timeout, let go of their threads and sockets.
     _buried[:] = [grave for grave in _buried if not all(work.is_completed() for work, _ in grave[1])]
     deadline = time.monotonic() + patience_seconds
     stuck = [] if world is None else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
     if stuck and world is not None:
         _buried.append((world, stuck))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    transport.close()
     return bool(stuck)
 
 

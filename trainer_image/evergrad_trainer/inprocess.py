@@ -17,7 +17,7 @@ from typing import Any
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_trainer.build import Machinery, build_machinery, rebuild_state
 from evergrad_trainer.checkpoint.manager import CheckpointManager, claim_exactly
-from evergrad_trainer.distributed import Place, abandon_world, choose_device, form_world, set_threads, stuck_operations_end
+from evergrad_trainer.distributed import Place, abandon_world, choose_device, form_world, set_threads
 from evergrad_trainer.elastic.channel import MAX_TEXT, Begin, Broken, Channel, Depart, Ended, Failed, Saved, Up, Warm
 from evergrad_trainer.elastic.guard import Guard
 from evergrad_trainer.elastic.life import End, Held, Life, Phase
@@ -48,6 +48,7 @@ from evergrad_trainer.stages import (
     report_failure,
     restore,
 )
+from evergrad_trainer.transports import Transport, choose_transport
 from evergrad_trainer.world import Interrupt, Membership, World
 
 _log = logging.getLogger(__name__)
@@ -82,7 +83,9 @@ def _build(
     """Everything that takes time, before anybody waits for this worker."""
     training = plan.run.training
     set_threads(plan.threads)
-    alone = World(0, rank=0, size=1, device=choose_device(training.runtime.device, local_rank=local_rank))
+    device = choose_device(training.runtime.device, local_rank=local_rank)
+    choose_transport(device).prepare()
+    alone = World(0, rank=0, size=1, device=device)
     membership = Membership(alone, is_changing=guard.is_changing)
     session = Session(plan, directory, lambda: False, membership, BaseObserver(), open_data(plan), marks=dict(plan.marks))
     has_weights = not has_checkpoints(directory)
@@ -149,17 +152,23 @@ class _Worker:
     def _take_part(self, begin: Begin) -> None:
         """Meet, settle, train. A lost peer, or replicas that differ, end this world and nothing else; other errors are raised."""
         self.life.enter(Phase.SETUP)
-        interrupt = Interrupt(stuck_operations_end(self.session.world.device))
+        alone = self.session.world
+        transport = choose_transport(alone.device)
+        interrupt = Interrupt(transport.give_up)
         self.generation, self._rank = begin.generation, begin.rank
         self._guard.enter(begin.generation, interrupt)
         world: World | None = None
         broken_by: EvergradError | None = None
-        alone = self.session.world
         timeout = self.session.plan.run.training.runtime.collective_timeout_seconds
         place = Place(begin.generation, begin.rank, begin.size, begin.address, begin.port)
         try:
             world = form_world(
-                place, device=alone.device, interrupt=interrupt, setup_seconds=begin.setup_seconds, timeout_seconds=timeout
+                place,
+                device=alone.device,
+                transport=transport,
+                interrupt=interrupt,
+                setup_seconds=begin.setup_seconds,
+                timeout_seconds=timeout,
             )
             self._train_in(world, begin)
         except PeerLostError as error:
@@ -168,7 +177,7 @@ class _Worker:
             broken_by = error
             self._note_divergence(error)
         # No traceback: it would hold collectives and tensors of the group that is taken down.
-        self._leave(world, None if broken_by is None else broken_by.with_traceback(None))
+        self._leave(world, transport, None if broken_by is None else broken_by.with_traceback(None))
 
     def _note_divergence(self, error: DivergedError) -> None:
         """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest checkpoint."""
@@ -253,6 +262,8 @@ class _Worker:
                 self.life.held = Held.DIRTY
             if world.rank in (feeding.source, feeding.straggler):
                 feed(self._machinery.state(), feeding, world)
+        # A source may have died with part of it still on its way.
+        world.confirm()
 
     def _take_office(self) -> None:
         """Be the one that writes what exists once a run."""
@@ -304,13 +315,13 @@ class _Worker:
             self.session.observers = self._run.observers = BaseObserver()
             self._channel.send(Ended(self.session.world.generation, self._progress.finished_steps, int(code), reason))
 
-    def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
+    def _leave(self, world: World | None, transport: Transport, broken_by: EvergradError | None) -> None:
         """Out of the group, whatever has become of it. ``broken_by``: what broke it, if it did not end as agreed."""
         self.life.enter(Phase.LEAVING)
         if broken_by is not None:
             # Peers that are well must not wait for this process, nor its own operations for theirs.
             self._guard.cut()
-        was_buried = abandon_world(world)
+        was_buried = abandon_world(world, transport)
         self._guard.leave()
         self._run.stepper.pulse.rest()
         if was_buried:

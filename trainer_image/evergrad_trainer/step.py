@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import SlotBatch, TrainingStream
+from evergrad_trainer.distributed import drain
 from evergrad_trainer.elastic.replicas import compare_steps
 from evergrad_trainer.errors import NonFiniteError, PeerLostError, Problem
 from evergrad_trainer.models.gradients import GradientSum
@@ -198,6 +199,9 @@ class Stepper:
         tally = _Tally(step, self._settings.slots_per_step, world, flags)
         if not is_skipped:
             self._compute(step, world, tally, clock)
+            # Launched is not run: until its device is done, this worker is busy and not stuck, and its peers do not wait yet.
+            drain(world.device)
+            clock.mark("forward_backward")
         self.pulse.rest()
         totals = tally.exchange(busy_seconds=clock.last - clock.begun)
 

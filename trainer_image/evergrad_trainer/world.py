@@ -7,16 +7,16 @@ that each of them ends when the group is given up.
 
 import json
 import math
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.errors import HostError, PeerLostError
+from evergrad_trainer.transports import GlooTransport, Pending, Transport
 
 _POLL_SECONDS = 0.0002
 _OVERDUE_SECONDS = 0.1
@@ -48,48 +48,13 @@ class Interrupt:
         return self._since is not None and time.monotonic() - self._since > _OVERDUE_SECONDS
 
 
-class Pending(Protocol):
-    """An operation with other processes that was started: torch's ``Work``, or a thread that waits for one."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> object: ...
-
-
-class _ThreadWork:
-    """A blocking call in a thread of its own, which is left behind if the call never ends."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self._call: Callable[[], object] | None = call
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name="evergrad-exchange", daemon=True)
-        self._thread.start()
-
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        self._thread.join()
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
-
-    def _run(self) -> None:
-        call, self._call = self._call, None
-        try:
-            if call is not None:
-                call()
-        except RuntimeError as error:
-            # Its words only: an error that is kept keeps its frames, and with them the group, in a circle that the garbage
-            # collector would break at some later moment, waiting for dead peers with the interpreter locked.
-            self._failure = str(error)
-
-
 @dataclass(frozen=True)
 class World:
     """One generation's group as seen by one process. Groups are None in a world of one.
 
     ``group`` carries the model's tensors on ``device``; ``control`` (always on CPU) small integers between steps;
-    ``checkpoint`` (always on CPU) belongs to the checkpoint thread alone. With an ``interrupt`` no wait outlives the group.
+    ``checkpoint`` (always on CPU) belongs to the checkpoint thread alone. With an ``interrupt`` no wait outlives the group, and
+    none lasts longer than ``timeout_seconds``: not every transport has a timeout of its own.
     """
 
     generation: int
@@ -100,6 +65,8 @@ class World:
     control: dist.ProcessGroup | None = None
     checkpoint: dist.ProcessGroup | None = None
     interrupt: Interrupt | None = None
+    transport: Transport = field(default_factory=GlooTransport, compare=False)
+    timeout_seconds: float = math.inf
     unfinished: list[tuple[Pending, tuple[torch.Tensor, ...]]] = field(default_factory=list, compare=False)
     """Collectives that were started and not waited for, with the tensors they may still write to."""
 
@@ -114,31 +81,40 @@ class World:
             self.wait(self._start(lambda: dist.all_reduce(values, group=self.control, async_op=True), values))
         return values
 
-    def start_sum(self, values: torch.Tensor) -> dist.Work:
+    def start_sum(self, values: torch.Tensor) -> Pending:
         """Begin to sum ``values`` over all ranks, in place; :meth:`wait` for it. Only with a ``group``."""
-        return self._start(lambda: dist.all_reduce(values, group=self.group, async_op=True), values)
+        return self._start(lambda: self.transport.start_sum(values, self.group), values)
 
     def wait(self, work: Pending) -> None:
-        """Wait for a collective. Raises PeerLostError when it failed, or cannot end because the group was given up."""
+        """Wait until the data of a collective have arrived. Raises PeerLostError when it failed, or was given up."""
         try:
             if self.interrupt is not None:
-                # Not work.wait(): a peer that is gone or frozen may leave it waiting for the whole timeout of the group.
-                while not work.is_completed():
-                    if self.interrupt.is_overdue:
-                        raise PeerLostError("the group was given up during a collective")
-                    time.sleep(_POLL_SECONDS)
+                self._await_end(work, self.interrupt)
             work.wait()
-        except RuntimeError as error:
-            raise PeerLostError(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - raised again, as what it means
+            raise self._explained(error) from None
         self.unfinished[:] = [entry for entry in self.unfinished if entry[0] is not work]
+
+    def _await_end(self, work: Pending, interrupt: Interrupt) -> None:
+        """Not work.wait(): a peer that is gone or frozen may leave it waiting for the whole timeout of the group."""
+        latest = time.monotonic() + self.timeout_seconds
+        while not work.is_completed():
+            if interrupt.is_overdue:
+                raise PeerLostError("the group was given up during a collective")
+            if time.monotonic() > latest:
+                raise PeerLostError(f"a collective did not end within {self.timeout_seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+        if self.transport.is_silent and interrupt.is_set:
+            # It may have ended because it was aborted: what it was to bring is not there, and it does not say so.
+            raise PeerLostError("the group was given up during a collective")
 
     def send(self, values: torch.Tensor, *, to: int) -> None:
         """Give ``values`` to one rank. Raises PeerLostError."""
-        self._exchange(lambda: dist.send(values, group=self.group, group_dst=to), values)
+        self.wait(self._start(lambda: self.transport.start_send(values, self.group, to=to), values))
 
     def receive(self, values: torch.Tensor, *, source: int) -> None:
-        """Fill ``values`` with what ``source`` sends. Raises PeerLostError."""
-        self._exchange(lambda: dist.recv(values, group=self.group, group_src=source), values)
+        """Fill ``values`` with what ``source`` sends; they are there when this returns. Raises PeerLostError."""
+        self.wait(self._start(lambda: self.transport.start_receive(values, self.group, source=source), values))
 
     def raise_if_given_up(self) -> None:
         """Between two pieces of work: do not begin the next one for a group that is no more. Raises PeerLostError."""
@@ -149,14 +125,14 @@ class World:
         """Before an update: the gradient norm that all ranks clip by. Raises PeerLostError unless the sums are known to be whole.
 
         It is rank 0's, since replicas that compute it on other numbers of threads differ in its last bits and would drift apart;
-        not a number where any rank's is not finite. gloo raises for a lost peer by itself. An aborted NCCL collective may return
-        with half a sum and no error, so there all ranks vote, once the stream has finished.
+        not a number where any rank's is not finite. A silent transport's collective may end without its data and without an
+        error, so that there the ranks vote, too, once everything that was started has ended.
         """
         if self.group is None:
             return norm
         is_whole = True
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.transport.is_silent:
+            self.transport.drain()
             is_whole = self.interrupt is None or not self.interrupt.is_set
         # One place is filled by rank 0 alone, so that the sum of the bits is its value.
         bits = torch.tensor([norm if self.is_main else 0.0], dtype=torch.float64).view(torch.int64)
@@ -166,22 +142,25 @@ class World:
             raise PeerLostError("the group was given up during a collective")
         return math.nan if int(spoiled) else float(value.view(torch.float64))
 
-    def _start(self, begin: Callable[[], dist.Work | None], *tensors: torch.Tensor) -> dist.Work:
+    def _start(self, begin: Callable[[], Pending | None], *tensors: torch.Tensor) -> Pending:
         try:
             work = begin()
-        except RuntimeError as error:
-            raise PeerLostError(str(error)) from error
+        except Exception as error:  # noqa: BLE001 - raised again, as what it means
+            raise self._explained(error) from None
         assert work is not None  # noqa: S101 - async_op=True returns a Work by contract
         if self.interrupt is not None:
             self.unfinished.append((work, tensors))
         return work
 
-    def _exchange(self, call: Callable[[], object], values: torch.Tensor) -> None:
-        """Point to point. gloo's own handles cannot be asked whether they are done, so that a thread waits for them."""
-        work = _ThreadWork(call)
-        if self.interrupt is not None:
-            self.unfinished.append((work, (values,)))
-        self.wait(work)
+    def _explained(self, error: Exception) -> Exception:
+        """A lost peer, if that is what the error says. Its traceback is dropped: it would hold works and tensors."""
+        is_given_up = self.interrupt is not None and self.interrupt.is_set
+        if is_given_up or isinstance(error, PeerLostError):
+            # An abort from another thread takes the groups away under a call of torch, which then raises whatever comes first.
+            return PeerLostError(str(error))
+        if isinstance(error, torch.AcceleratorError):
+            return HostError(f"{self.device}: {error}. Another host can go on.")
+        return PeerLostError(str(error)) if isinstance(error, RuntimeError) else error
 
     def all_agree(self, fine: bool) -> bool:
         """Whether ``fine`` holds on every rank."""

@@ -284,6 +284,17 @@ def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(room
     assert set(room.killed) == {first.serial, second.serial}
 
 
+def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(room: Room, now: list[float]) -> None:
+    """How long its slots take is not known: the queue of an accelerator may hold minutes of work."""
+    first, second = room.begin(3)
+    second.pulse.beat(1, 0)
+    room.crew.change(4, hard=True, cause="")
+    pass_seconds(room, now, 300)
+    assert set(room.killed) == {first.serial}
+    pass_seconds(room, now, 1)
+    assert set(room.killed) == {first.serial, second.serial}
+
+
 def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
     room.begin(3)
     room.crew.change(4, hard=False, cause="")

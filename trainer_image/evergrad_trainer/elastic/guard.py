@@ -8,6 +8,7 @@ The main thread calls :meth:`Guard.await_order` when it is out of every group, :
 :meth:`leave` when it has taken it down. A hard change in between makes this thread cut the group's connections until ``leave``.
 """
 
+import logging
 import os
 import threading
 
@@ -16,6 +17,7 @@ from evergrad_trainer.elastic.channel import Begin, Change, Channel, Depart, Fin
 from evergrad_trainer.elastic.sockets import connected_sockets, cut_sockets
 from evergrad_trainer.world import Interrupt
 
+_log = logging.getLogger(__name__)
 _CUT_SECONDS = 0.02
 """Between two cuts while the main thread is still inside: it may open connections after the first."""
 
@@ -100,6 +102,9 @@ class Guard:
                         cut_sockets(except_for=self._outside_sockets)
         except EOFError:
             # Without a supervisor there is no way to hear of the group; its peers go on without this process.
+            os._exit(int(ExitCode.INTERNAL))
+        except Exception:  # noqa: BLE001 - nobody joins this thread, and a worker that is deaf is worse than one that is gone
+            _log.exception("the guard thread has failed; the worker ends")
             os._exit(int(ExitCode.INTERNAL))
 
     def _note(self, change: Change) -> None:

@@ -20,7 +20,7 @@ class Pulse:
         self._values[_BEGUN] = time.monotonic()
 
     def rest(self) -> None:
-        """The slot that was begun last is over; what follows is a wait."""
+        """The slot that was begun last is over, also on its device; what follows is a wait for others."""
         if self._values[_BEGUN]:
             self._values[_LONGEST] = max(self._values[_LONGEST], time.monotonic() - self._values[_BEGUN])
         self._values[_BEGUN] = 0.0
@@ -39,3 +39,8 @@ class Pulse:
     def longest_slot_seconds(self) -> float:
         """Of all slots so far; 0 before the first."""
         return float(self._values[_LONGEST])
+
+    @property
+    def is_in_first_slot(self) -> bool:
+        """Whether it computes, or its device does, and how long that takes is not known yet."""
+        return bool(self._values[_BEGUN]) and not self._values[_LONGEST]

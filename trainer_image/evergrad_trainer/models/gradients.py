@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from evergrad_trainer.errors import NonFiniteError, Problem
+from evergrad_trainer.transports import Pending
 from evergrad_trainer.world import World
 
 
@@ -70,7 +70,7 @@ class BucketedSum:
         self._buckets: list[_Bucket] = []
         self._bucket_of: dict[torch.nn.Parameter, _Bucket] = {}
         self._world: World | None = None
-        self._works: list[dist.Work] = []
+        self._works: list[Pending] = []
         self._is_armed = False
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)

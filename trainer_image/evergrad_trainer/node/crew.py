@@ -25,7 +25,8 @@ FROZEN_SECONDS = 10.0
 STUCK_SECONDS = 10.0
 """At least this long a worker may take to leave a group that is given up; three of its longest slots if that is longer.
 
-Not if it may be the last that holds the state: then its operations' own timeout is the bound.
+A slot lasts until its device has run it: an accelerator's queue is emptied before the group is left. Where no slot has ended
+yet, or the worker may be the last that holds the state, the timeout of its operations is the bound.
 """
 RESTART_SECONDS = 1.0
 """Before a lost worker is started again: building a model beside them would slow down those that are about to go on."""
@@ -277,7 +278,7 @@ class InProcessCrew:
                 worker.kill()
             elif self._change.hard and worker.ready_generation < self._change.generation:
                 patience = max(STUCK_SECONDS, 3 * worker.pulse.longest_slot_seconds)
-                if self._is_only_holder:
+                if self._is_only_holder or worker.pulse.is_in_first_slot:
                     patience = max(patience, self._timeout_seconds)
                 if now - self._asked_at > patience:
                     _log.warning(

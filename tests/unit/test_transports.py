@@ -1,0 +1,202 @@
+"""Each way of moving tensors: when its data are there, and how a process gets out of a group that was given up."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore
+
+from evergrad_trainer import torch_private
+from evergrad_trainer.distributed import abandon_world
+from evergrad_trainer.elastic import guard as guard_module
+from evergrad_trainer.elastic.channel import Change, Ping, Pong, channel_pair
+from evergrad_trainer.elastic.guard import Guard
+from evergrad_trainer.errors import HostError, PeerLostError
+from evergrad_trainer.transports import (
+    ENVIRONMENT_VARIABLE,
+    AsynchronousTransport,
+    GlooTransport,
+    NcclTransport,
+    Transport,
+    choose_transport,
+)
+from evergrad_trainer.world import Interrupt, World
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def aborts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that aborted torch's groups."""
+    seen: list[str] = []
+    abort = torch_private.abort_groups
+
+    def noted() -> None:
+        seen.append(threading.current_thread().name)
+        abort()
+
+    monkeypatch.setattr(torch_private, "abort_groups", noted)
+    return seen
+
+
+ABORTING = pytest.mark.parametrize("make", [lambda: NcclTransport(CUDA), AsynchronousTransport], ids=["nccl", "asynchronous"])
+
+
+def test_the_device_decides_and_a_variable_chooses_the_one_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    assert isinstance(choose_transport(CPU), GlooTransport)
+    assert isinstance(choose_transport(CUDA), NcclTransport)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "asynchronous")
+    assert isinstance(choose_transport(CPU), AsynchronousTransport)
+    assert isinstance(choose_transport(CUDA), NcclTransport)
+
+
+def test_a_worker_with_an_accelerator_uses_its_own_and_keeps_torch_s_watchdog_from_ending_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+    NcclTransport(torch.device("cuda", 5)).prepare()
+    assert chosen == [torch.device("cuda", 5)]
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
+@ABORTING
+def test_a_group_that_was_given_up_is_aborted_once_and_the_survivor_lives(
+    group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
+) -> None:
+    """The guard gives the group up, main does, and then it is taken down: torch's abort cannot be called a second time."""
+    transport = make()
+    transport.opened()
+    interrupt = Interrupt(transport.give_up)
+    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=interrupt, transport=transport)
+    interrupt.set()
+    transport.give_up()
+    assert not abandon_world(world, transport)
+    assert len(aborts) == 1 and not dist.is_initialized()
+
+
+@ABORTING
+def test_a_group_that_nobody_gave_up_is_taken_down_without_waiting_for_peers(
+    group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
+) -> None:
+    transport = make()
+    transport.opened()
+    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport)
+    assert not abandon_world(world, transport)
+    assert len(aborts) == 1 and not dist.is_initialized()
+
+
+@ABORTING
+def test_a_group_given_up_before_it_exists_harms_no_thread(aborts: list[str], make: "type[Transport]") -> None:
+    transport = make()
+    transport.give_up()
+    transport.close()
+    assert aborts == []
+
+
+@ABORTING
+def test_a_group_given_up_while_it_is_set_up_is_aborted_as_soon_as_it_stands(
+    group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
+) -> None:
+    """Not before: torch would clear its groups under the main thread, which is still making some."""
+    transport = make()
+    transport.give_up()
+    assert aborts == [] and dist.is_initialized()
+    transport.opened()
+    assert len(aborts) == 1 and not dist.is_initialized()
+    transport.close()
+    assert len(aborts) == 1
+
+
+@ABORTING
+def test_the_guard_hears_on_after_a_hard_change_that_comes_during_set_up(
+    monkeypatch: pytest.MonkeyPatch, make: "type[Transport]"
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(guard_module, "os", SimpleNamespace(_exit=exits.append))
+    supervisor, end = channel_pair()
+    guard = Guard(end)
+    guard.start()
+    transport = make()
+    interrupt = Interrupt(transport.give_up)
+    guard.enter(1, interrupt)
+    supervisor.send(Change(2, hard=True))
+    supervisor.send(Ping())
+    assert supervisor.receive(30.0) == Pong()
+    assert interrupt.is_set and exits == []
+    guard.leave()
+    transport.close()
+    supervisor.close()
+    guard._thread.join(30)
+    end.close()
+
+
+def test_what_has_arrived_after_the_group_was_given_up_is_not_believed(group: dist.ProcessGroup) -> None:
+    """An aborted operation ends without its data and without an error."""
+    transport = AsynchronousTransport()
+    transport.opened()
+    interrupt = Interrupt(transport.give_up)
+    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=interrupt, transport=transport)
+    values = torch.ones(4)
+    # Nobody ever sends: the kernel spins until it is aborted.
+    work = transport.start_receive(values, group, source=0)
+    work.wait()
+    assert not work.is_completed(), "its wait says nothing"
+    threading.Timer(0.05, interrupt.set).start()
+    with pytest.raises(PeerLostError):
+        world.wait(work)
+    assert work.is_completed() and values.tolist() == [1.0] * 4
+    assert not abandon_world(world, transport), "nothing is written any more, so nothing need be kept"
+
+
+def test_a_sum_arrives_after_its_wait_and_a_world_waits_for_it(group: dist.ProcessGroup) -> None:
+    transport = AsynchronousTransport()
+    transport.opened()
+    world = World(1, rank=0, size=2, device=CPU, group=group, interrupt=Interrupt(), transport=transport)
+    works = [(world.start_sum(values), values) for values in (torch.full((3,), 2.0), torch.full((5,), 3.0))]
+    for work, _ in works:
+        world.wait(work)
+        assert work.is_completed()
+    transport.drain()
+    assert world.unfinished == []
+    abandon_world(world, transport)
+
+
+def test_a_transport_without_a_timeout_of_its_own_is_not_waited_for_longer_than_the_world_s() -> None:
+    class Never:
+        def is_completed(self) -> bool:
+            return False
+
+        def wait(self) -> None: ...
+
+    world = World(1, rank=0, size=2, device=CPU, interrupt=Interrupt(), timeout_seconds=0.01)
+    with pytest.raises(PeerLostError, match=r"did not end within 0.01 s"):
+        world.wait(Never())
+
+
+def test_an_error_of_the_device_is_trouble_of_this_host_and_no_lost_peer() -> None:
+    class Broken:
+        def is_completed(self) -> bool:
+            raise torch.AcceleratorError("an illegal memory access was encountered")
+
+        def wait(self) -> None: ...
+
+    with pytest.raises(HostError, match="illegal memory access"):
+        World(1, rank=0, size=2, device=CPU, interrupt=Interrupt()).wait(Broken())
