@@ -56,6 +56,8 @@ class Config:
     long."""
     longest_backoff_seconds: float = 60.0
     """Longest wait, in seconds, before a replacement."""
+    longest_host_backoff_seconds: float = 300.0
+    """Longest wait, in seconds, before the next try of a node that one host after the other fails: a broken host stays so."""
     short_life_seconds: float = 20.0
     """Lifetime, in seconds, below which a pod was hardly worth its start: after three in a row replacements wait, too."""
     undisturbed_seconds: float = UNDISTURBED_SECONDS

@@ -13,6 +13,8 @@ _MOST_ENDS: Final = 3
 _WARNINGS: Final = frozenset(
     {
         Reason.BACKING_OFF,
+        Reason.HOST_FAULTS,
+        Reason.VOLUME_RECORD_REFUSED,
         Reason.COORDINATOR_LOST,
         Reason.IMAGE_PULL_FAILED,
         Reason.UNSCHEDULABLE,

@@ -12,6 +12,8 @@ from evergrad_operator.times import format_time, parse_time
 MAX_ENDS: Final = 10
 MAX_CAUSES: Final = 16
 LONGEST_CAUSE: Final = 32
+MAX_HOSTS: Final = 8
+"""Hosts that are remembered for their faults: a node that is to keep away from more has nowhere to go."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,35 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class HostFaults:
+    """Ends that speak against a host or a moment, not against the run. Times in seconds since 1970.
+
+    ``hosts``: how often each had one; the host of the last one comes last. ``nodes``: those that have not been well since; until
+    ``retry_at`` they get no pod. ``in_a_row``: how often some node had one since all were well. ``at``: when the youngest pod
+    was made that was there as the last one was counted.
+    """
+
+    hosts: tuple[tuple[str, int], ...] = ()
+    nodes: frozenset[int] = frozenset()
+    in_a_row: int = 0
+    at: float = 0.0
+    retry_at: float = 0.0
+
+    @property
+    def avoided(self) -> tuple[str, ...]:
+        """Hosts that new pods should keep away from."""
+        return tuple(host for host, _ in self.hosts)
+
+
+@dataclass(frozen=True)
+class InputError:
+    """A node that ended with exit code 64 on a host before any group had formed."""
+
+    node: int
+    host: str
+
+
+@dataclass(frozen=True)
 class Coordinator:
     """The newest coordinator pod that was made (-1: none so far), and what it has already told.
 
@@ -102,8 +133,9 @@ class Memory:
 
     ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's end is counted.
     ``restart``: how often ``restartNonce`` has restarted the run; ``restart_nonce``: the one acted upon.
-    ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group. ``phase``,
-    ``reason`` and ``message``: what people were told last.
+    ``has_formed``: a group has been up since the run was started, resumed or restarted. ``input_errors``: the exit codes 64
+    before that. ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group.
+    ``phase``, ``reason`` and ``message``: what people were told last.
     """
 
     is_known: bool = False
@@ -121,6 +153,9 @@ class Memory:
     restarts: Mapping[str, int] = field(default_factory=dict)
     lost_seconds: Mapping[str, int] = field(default_factory=dict)
     budget: Budget = Budget()
+    faults: HostFaults = HostFaults()
+    input_errors: tuple[InputError, ...] = ()
+    has_formed: bool = False
     last_failure: LastFailure | None = None
     ends: tuple[EndRecord, ...] = ()
     training: Training = Training()
@@ -161,6 +196,9 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         restarts=_parse_counters(get_map(status, "restarts", "byCause")),
         lost_seconds=_parse_counters(get_map(status, "lostSeconds")),
         budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
+        faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
+        input_errors=_parse_input_errors(_unpack(notes, "inputErrors")),
+        has_formed=notes.get("formed") == "true",
         last_failure=_parse_failure(get_map(status, "lastFailure")),
         ends=tuple(_parse_end(one) for one in get_maps(status, "attempts"))[-MAX_ENDS:],
         training=_parse_training(status),
@@ -203,6 +241,24 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
         short_lives=get_int(raw, "shortLives") or 0,
         retry_at=parse_time(raw.get("retryAt")) or 0.0,
     )
+
+
+def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
+    hosts = raw.get("hosts")
+    pairs = [one for one in hosts if isinstance(one, list) and len(one) == 2] if isinstance(hosts, list) else []
+    return HostFaults(
+        hosts=tuple((str(host), count) for host, count in pairs if isinstance(count, int))[-MAX_HOSTS:],
+        nodes=frozenset(unpack_ranges(nodes)),
+        in_a_row=get_int(raw, "inARow") or 0,
+        at=parse_time(raw.get("at")) or 0.0,
+        retry_at=parse_time(raw.get("retryAt")) or 0.0,
+    )
+
+
+def _parse_input_errors(raw: Mapping[str, Any]) -> tuple[InputError, ...]:
+    said = raw.get("said")
+    pairs = [one for one in said if isinstance(one, list) and len(one) == 2] if isinstance(said, list) else []
+    return tuple(InputError(node, str(host)) for node, host in pairs if isinstance(node, int))[-MAX_HOSTS:]
 
 
 def _parse_failure(raw: Mapping[str, Any]) -> LastFailure | None:
@@ -293,10 +349,20 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "shortLives": budget.short_lives or None,
         "retryAt": _time(budget.retry_at),
     }
+    faults = {
+        "hosts": [list(one) for one in memory.faults.hosts],
+        "inARow": memory.faults.in_a_row or None,
+        "at": _time(memory.faults.at),
+        "retryAt": _time(memory.faults.retry_at),
+    }
     return {
         "attempts": pack_counts(memory.attempts),
         "ended": pack_ranges(memory.recorded),
         "budget": _pack(rest),
+        "hostFaults": _pack(faults),
+        "faultyNodes": pack_ranges(memory.faults.nodes),
+        "inputErrors": _pack({"said": [[error.node, error.host] for error in memory.input_errors]}),
+        "formed": "true" if memory.has_formed else None,
         "coordinatorImage": coordinator.image,
         "coordinatorEnded": "true" if coordinator.is_recorded else None,
         "coordinatorRestarts": _pack(coordinator.restarts),

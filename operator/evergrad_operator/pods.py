@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ErrorKind, ExitCode, decode_termination
 from evergrad_operator import names
 from evergrad_operator.names import Cause
 from evergrad_operator.raw import NOTHING, get_map, get_maps, keep_end, keep_start
@@ -40,8 +40,12 @@ _BY_POD_REASON: Final[Mapping[str, Cause]] = {
 _NOT_STARTED: Final = frozenset({"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"})
 _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
 """How the container ended is lost, as after its node's reboot: the kubelet's word, and the container runtime's."""
-_NO_SPACE: Final = re.compile(r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b", re.IGNORECASE)
+_NO_SPACE: Final = re.compile(
+    r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|GiB are free and", re.IGNORECASE
+)
 _STOPPED: Final = frozenset({ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED})
+_BY_ITSELF: Final = frozenset({ExitCode.USER_ERROR, ExitCode.INTERNAL})
+"""Exit codes of a node that ended by itself, whose word for the kind of trouble counts."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,23 @@ class PodEnd:
 
 
 @dataclass(frozen=True)
+class _LastWords:
+    """What a container's end says of itself. ``kind``: as the trainer told it, None where it told nothing."""
+
+    exit_code: int | None
+    kind: ErrorKind | None
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class PodState:
     """One pod of a run. Times in seconds since 1970.
 
-    ``gone_by``: for a pod that is being deleted, when its grace is over. ``end`` is set once its own container
-    has ended for good, whatever the pod's phase. ``has_sidecar``: a container that somebody has injected still
-    runs. ``waiting_reason`` and ``waiting_message``: why its container does not run, as the kubelet or the
-    scheduler says.
+    ``started_at``: when its own container began to run; None where it does not. ``gone_by``: for a pod that is being
+    deleted, when its grace is over. ``end`` is set once its own container has ended for good, whatever the pod's phase.
+    ``has_sidecar``: a container that somebody has injected still runs. ``waiting_reason`` and ``waiting_message``: why
+    its container does not run, as the kubelet or the scheduler says.
     """
 
     name: str
@@ -71,6 +85,7 @@ class PodState:
     attempt: int
     restart: int
     created_at: float
+    started_at: float | None
     is_deleting: bool
     gone_by: float | None
     is_running: bool
@@ -119,6 +134,7 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         attempt=attempt,
         restart=_number(annotations.get(names.ANNOTATION_RESTART)) or 0,
         created_at=parse_time(metadata.get("creationTimestamp")) or 0.0,
+        started_at=parse_time(get_map(container, "state", "running").get("startedAt")),
         is_deleting=deleting is not None,
         gone_by=parse_time(deleting),
         is_running=end is None and "running" in get_map(container, "state"),
@@ -151,24 +167,25 @@ def _find_end(
     is_for_good = bool(terminated) and (container.get("name") != names.CONTAINERS[names.ROLE_COORDINATOR] or code == 0)
     if phase not in ("Succeeded", "Failed") and not is_for_good:
         return None
+    kind, text = decode_termination(str(terminated.get("message") or status.get("message") or ""))
     exit_code = code if isinstance(code, int) and not isinstance(code, bool) else None
-    text = terminated.get("message") or status.get("message") or ""
-    message = str(text).strip()
-    cause = _find_cause(str(terminated.get("reason") or ""), status, exit_code, disruption, is_deleting=is_deleting, text=message)
+    words = _LastWords(exit_code, kind, text.strip(), str(terminated.get("reason") or ""))
     if phase == "Succeeded" and exit_code is None:
         cause = Cause.DONE
-    return PodEnd(cause, exit_code, keep_end(message, MAX_MESSAGE), parse_time(terminated.get("finishedAt")))
+    else:
+        cause = _find_cause(words, status, disruption, is_deleting=is_deleting)
+    return PodEnd(cause, exit_code, keep_end(words.text, MAX_MESSAGE), parse_time(terminated.get("finishedAt")))
 
 
-def _find_cause(
-    reason: str, status: Mapping[str, Any], exit_code: int | None, disruption: Cause | None, *, is_deleting: bool, text: str
-) -> Cause:
+def _find_cause(words: _LastWords, status: Mapping[str, Any], disruption: Cause | None, *, is_deleting: bool) -> Cause:
     """What the process itself says counts most, then who ended it, then the bare exit code."""
-    pod_reason = str(status.get("reason") or "")
-    certain = {0: Cause.DONE, int(ExitCode.USER_ERROR): Cause.USER_ERROR}
-    if exit_code in certain and exit_code is not None:
-        return certain[exit_code]
-    if reason == "OOMKilled":
+    pod_reason, exit_code = str(status.get("reason") or ""), words.exit_code
+    is_environment = words.kind is ErrorKind.ENVIRONMENT and exit_code in _BY_ITSELF
+    if exit_code == ExitCode.DONE:
+        return Cause.DONE
+    if exit_code == ExitCode.USER_ERROR and not is_environment:
+        return Cause.USER_ERROR
+    if words.reason == "OOMKilled":
         return Cause.OUT_OF_MEMORY
     if disruption is not None:
         return disruption
@@ -178,11 +195,13 @@ def _find_cause(
         return Cause.DELETED
     if exit_code in _STOPPED:
         return Cause.STOPPED
-    if reason in _NOT_STARTED:
+    if words.reason in _NOT_STARTED:
         return Cause.START_ERROR
-    if exit_code is None or reason in _NOT_WITNESSED:
+    if exit_code is None or words.reason in _NOT_WITNESSED:
         return Cause.NODE_LOST
-    return Cause.VOLUME_FULL if _NO_SPACE.search(text) else Cause.WORKER_CRASH
+    if _NO_SPACE.search(words.text):
+        return Cause.VOLUME_FULL
+    return Cause.HOST_FAULT if is_environment else Cause.WORKER_CRASH
 
 
 def _disruption(status: Mapping[str, Any]) -> Cause | None:

@@ -1,6 +1,6 @@
 """What the allowed part of a pod template adds to a node's pod. That it is allowed, ``policies.allowed`` has checked."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from evergrad_operator import names
@@ -17,19 +17,36 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
     return {**gang, **passed, **template.labels}
 
 
-def build_scheduling(run: TrainingRun, *, is_on_one_host: bool = False) -> dict[str, Any]:
-    """The template's part of a pod's spec, but for tolerations, volumes and secrets, and what the run's volume demands."""
+def build_scheduling(run: TrainingRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()) -> dict[str, Any]:
+    """The template's part of a pod's spec, but for tolerations, volumes and secrets, and what the run's volume demands.
+
+    ``avoided``: hosts that the pod should keep away from if it can.
+    """
     template = run.spec.template
+    affinity = _avoid(run.spec.template.affinity, avoided) if avoided else run.spec.template.affinity
     # Without a selector a constraint counts no pod at all, which nobody means.
     ours = {"labelSelector": {"matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}}}
     return {
         "nodeSelector": dict(template.node_selector),
-        "affinity": _join_one_host(template.affinity, ours) if is_on_one_host else template.affinity,
+        "affinity": _join_one_host(affinity, ours) if is_on_one_host else affinity,
         "topologySpreadConstraints": [{**ours, **constraint} for constraint in template.topology_spread_constraints],
         "priorityClassName": template.priority_class_name,
         "runtimeClassName": template.runtime_class_name,
         "schedulerName": template.scheduler_name,
     }
+
+
+def _avoid(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
+    """``affinity`` and, as a wish, none of ``hosts``: where there are no others, the pod runs all the same.
+
+    By the field, because a host's label may differ from its name; the API server takes one value of a field at a time.
+    """
+    nodes = dict(affinity.get("nodeAffinity") or {})
+    wished = nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
+    others = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in hosts]
+    wish = {"weight": 100, "preference": {"matchFields": others}}
+    nodes["preferredDuringSchedulingIgnoredDuringExecution"] = [*wished, wish]
+    return {**affinity, "nodeAffinity": nodes}
 
 
 def _join_one_host(affinity: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.policies.allowed import find_problems
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
 from evergrad_operator.policies.conflict import refuse_if_taken
-from evergrad_operator.policies.failure import describe_failure, fail_if_due, is_backing_off
+from evergrad_operator.policies.failure import describe_failure, describe_host_faults, fail_if_due, is_backing_off
+from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import (
     conclude,
     drain_older,
@@ -90,7 +91,9 @@ def _note_start(situation: Situation) -> Situation:
     memory = situation.memory
     if memory.start_time is not None:
         return situation
-    training = replace(memory.training, updated_at=None)
+    training = memory.training
+    if training.updated_at == situation.observation.status.training.updated_at:
+        training = replace(training, updated_at=None)
     return replace(situation, memory=replace(memory, start_time=situation.now, training=training))
 
 
@@ -181,12 +184,15 @@ def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> 
             text = "the coordinator is being replaced; training goes on"
             return phase, Reason.COORDINATOR_LOST, text + (f"; {obstacle.message}" if obstacle else ""), None
         text = f"{situation.ready} of {situation.run.spec.nodes.max} nodes train"
-        behind = f"; {obstacle.message}" if obstacle else ""
-        return phase, Reason.TRAINING, text + behind, None
+        behind = obstacle.message if obstacle else describe_host_faults(situation) if scale.faulty else ""
+        return phase, Reason.TRAINING, text + (f"; {behind}" if behind else ""), None
     if obstacle is not None:
         is_starting = obstacle.reason == Reason.STARTING
         found = Phase.STARTING if is_starting else Phase.WAITING
         return found, obstacle.reason, obstacle.message, obstacle.needs_person_at
+    if scale.faulty or memory.faults.in_a_row >= MANY_FAULTS:
+        needs_person_at = 0.0 if memory.faults.in_a_row >= MANY_FAULTS else None
+        return Phase.WAITING, Reason.HOST_FAULTS, describe_host_faults(situation), needs_person_at
     if is_backing_off(situation):
         text = f"the next pods come at {format_time(memory.budget.retry_at)}"
         text += f". Last: {describe_failure(memory.last_failure)}" if memory.last_failure else ""

@@ -2,10 +2,12 @@
 
 from typing import Final
 
-from evergrad_operator.memory import LastFailure
+from evergrad_operator.memory import LastFailure, pack_ranges
 from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_operator.policies.host_faults import is_input_error_confirmed
 from evergrad_operator.policies.situation import Situation
 from evergrad_operator.raw import keep_end
+from evergrad_operator.times import format_time
 
 _REASONS: Final = {
     Cause.USER_ERROR: Reason.USER_ERROR,
@@ -42,7 +44,9 @@ def fail_if_due(situation: Situation) -> Situation | None:
 
 
 def _find_user_error(situation: Situation) -> tuple[str, str] | None:
-    """Exit code 64: the earliest node's words count, the others only follow."""
+    """Exit code 64 that is confirmed: the earliest node's words count, the others only follow."""
+    if not is_input_error_confirmed(situation.memory, situation.observation):
+        return None
     ended = [pod for pod in situation.current if pod.end is not None and pod.end.cause == Cause.USER_ERROR]
     if not ended:
         return None
@@ -103,6 +107,17 @@ def describe_failure(failure: LastFailure | None) -> str:
     said = quote(failure.message)
     where = "an unknown node" if failure.node is None else f"node {failure.node}"
     return f"{failure.cause} on {where}{rank}{code}{killed}{': ' + said if said else ''}"
+
+
+def describe_host_faults(situation: Situation) -> str:
+    """Which nodes wait for what, and where to look."""
+    faults, last = situation.memory.faults, situation.memory.last_failure
+    nodes = f"nodes {pack_ranges(faults.nodes)}" if len(faults.nodes) > 1 else f"node {pack_ranges(faults.nodes)}"
+    hosts = ", ".join(f"{host} ({count})" for host, count in reversed(faults.hosts))
+    text = f"host faults, {faults.in_a_row} in a row, of {nodes}" + (f"; by host: {hosts}" if hosts else "")
+    when = f"; it is tried again at {format_time(faults.retry_at)}" if situation.now < faults.retry_at else "; it is tried again"
+    said = f". Last: {describe_failure(last)}" if last else ""
+    return f"{text}{when}, elsewhere if there is room, and costs no failure{said}"
 
 
 def _stop(text: str) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Final
 
 from evergrad_operator.decision import Action, Decision, PodDeletion
-from evergrad_operator.memory import Budget
+from evergrad_operator.memory import Budget, HostFaults
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Record
 from evergrad_operator.pods import PodState
@@ -146,7 +146,9 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
             requeue_after=earliest(situation.seconds_to_ghosts, None if working or not is_stale else 1.0),
         )
     # Time and budget begin anew; a queue admits the nodes as a new group.
-    memory = replace(memory, start_time=None, budget=Budget(at=memory.budget.at), gang_size=0)
+    faults = HostFaults(hosts=memory.faults.hosts, at=memory.faults.at)
+    memory = replace(memory, start_time=None, budget=Budget(at=memory.budget.at), faults=faults, gang_size=0)
+    memory = replace(memory, has_formed=False, input_errors=())
     saved = f"; the newest checkpoint is of step {step}" if step is not None else ""
     how = "set spec.suspend to false" if reason == Reason.SUSPENDED else "set spec.restartNonce to a new text"
     text = f"no pod is left{saved}. To go on, {how}."

@@ -11,7 +11,10 @@ from evergrad_operator.policies.situation import Situation
 
 @dataclass(frozen=True)
 class Scale:
-    """What to make and to delete. ``missing``: nodes without a live pod, those that have to wait included."""
+    """What to make and to delete. ``missing``: nodes without a live pod, those that have to wait included.
+
+    ``faulty``: nodes that wait after a host fault, while others do not.
+    """
 
     nodes_to_create: tuple[tuple[int, int], ...]
     pods_to_delete: tuple[PodDeletion, ...]
@@ -19,6 +22,7 @@ class Scale:
     epoch: int
     bounds: Bounds | None
     missing: int
+    faulty: frozenset[int]
     requeue_after: float | None
 
 
@@ -30,7 +34,9 @@ def decide_scale(situation: Situation) -> Scale:
     missing = [index for index in range(most) if index not in newest]
     is_waiting = is_backing_off(situation)
     held = {pod.index for pod in situation.leaving if _is_last_holder(pod, situation)}
-    due = [] if is_waiting else [index for index in missing if index not in held]
+    faults = situation.memory.faults
+    faulty = faults.nodes.intersection(missing) if situation.now < faults.retry_at else frozenset[int]()
+    due = [] if is_waiting else [index for index in missing if index not in held | faulty]
     visible = {pod.index: pod.attempt for pod in situation.nodes}  # sorted: the highest attempt of each comes last
     coordinator, epoch = _find_coordinator(situation)
     older = [pod for pod in situation.observation.coordinators if not pod.is_deleting and pod.attempt < epoch]
@@ -41,8 +47,10 @@ def decide_scale(situation: Situation) -> Scale:
         epoch=epoch,
         bounds=_find_bounds(situation),
         missing=len(missing),
+        faulty=faulty,
         requeue_after=earliest(
             situation.memory.budget.retry_at - situation.now if is_waiting else None,
+            faults.retry_at - situation.now if faulty else None,
             situation.seconds_to_ghosts if held else None,
         ),
     )

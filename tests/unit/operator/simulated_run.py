@@ -188,9 +188,14 @@ class Simulation:
         """The containers of these pods run; of all that are pending, if none is named."""
         for name in chosen or [name for name, pod in self.pods.items() if pod["status"]["phase"] == "Pending"]:
             pod = self.pods[name]
-            container = {"name": pod["spec"]["containers"][0]["name"], "state": {"running": {}}, "ready": True}
+            container = {
+                "name": pod["spec"]["containers"][0]["name"],
+                "state": {"running": {"startedAt": format_time(self.now)}},
+                "ready": True,
+            }
             status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}], "containerStatuses": [container]}
             pod["status"] = {**status, "podIP": "10.0.0.9"}
+            pod["spec"].setdefault("nodeName", f"host-{pod['metadata']['labels'].get(names.LABEL_INDEX, 'c')}")
 
     def end(self, name: str, code: int, *, reason: str = "Error", message: str = "") -> None:
         """The container of a pod ends."""

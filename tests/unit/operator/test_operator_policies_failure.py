@@ -1,17 +1,30 @@
 """Failures of pods: each cause with its budget, reason, message and pace."""
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from simulated_run import START, Simulation, make_progress, make_run
 
+from evergrad_coordinator.contract import ErrorKind, encode_termination
 from evergrad_operator.names import Cause, Phase, Reason
 from evergrad_operator.observe import ApplyFailure
 
 
+def begun(**spec: Any) -> Simulation:
+    """A run whose pods have started, each on a host of its own, and whose group has not formed."""
+    world = Simulation(make_run(**spec))
+    world.reconcile()
+    world.start()
+    world.reconcile()
+    return world
+
+
 def test_a_user_error_ends_the_run_at_once_with_the_root_cause_and_a_remedy() -> None:
-    world = Simulation().run()
-    world.end("docs-lm-1-0", 64, message="error: spec.training.data.sources[0].path: docs.jsonl does not exist.")
+    world = begun()
+    for name in ("docs-lm-1-0", "docs-lm-2-0"):
+        world.end(name, 64, message="error: spec.training.data.sources[0].path: docs.jsonl does not exist.")
     decision = world.reconcile()
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.USER_ERROR)
     assert "node 1 (pod docs-lm-1-0) ended with exit code 64: error: spec.training.data" in decision.message
@@ -25,7 +38,7 @@ def test_a_user_error_ends_the_run_at_once_with_the_root_cause_and_a_remedy() ->
 
 
 def test_the_earliest_of_several_user_errors_is_told() -> None:
-    world = Simulation().run()
+    world = begun()
     world.age(10)
     world.end("docs-lm-2-0", 64, message="the cause")
     world.age(1)
@@ -34,11 +47,11 @@ def test_the_earliest_of_several_user_errors_is_told() -> None:
 
 
 def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_their_logs() -> None:
-    world = Simulation().run()
+    world = begun()
     world.end("docs-lm-1-0", 64)
+    world.end("docs-lm-0-0", 64)
     assert world.reconcile().pods_to_delete == ()
     assert world.decision.requeue_after == pytest.approx(10)
-    world.end("docs-lm-0-0", 64)
     world.age(11)
     assert [pod.name for pod in world.reconcile().pods_to_delete] == ["docs-lm-2-0"]
     world.leave()
@@ -46,6 +59,195 @@ def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_thei
     world.leave()
     world.settle()
     assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0"]
+
+
+# ---- exit code 64 ----------------------------------------------------------------------------------------------------
+
+
+def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
+    world = Simulation().run()
+    for attempt in range(8):
+        world.age(400)
+        world.train(20 + attempt)
+        world.start()
+        world.reconcile()
+        world.end(f"docs-lm-1-{attempt}", 64, message="error: spec.training.data: the source cannot be opened")
+        decision = world.settle()
+        assert (decision.phase, world.status["failures"]["withoutProgress"]) == (Phase.RUNNING, 0)
+        assert world.condition("Stalled")["status"] == "False"
+        world.age(300)
+        world.reconcile()
+    assert world.live() == ["docs-lm-0-0", "docs-lm-2-0", "docs-lm-1-8"]
+    assert world.status["restarts"]["byCause"] == {"UserError": 8}
+
+
+def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewhere() -> None:
+    world = begun()
+    world.end("docs-lm-1-0", 64, message="error: bad data")
+    decision = world.reconcile()
+    assert (decision.nodes_to_create, decision.requeue_after) == ((), 15)
+    assert (decision.phase, decision.reason) == (Phase.WAITING, Reason.HOST_FAULTS)
+    assert "bad data" in decision.message and "host-1 (1)" in decision.message
+    assert world.condition("Stalled")["status"] == "False"
+    world.age(15)
+    assert world.reconcile().nodes_to_create == ((1, 1),)
+    wish = world.pods["docs-lm-1-1"]["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    fields = [{"key": "metadata.name", "operator": "NotIn", "values": ["host-1"]}]
+    assert wish == [{"weight": 100, "preference": {"matchFields": fields}}]
+    world.start()
+    world.train(1)
+    assert world.settle().phase == Phase.RUNNING
+
+
+def two_tries(world: Simulation) -> None:
+    world.end("docs-lm-1-0", 64, message="bad data")
+    world.reconcile()
+    world.age(15)
+    world.reconcile()
+    world.start()
+    world.end("docs-lm-1-1", 64, message="bad data")
+
+
+def two_hosts(world: Simulation) -> None:
+    world.end("docs-lm-0-0", 64, message="bad data")
+    world.reconcile()
+    world.age(10)
+    world.end("docs-lm-2-0", 64, message="bad data")
+
+
+def one_host(world: Simulation) -> None:
+    for pod in world.pods.values():
+        pod["spec"]["nodeName"] = "the-only-one"
+    world.end("docs-lm-1-0", 64, message="bad data")
+
+
+def one_node(world: Simulation) -> None:
+    world.set_spec(nodes={"min": 1, "max": 1})
+    world.settle()
+    world.leave()
+    world.end("docs-lm-0-0", 64, message="bad data")
+
+
+@pytest.mark.parametrize("story", [two_tries, two_hosts, one_host, one_node], ids=lambda story: story.__name__)
+def test_an_input_error_is_final_once_no_other_host_can_cure_it(story: Callable[[Simulation], None]) -> None:
+    world = begun()
+    story(world)
+    decision = world.reconcile()
+    assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.USER_ERROR)
+    assert "bad data" in decision.message
+
+
+def test_two_nodes_of_one_host_say_no_more_than_one_while_there_are_others() -> None:
+    world = begun()
+    for name in ("docs-lm-0-0", "docs-lm-1-0"):
+        world.pods[name]["spec"]["nodeName"] = "broken"
+        world.end(name, 64)
+    assert world.settle().phase == Phase.WAITING
+    assert world.status["phase"] != "Failed"
+
+
+def test_a_restart_and_a_resumption_ask_anew_whether_the_input_is_right() -> None:
+    for change in ({"restartNonce": "again"}, {"suspend": True}):
+        world = Simulation().run()
+        world.set_spec(**change)
+        for _ in range(4):
+            world.reconcile()
+            world.leave()
+        world.progress = None
+        world.set_spec(suspend=False)
+        world.reconcile()
+        world.start()
+        for name in world.live()[:2]:
+            world.end(name, 64, message="the data are gone")
+        assert world.reconcile().phase == Phase.FAILED, change
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------
+
+
+def host_fault(text: str = "error: /volume: [Errno 116] Stale file handle") -> str:
+    return encode_termination(ErrorKind.ENVIRONMENT, text).decode()
+
+
+def test_a_host_fault_is_free_and_its_node_comes_back_at_once_elsewhere_if_it_can() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.end("docs-lm-1-0", 70, message=host_fault())
+    assert world.reconcile().nodes_to_create == ((1, 1),)
+    assert world.status["restarts"]["byCause"] == {"HostFault": 1}
+    assert world.status["failures"]["withoutProgress"] == 0
+    assert world.status["lastFailure"]["message"] == "error: /volume: [Errno 116] Stale file handle"
+    affinity = world.pods["docs-lm-1-1"]["spec"]["affinity"]["nodeAffinity"]
+    assert list(affinity) == ["preferredDuringSchedulingIgnoredDuringExecution"], "a cluster of one host must do, too"
+
+
+def test_host_faults_in_a_row_are_tried_later_each_time_and_delay_nobody_else() -> None:
+    world = Simulation().run()
+    pauses = []
+    for attempt in range(5):
+        world.age(1)
+        world.start()
+        world.end(f"docs-lm-1-{attempt}", 70, message=host_fault())
+        decision = world.reconcile()
+        if not decision.nodes_to_create:
+            pauses.append(decision.requeue_after)
+            assert f"2 of 3 nodes train; host faults, {attempt + 1} in a row, of node 1; by host: host-1" in decision.message
+        world.age(pauses[-1] if pauses else 1)
+        world.reconcile()
+    assert pauses == [2, 4, 8, 16]
+    world.start()
+    world.end("docs-lm-1-5", 70, message=host_fault())
+    world.reconcile()
+    world.end("docs-lm-2-0", 137)
+    world.vanish("docs-lm-coordinator-0")
+    decision = world.reconcile()
+    assert decision.nodes_to_create == ((2, 1),)
+    assert decision.coordinator_attempt == 1
+
+
+def test_many_hosts_that_fail_a_run_stall_it_and_never_end_it() -> None:
+    world = begun(nodes={"min": 3, "max": 3})
+    waits = []
+    for attempt in range(14):
+        world.age(1)
+        for index in range(3):
+            name = f"docs-lm-{index}-{attempt}"
+            world.pods[name]["spec"]["nodeName"] = f"host-{attempt}"
+            world.end(name, 70, message=host_fault())
+        waits.append(world.reconcile().requeue_after)
+        assert world.status["phase"] != "Failed"
+        assert world.condition("Stalled")["status"] == str(attempt >= 5), "six in a row need a person"
+        world.age(300)
+        world.reconcile()
+        world.start()
+        world.reconcile()
+    assert waits == [None, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300, 300, 300], "and never more than five minutes"
+    assert world.condition("Stalled")["reason"] == "HostFaults"
+    assert len(world.status["memory"]["hostFaults"]) < 400, "few hosts are remembered"
+    assert world.status["failures"]["withoutProgress"] == 0
+    world.train(1)
+    world.age(180)
+    world.settle()
+    assert (world.status["phase"], world.condition("Stalled")["status"]) == ("Running", "False")
+    world.end("docs-lm-0-14", 70, message=host_fault())
+    assert world.reconcile().nodes_to_create == ((0, 15),), "the next one is a first one again"
+
+
+def test_a_device_plugin_that_refuses_a_pod_speaks_against_its_host() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.pods["docs-lm-0-0"]["status"] = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no GPU"}
+    assert world.reconcile().nodes_to_create == ((0, 1),)
+    assert "host-0" in json.dumps(world.pods["docs-lm-0-1"]["spec"]["affinity"])
+
+
+def test_a_full_volume_is_no_fault_of_a_host() -> None:
+    world = Simulation().run()
+    world.age(100)
+    world.end("docs-lm-1-0", 70, message=host_fault("error: /volume/run: 0.01 GiB are free and one checkpoint takes 0.02 GiB"))
+    world.reconcile()
+    assert world.status["restarts"]["byCause"] == {"VolumeFull": 1}
+    assert world.status["failures"]["withoutProgress"] == 1
 
 
 CAUSES: list[tuple[str, dict[str, Any], Cause]] = [

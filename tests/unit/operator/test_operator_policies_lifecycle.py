@@ -365,8 +365,11 @@ def test_a_new_nonce_restarts_all_pods_gracefully_and_with_fresh_budgets() -> No
 
 
 def test_a_failed_run_tries_again_after_a_new_nonce() -> None:
-    world = Simulation().run()
-    world.end("docs-lm-1-0", 64, message="no such file")
+    world = Simulation()
+    world.reconcile()
+    world.start()
+    for name in ("docs-lm-0-0", "docs-lm-1-0"):
+        world.end(name, 64, message="no such file")
     world.settle()
     world.age(60)
     for _ in range(4):

@@ -444,6 +444,23 @@ def test_a_reconcile_that_hangs_ends_with_its_time(simulation: Simulation, monke
         simulation.reconcile()
 
 
+def test_a_replaced_node_that_ends_with_64_costs_the_group_that_trains_nothing(simulation: Simulation) -> None:
+    begin(simulation)
+    simulation.end_pod("run-1-0", 137)
+    simulation.settle()
+    simulation.start_pods()
+    simulation.settle()
+    simulation.now += 1
+    simulation.end_pod("run-1-1", 64, message="hello.fingerprint.torch: 2.14; the group has 2.13")
+    simulation.settle()
+    assert simulation.status["phase"] == "Running"
+    for _ in range(3):
+        simulation.now += 11
+        simulation.settle()
+    assert [raw for raw in simulation.store.list("pods") if raw["metadata"].get("deletionTimestamp")] == []
+    assert "run-1-2" in simulation.pods()
+
+
 def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
     """A pod with a mesh's container, which the kubelet lists before ours and which runs on whatever ours does."""
     raw = simulation.store.get("pods", "ns", name)

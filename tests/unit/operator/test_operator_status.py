@@ -81,7 +81,7 @@ def test_a_transition_time_moves_with_the_status_only() -> None:
     world = Simulation().run()
     since = {one["type"]: one["lastTransitionTime"] for one in world.status["conditions"]}
     world.age(50)
-    world.end("docs-lm-1-0", 64, message="x")
+    world.train(phase="Failed", reason="UserError", message="x")
     world.reconcile()
     later = {one["type"]: one["lastTransitionTime"] for one in world.status["conditions"]}
     changed = {kind for kind in since if since[kind] != later[kind]}

@@ -39,6 +39,11 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
     "InvalidSpec": ("Correct the field that the message names, and submit the file again.",),
     "WaitingForNodes": ("It trains again as soon as spec.nodes.min nodes are there; that may be lowered at any time.",),
     "BackingOff": ("A replacement waits after failures. See why they failed: evergrad logs {name} --previous",),
+    "HostFaults": (
+        "Hosts fail the pods; the message names them. It costs no failure and is tried again, elsewhere if there is room.",
+        "See the hosts and the mounts of the pods: kubectl describe node, evergrad doctor",
+    ),
+    "VolumeRecordRefused": ("The claim {claim} does not take the run's record; the message says why and what helps.",),
     "CoordinatorLost": ("Nothing: training goes on while the coordinator is replaced.",),
 }
 """Reason of a run that waits → what helps, with the run's ``name``, ``claim`` and ``folder``."""

@@ -1,0 +1,82 @@
+"""Failures without progress: which ends use up the budget, and how long replacements wait. Pure.
+
+| end of a pod | budget |
+|---|---|
+| crash, out of memory, volume full, container not started | one failure, if the pod was made after the last one was counted |
+| any other that is no host fault, of a pod that was hardly begun | free; from the fourth in a row on its replacement waits |
+| any other | free |
+
+Progress takes all of it back: a newer step, or where workers start afresh a newer checkpoint.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.memory import Budget, Memory
+from evergrad_operator.names import Cause
+from evergrad_operator.observe import Observation
+from evergrad_operator.pods import PodState, describe_cause
+
+_FREE_SHORT_LIVES = 3
+_NO_SHORT_LIVES = frozenset({Cause.DONE, Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR})
+"""Ends that say nothing of a short life: the run is complete, or the host waits by a rule of its own."""
+
+
+def count_failures(memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float) -> Memory:
+    """Count what uses the budget. ``newest``: when the youngest pod there was made.
+
+    Pods that were there when the last failure was counted fell with it, and count no more.
+    """
+    budget = memory.budget
+    for pod in ended:
+        cause = describe_cause(pod)
+        if cause in names.COUNTED and pod.created_at > budget.at:
+            failures = (0 if _has_lasted(pod, memory, config) else budget.failures) + 1
+            delay = _delay(failures - 1, config)
+            budget = replace(_mark(budget, memory), failures=failures, at=newest, retry_at=max(budget.retry_at, now + delay))
+        elif cause not in _NO_SHORT_LIVES and now - pod.created_at < config.short_life_seconds:
+            budget = add_short_life(budget, memory, config, now)
+    return replace(memory, budget=budget)
+
+
+def _has_lasted(pod: PodState, memory: Memory, config: Config) -> bool:
+    """Whether a pod of a run that tells nothing of itself lived long enough for its end to be a first failure again."""
+    training, end = memory.training, pod.end
+    is_told = training.step is not None or training.checkpoint_step is not None
+    return not is_told and end is not None and (end.at or 0.0) - pod.created_at >= config.undisturbed_seconds
+
+
+def add_short_life(budget: Budget, memory: Memory, config: Config, now: float) -> Budget:
+    """Free, yet not for ever at full speed."""
+    short_lives = budget.short_lives + 1
+    retry_at = max(budget.retry_at, now + _delay(short_lives - _FREE_SHORT_LIVES, config))
+    return replace(_mark(budget, memory), short_lives=short_lives, retry_at=retry_at)
+
+
+def _delay(count: int, config: Config) -> float:
+    return find_delay(count, first=config.first_backoff_seconds, longest=config.longest_backoff_seconds)
+
+
+def find_delay(count: int, *, first: float, longest: float) -> float:
+    """Seconds, twice as many each time; none for the very first, which is most often a lone accident."""
+    return 0.0 if count < 1 else min(longest, first * 2.0 ** min(count - 1, 30))
+
+
+def _mark(budget: Budget, memory: Memory) -> Budget:
+    training = memory.training
+    step = -1 if training.step is None else training.step
+    checkpoint = -1 if training.checkpoint_step is None else training.checkpoint_step
+    return replace(budget, step=max(budget.step, step), checkpoint_step=max(budget.checkpoint_step, checkpoint))
+
+
+def forgive(memory: Memory, observation: Observation) -> Memory:
+    """Progress since the last failure: the count begins anew. With fresh workers only a checkpoint is progress."""
+    budget, training = memory.budget, memory.training
+    has_step = training.step is not None and training.step > budget.step
+    has_checkpoint = training.checkpoint_step is not None and training.checkpoint_step > budget.checkpoint_step
+    is_fresh = observation.run.recovery == "fresh"
+    if (budget.failures or budget.short_lives) and (has_checkpoint or (has_step and not is_fresh)):
+        return replace(memory, budget=Budget(at=budget.at))
+    return memory

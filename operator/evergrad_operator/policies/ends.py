@@ -1,0 +1,91 @@
+"""Ends of nodes' pods: each is counted once, whatever happens between two writes. Pure.
+
+A pod's end is counted when it is first seen to be over. The memory holds each node's newest attempt and whether its end
+is counted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from evergrad_operator import names
+from evergrad_operator.config import Config
+from evergrad_operator.memory import MAX_ENDS, EndRecord, Memory
+from evergrad_operator.names import Cause
+from evergrad_operator.observe import Observation
+from evergrad_operator.pods import PodState, describe_cause
+from evergrad_operator.policies.budget import count_failures
+from evergrad_operator.policies.host_faults import forgive_hosts, note_host_faults
+from evergrad_operator.policies.root_cause import note_pods
+
+
+def note_nodes(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
+    """The memory with every end of a node's pod that was not counted before."""
+    pods: dict[int, list[PodState]] = {}
+    for pod in observation.nodes:
+        pods.setdefault(pod.index, []).append(pod)
+    attempts, recorded, ended = list(memory.attempts), set(memory.recorded), list[PodState]()
+    vanished = []
+    attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
+    for index in range(len(attempts)):
+        mine = pods.get(index, [])
+        if attempts[index] >= 0 and index not in recorded and all(pod.attempt != attempts[index] for pod in mine):
+            vanished.append((index, attempts[index]))
+            recorded.add(index)
+        for pod in mine:
+            if pod.attempt < attempts[index] or (pod.attempt == attempts[index] and index in recorded):
+                continue
+            attempts[index] = pod.attempt
+            recorded.discard(index)
+            if pod.is_over:
+                ended.append(pod)
+                recorded.add(index)
+    released = _released(observation, memory, len(attempts))
+    counted = [pod for pod in ended if pod.index not in released and pod.restart == memory.restart]
+    lost = [(index, attempt) for index, attempt in vanished if index not in released]
+    memory = replace(memory, attempts=tuple(attempts), recorded=frozenset(recorded | released))
+    memory = _add_ends(memory, observation, counted, lost, now)
+    memory = note_pods(memory, counted, now)
+    newest = _find_newest(observation, counted)
+    memory = count_failures(memory, counted, newest=newest, config=config, now=now)
+    memory = note_host_faults(memory, counted, newest=newest, config=config, now=now)
+    return forgive_hosts(memory, observation, now)
+
+
+def _find_newest(observation: Observation, ended: Iterable[PodState]) -> float:
+    """When the youngest pod was made that was there as these ended.
+
+    Successors, made by an operator that died before it could write this down, do not count as having been there.
+    """
+    last = {pod.index: pod.attempt for pod in ended}
+    there = (pod.created_at for pod in observation.nodes if pod.attempt <= last.get(pod.index, pod.attempt))
+    return max(there, default=0.0)
+
+
+def _released(observation: Observation, memory: Memory, known: int) -> frozenset[int]:
+    """Nodes whose pods the operator itself sends away: their ends are nobody's fault and no restart."""
+    if is_letting_go(observation, memory):
+        return frozenset(range(known))
+    return frozenset(range(observation.run.spec.nodes.max, known))
+
+
+def is_letting_go(observation: Observation, memory: Memory) -> bool:
+    """Whether the operator itself sends the run's pods away."""
+    return observation.run.spec.suspend or memory.is_stopped or memory.finish is not None
+
+
+def _add_ends(
+    memory: Memory, observation: Observation, ended: Iterable[PodState], vanished: Iterable[tuple[int, int]], now: float
+) -> Memory:
+    records = [
+        EndRecord(pod.name, describe_cause(pod), pod.end.exit_code if pod.end else None, (pod.end and pod.end.at) or now)
+        for pod in ended
+    ]
+    run = observation.run.name
+    records += [EndRecord(names.node_pod_name(run, index, attempt), Cause.DELETED, None, now) for index, attempt in vanished]
+    # Before a group has formed, exit code 64 most often ends the run, so that nothing is restarted.
+    no_restart = (Cause.DONE,) if memory.has_formed else (Cause.DONE, Cause.USER_ERROR)
+    restarts = dict(memory.restarts)
+    for record in records:
+        if record.cause not in no_restart:
+            restarts[record.cause] = restarts.get(record.cause, 0) + 1
+    return replace(memory, restarts=restarts, ends=(*memory.ends, *records)[-MAX_ENDS:])

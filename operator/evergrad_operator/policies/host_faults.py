@@ -1,0 +1,99 @@
+"""Ends that speak against a host or a moment, not against the run. Pure.
+
+They cost no failure of the budget. The pod comes back, later each time, on another host if there is one; other nodes and the
+coordinator wait for nothing.
+
+| end of a node's pod | taken for |
+|---|---|
+| exit code 70 with kind ``environment``, such as an unwritable mount or a missing device | a host fault |
+| refused by the kubelet, such as by a device plugin | a host fault |
+| exit code 64 after a group has formed: a group that trains shows that configuration and data are right | a host fault |
+| exit code 64 before | an input error: final once it is confirmed, tried again like a host fault until then |
+
+An input error is confirmed by two nodes on two hosts, by two tries of one node, or where the run has one node or one host.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Final
+
+from evergrad_operator.config import Config
+from evergrad_operator.memory import MAX_HOSTS, HostFaults, InputError, Memory
+from evergrad_operator.names import Cause
+from evergrad_operator.observe import Observation
+from evergrad_operator.pods import PodState, describe_cause
+from evergrad_operator.policies.budget import find_delay
+
+MANY_FAULTS: Final = 6
+"""After so many in a row a run that does not train needs a person: they took a minute of pauses, and as many starts."""
+_SECOND_OPINION_SECONDS: Final = 15.0
+"""Other nodes may say within this time whether they find the same input error; no pod is made for it meanwhile."""
+_WELL_SECONDS: Final = 180.0
+"""A pod that has run for so long has imported its libraries and joined: its host serves."""
+
+
+def note_host_faults(memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float) -> Memory:
+    """Count the ends among ``ended`` that speak against a host. ``newest``: when the youngest pod there was made.
+
+    Pods that were there when the last one was counted fell with it, and count no more.
+    """
+    faulty = [pod for pod in ended if is_host_fault(pod)]
+    if not faulty:
+        return memory
+    known = memory.faults
+    accused = [] if memory.has_formed else [pod for pod in faulty if describe_cause(pod) == Cause.USER_ERROR]
+    errors = (*memory.input_errors, *(InputError(pod.index, pod.node_name) for pod in accused))
+
+    # The first replacement waits for nothing, except where others are about to say what they think of the input.
+    in_a_row = known.in_a_row + any(pod.created_at > known.at for pod in faulty)
+    delay = find_delay(in_a_row - 1, first=config.first_backoff_seconds, longest=config.longest_host_backoff_seconds)
+    delay = max(delay, _SECOND_OPINION_SECONDS) if accused else delay
+    faults = HostFaults(
+        hosts=_add_hosts(known.hosts, faulty),
+        nodes=known.nodes | {pod.index for pod in faulty},
+        in_a_row=in_a_row,
+        at=max(known.at, newest),
+        retry_at=max(known.retry_at, now + delay),
+    )
+    return replace(memory, faults=faults, input_errors=errors[-MAX_HOSTS:])
+
+
+def is_host_fault(pod: PodState) -> bool:
+    """Whether a pod's end is tried again without a charge. An exit code 64 is, until it is confirmed."""
+    return describe_cause(pod) in (Cause.HOST_FAULT, Cause.REFUSED_BY_NODE, Cause.USER_ERROR)
+
+
+def _add_hosts(known: tuple[tuple[str, int], ...], faulty: Iterable[PodState]) -> tuple[tuple[str, int], ...]:
+    """How often each host had a fault; the one that had the last comes last."""
+    counts = dict(known)
+    for pod in faulty:
+        if pod.node_name:
+            counts[pod.node_name] = counts.pop(pod.node_name, 0) + 1
+    return tuple(counts.items())[-MAX_HOSTS:]
+
+
+def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:
+    """Once every node that had a fault is well, the next fault is a first one again. The hosts are still avoided."""
+    faults = memory.faults
+    live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
+    well = {pod.index for pod in live if now - (pod.started_at or now) >= _WELL_SECONDS}
+    surplus = {index for index in faults.nodes if index >= observation.run.spec.nodes.max}
+    nodes = faults.nodes - well - surplus
+    if nodes == faults.nodes:
+        return memory
+    faults = replace(faults, nodes=nodes) if nodes else HostFaults(hosts=faults.hosts, at=faults.at)
+    return replace(memory, faults=faults)
+
+
+def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
+    """Whether a person's mistake is the only explanation of the exit codes 64 so far; never once a group has formed."""
+    errors = memory.input_errors
+    if not errors or memory.has_formed:
+        return False
+    if observation.run.spec.nodes.max == 1 or len({error.node for error in errors}) < len(errors):
+        return True
+    if any(one.node != other.node and one.host != other.host for one in errors for other in errors):
+        return True
+    # Where all pods are on one host, no second one can be asked.
+    pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
+    return all(pod.node_name for pod in pods if pod.is_live) and len({pod.node_name for pod in pods if pod.node_name}) == 1

@@ -1,0 +1,77 @@
+"""The newest failure and its root cause, from what pods and the coordinator say. Pure.
+
+| said by | after | result |
+|---|---|---|
+| a pod that ended by itself, exit code 64 or 70 | its coordinator named a rank in the last minute | the rank stays |
+| any pod that failed | | the pod, its exit code and last words |
+| a pod with a host fault | a failure that counts, in the same look | the failure stays |
+| the coordinator | a pod ended by itself in the last minute | the coordinator's: it names the rank |
+| the coordinator | the same failure, told again: its time wavers by two seconds | nothing new |
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_operator import names
+from evergrad_operator.memory import LastFailure, Memory
+from evergrad_operator.names import Cause
+from evergrad_operator.observe import Failure
+from evergrad_operator.pods import MAX_MESSAGE, PodState, describe_cause
+from evergrad_operator.raw import keep_end
+
+CAUSES: Mapping[str, Cause] = {
+    "out_of_memory": Cause.OUT_OF_MEMORY,
+    "user_error": Cause.USER_ERROR,
+    "environment": Cause.HOST_FAULT,
+}
+"""The coordinator's word for a cause → ours; any other is a crash."""
+_NODE_DIGITS = 7
+_ECHO_SECONDS = 60.0
+"""A node ends so soon after its coordinator has said which rank failed."""
+_WAVER_SECONDS = 2.0
+_SAID_BEFORE = (ExitCode.USER_ERROR, ExitCode.INTERNAL)
+"""Exit codes of a node that ends by itself, after its coordinator was told why."""
+
+
+def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
+    """The last failure among pods that have just ended."""
+    failure = memory.last_failure
+    told = [pod for pod in ended if describe_cause(pod) in (*names.COUNTED, Cause.USER_ERROR)]
+    for pod in told or [pod for pod in ended if describe_cause(pod) == Cause.HOST_FAULT]:
+        described = _describe(pod, memory, now)
+        is_repeated = failure is not None and failure.rank is not None and described.at - failure.at < _ECHO_SECONDS
+        failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
+    return replace(memory, last_failure=failure)
+
+
+def _describe(pod: PodState, memory: Memory, now: float) -> LastFailure:
+    end = pod.end
+    return LastFailure(
+        cause=describe_cause(pod),
+        node=pod.index,
+        message=end.message if end else "",
+        at=(end and end.at) or now,
+        step=memory.training.step,
+        exit_code=end.exit_code if end else None,
+    )
+
+
+def note_verdict(memory: Memory, failure: Failure | None, now: float) -> Memory:
+    """The last failure as the coordinator tells it."""
+    if failure is None or failure.cause == "peer_lost":
+        return memory
+    at, known = now - failure.seconds_ago, memory.last_failure
+    is_echo = known is not None and known.rank is None and known.exit_code in _SAID_BEFORE and at > known.at - _ECHO_SECONDS
+    if known is not None and at <= known.at + _WAVER_SECONDS and not is_echo:
+        return memory
+    described = LastFailure(
+        cause=CAUSES.get(failure.cause, Cause.WORKER_CRASH),
+        node=int(failure.node) if failure.node.isdecimal() and len(failure.node) < _NODE_DIGITS else None,
+        message=keep_end(failure.message, MAX_MESSAGE),
+        at=at,
+        rank=failure.rank,
+        step=failure.step,
+        exit_code=failure.exit_code,
+    )
+    return replace(memory, last_failure=described)
