@@ -60,7 +60,9 @@ def _build(kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: 
 
 
 def _say_ready(decision: Decision) -> _Said:
-    is_ready = decision.phase in (Phase.RUNNING, Phase.COMPLETE)
+    # A run that somebody suspended is as it was asked to be: tools that wait for Ready, such as Flux, would wait for ever.
+    is_as_asked = decision.phase == Phase.SUSPENDED and decision.reason == Reason.SUSPENDED
+    is_ready = decision.phase in (Phase.RUNNING, Phase.COMPLETE) or is_as_asked
     return _Said(is_ready, decision.reason, keep_start(decision.message, _SHORT))
 
 

@@ -47,7 +47,7 @@ def pod(name: str, index: int | None = 0, attempt: int = 0, *, phase: str = "Run
     return {
         "metadata": {"name": name, "labels": labels, "creationTimestamp": "2026-03-01T12:00:00Z"},
         "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
-        "status": {"phase": phase, "containerStatuses": [{"state": state, "restartCount": 0}], **status},
+        "status": {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state, "restartCount": 0}], **status},
     }
 
 

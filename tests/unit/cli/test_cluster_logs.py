@@ -37,7 +37,10 @@ def pod(index: int | None, attempt: int = 0, *, state: str = "running", restarts
     return {
         "metadata": {"name": f"docs-lm-{role if index is None else index}-{attempt}", "labels": labels},
         "spec": {"containers": [{"name": "trainer"}]},
-        "status": {"phase": phase, "containerStatuses": [{"state": {state: {"x": 1}}, "restartCount": restarts}]},
+        "status": {
+            "phase": phase,
+            "containerStatuses": [{"name": "trainer", "state": {state: {"x": 1}}, "restartCount": restarts}],
+        },
     }
 
 

@@ -127,7 +127,7 @@ def raw_pod(name: str, index: int | None, attempt: int, state: dict[str, Any], *
     return {
         "metadata": {"name": name, "labels": labels, "creationTimestamp": "2026-03-01T12:58:00Z"},
         "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
-        "status": {"phase": phase, "containerStatuses": [{"state": state, **more}]},
+        "status": {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state, **more}]},
     }
 
 
@@ -154,6 +154,15 @@ def test_the_status_of_a_run_with_a_failure_tells_the_root_cause(make_run: Make)
     assert "   1             docs-lm-1-1             Running" in text
     assert "docs-lm-1-0" not in text
     assert "30s (x3)   Warning   Restarting" in text
+
+
+def test_an_injected_sidecar_hides_neither_the_state_nor_the_name_of_the_trainers_container() -> None:
+    raw = raw_pod("docs-lm-0-0", 0, 0, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=0)
+    raw["spec"]["containers"].insert(0, {"name": "istio-proxy"})
+    raw["status"]["phase"] = "Running"
+    raw["status"]["containerStatuses"].insert(0, {"name": "istio-proxy", "state": {"running": {}}, "restartCount": 4})
+    [pod] = parse_pods([raw])
+    assert (pod.container, pod.phase, pod.restarts) == ("trainer", "OOMKilled", 0)
 
 
 def test_the_status_of_a_thousand_nodes_fits_a_screen_or_two(make_run: Make) -> None:

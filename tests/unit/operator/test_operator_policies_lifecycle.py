@@ -216,7 +216,7 @@ def test_suspension_lets_the_nodes_save_before_the_coordinator_goes() -> None:
     assert "newest checkpoint is of step 40" in decision.message
     assert world.pods == {}
     assert world.condition("Suspended")["status"] == "True"
-    assert world.condition("Ready")["status"] == "False"
+    assert world.condition("Ready")["status"] == "True"
     assert world.condition("Reconciling")["status"] == "False"
     assert world.status["restarts"]["total"] == 0
     assert world.status["nodes"]["summary"] == "0/3"

@@ -15,6 +15,8 @@ STOPPED: Final = "StoppedOnRequest"
 """Reason of a run that is parked since its recipe or its stop file asked for it, not spec.suspend."""
 NODE: Final = "node"
 COORDINATOR: Final = "coordinator"
+_OWN_CONTAINERS: Final = ("trainer", "coordinator")
+"""Names of the containers that the operator builds; whatever else a pod has was injected."""
 _NOTHING: Final[Mapping[str, Any]] = {}
 
 
@@ -264,8 +266,8 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
     metadata, spec, status = (_mapping(raw, key) for key in ("metadata", "spec", "status"))
     labels = _mapping(metadata, "labels")
     containers = _mappings(status, "containerStatuses")
-    first = containers[0] if containers else _NOTHING
-    state = _mapping(first, "state")
+    own = next((item for item in containers if item.get("name") in _OWN_CONTAINERS), _NOTHING)
+    state = _mapping(own, "state")
     terminated, waiting = _mapping(state, "terminated"), _mapping(state, "waiting")
     conditions = _mappings(status, "conditions")
     ready = next((item for item in conditions if item.get("type") == "Ready"), _NOTHING)
@@ -280,10 +282,10 @@ def _parse_pod(raw: Mapping[str, Any]) -> Pod:
         phase=_pod_phase(metadata, status, terminated, waiting),
         is_ready=ready.get("status") == "True",
         is_over=_text(status, "phase") in ("Succeeded", "Failed"),
-        has_started=bool(terminated or _mapping(state, "running") or _mapping(first, "lastState")),
-        restarts=_integer(first.get("restartCount")) or 0,
+        has_started=bool(terminated or _mapping(state, "running") or _mapping(own, "lastState")),
+        restarts=_integer(own.get("restartCount")) or 0,
         node=_text(spec, "nodeName"),
-        container=names[0] if names else "",
+        container=next((name for name in names if name in _OWN_CONTAINERS), ""),
         message=message,
         created=parse_time(metadata.get("creationTimestamp")),
     )
