@@ -70,6 +70,11 @@ def coordinator_service_name(run: str) -> str:
     return f"{run}-coordinator"
 
 
+def coordinator_budget_name(run: str) -> str:
+    """The coordinator's PodDisruptionBudget. No run has a dot in its name, so that it is no other run's."""
+    return f"{run}.coordinator"
+
+
 def config_name(run: str) -> str:
     """The ConfigMap with the run as its nodes read it."""
     return f"{run}-config"

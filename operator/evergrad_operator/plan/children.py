@@ -11,8 +11,8 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.plan.claim import build_claim, is_for_one_host
 from evergrad_operator.plan.common import JsonObject, with_hash
 from evergrad_operator.plan.config_map import build_config_map
-from evergrad_operator.plan.coordinator_pod import build_coordinator_pod
-from evergrad_operator.plan.disruption_budget import build_disruption_budget
+from evergrad_operator.plan.coordinator_pod import Epoch, build_coordinator_pod
+from evergrad_operator.plan.disruption_budget import build_coordinator_budget, build_disruption_budget
 from evergrad_operator.plan.network_policy import build_network_policy
 from evergrad_operator.plan.node_pod import Node, build_node_pod
 from evergrad_operator.plan.service import build_service
@@ -96,15 +96,25 @@ def _build_wanted(observation: Observation, decision: Decision, config: Config) 
         attempt = live.attempt
     wanted = [build_config_map(run, observation.raw)]
     wanted += [build_service(run, attempt=attempt)] if attempt is not None else []
-    budget = build_disruption_budget(run) if config.disruption_budgets and _is_worth_protecting(observation, decision) else None
-    wanted += [budget] if budget else []
+    if config.disruption_budgets and _is_worth_protecting(observation, decision):
+        budget = build_disruption_budget(run)
+        wanted += [budget] if budget else []
+        wanted.append(build_coordinator_budget(run, is_needed=_is_regrouping(observation)))
     wanted += [build_network_policy(run, config)] if config.network_policies else []
     return wanted
 
 
 def _is_worth_protecting(observation: Observation, decision: Decision) -> bool:
     """Whether a group has formed. Before, a budget protects no work, and costs: all of a namespace are looked at for each pod."""
-    return decision.phase == names.Phase.RUNNING or ("PodDisruptionBudget", observation.run.name) in observation.hashes
+    is_known = any(kind == "PodDisruptionBudget" for kind, _ in observation.hashes)
+    return decision.phase == names.Phase.RUNNING or is_known
+
+
+def _is_regrouping(observation: Observation) -> bool:
+    """Whether a group ends or begins at this moment, which only the coordinator that is at it can bring to its end."""
+    progress, live = observation.progress, observation.live_coordinator
+    is_current = progress is not None and live is not None and progress.attempt == live.attempt
+    return is_current and progress is not None and progress.phase in ("Starting", "Draining")
 
 
 def _plan_leftovers(observation: Observation, decision: Decision, wanted: list[JsonObject]) -> Iterator[Deletion]:
@@ -130,8 +140,9 @@ def _plan_pods(observation: Observation, decision: Decision, config: Config, tok
     if decision.coordinator_attempt is not None:
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
         expect = min(max(running, run.spec.nodes.min), run.spec.nodes.max) if running else run.spec.nodes.max
-        attempt = decision.coordinator_attempt
-        yield build_coordinator_pod(run, memory, config, attempt=attempt, expect=expect, token=token)
+        nothing_runs = all(pod.end is not None for pod in observation.nodes)
+        epoch = Epoch(decision.coordinator_attempt, expect, nothing_runs=nothing_runs and decision.coordinator_attempt > 0)
+        yield build_coordinator_pod(run, memory, config, epoch, token=token)
     is_on_one_host = is_for_one_host(run, config, observation.claim)
     for index, attempt in decision.nodes_to_create:
         node = Node(index, attempt, is_on_one_host=is_on_one_host)

@@ -1,5 +1,7 @@
 """The pod of a run's coordinator: the only authority on who trains."""
 
+from dataclasses import dataclass
+
 from evergrad_coordinator.contract import build_soft_limit
 from evergrad_operator import names
 from evergrad_operator.config import Config
@@ -15,6 +17,7 @@ from evergrad_operator.plan.common import (
     without_none,
 )
 from evergrad_operator.plan.node_pod import grace_seconds
+from evergrad_operator.plan.template import build_coordinator_metadata, build_coordinator_placement
 from evergrad_operator.plan.token import build_token_arguments, build_token_mount, build_token_volume
 from evergrad_operator.spec import TrainingRun
 
@@ -24,14 +27,27 @@ _LINGER_SECONDS = 10**8
 """It stays after the end, so that the operator can read how the run ended, until the operator deletes it."""
 
 
-def build_coordinator_pod(
-    run: TrainingRun, memory: Memory, config: Config, *, attempt: int, expect: int, token: str
-) -> JsonObject:
-    """The coordinator in its ``attempt``, which waits for ``expect`` nodes at the start."""
+@dataclass(frozen=True)
+class Epoch:
+    """One coordinator pod in the life of a run.
+
+    ``expect``: nodes it waits for at the start. ``nothing_runs``: whether no group of before can be at work, so that none is
+    waited for.
+    """
+
+    attempt: int
+    expect: int
+    nothing_runs: bool = False
+
+
+def build_coordinator_pod(run: TrainingRun, memory: Memory, config: Config, epoch: Epoch, *, token: str) -> JsonObject:
+    """The pod of one coordinator. ``token``: the run's."""
     template = run.spec.template
-    metadata = build_metadata(run, names.coordinator_pod_name(run.name, attempt))
-    metadata["labels"] = {**build_labels(run, role=names.ROLE_COORDINATOR), names.LABEL_ATTEMPT: str(attempt)}
-    metadata["annotations"] = {names.ANNOTATION_RESTART: str(memory.restart)}
+    metadata = build_metadata(run, names.coordinator_pod_name(run.name, epoch.attempt))
+    labels, annotations = build_coordinator_metadata(run)
+    ours = {**build_labels(run, role=names.ROLE_COORDINATOR), names.LABEL_ATTEMPT: str(epoch.attempt)}
+    metadata["labels"] = {**labels, **ours}
+    metadata["annotations"] = {**annotations, names.ANNOTATION_RESTART: str(memory.restart)}
     spec: JsonObject = {
         # A coordinator that crashes goes on from its state; one whose pod is lost is replaced by one of a higher epoch.
         "restartPolicy": "OnFailure",
@@ -39,22 +55,22 @@ def build_coordinator_pod(
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": build_pod_security(config),
-        "priorityClassName": template.priority_class_name,
+        **build_coordinator_placement(run),
         "tolerations": build_tolerations(template.tolerations, config.node_loss_toleration_seconds),
         "imagePullSecrets": build_pull_secrets(run, config),
-        "containers": [_build_container(run, memory, config, attempt=attempt, expect=expect)],
+        "containers": [_build_container(run, memory, config, epoch)],
         "volumes": [{"name": "evergrad-state", "emptyDir": {}}, build_token_volume(run, token)],
     }
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(spec)}
 
 
-def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attempt: int, expect: int) -> JsonObject:
+def _build_container(run: TrainingRun, memory: Memory, config: Config, epoch: Epoch) -> JsonObject:
     return {
         "name": names.CONTAINERS[names.ROLE_COORDINATOR],
         "image": memory.coordinator.image or config.operator_image,
         "imagePullPolicy": config.operator_image_pull_policy,
         "command": ["python", "-m", "evergrad_coordinator"],
-        "args": _build_arguments(run, attempt=attempt, expect=expect),
+        "args": _build_arguments(run, epoch),
         "ports": [
             {"name": "join", "containerPort": names.JOIN_PORT, "protocol": "TCP"},
             {"name": "status", "containerPort": names.STATUS_PORT, "protocol": "TCP"},
@@ -76,18 +92,19 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, attemp
     }
 
 
-def _build_arguments(run: TrainingRun, *, attempt: int, expect: int) -> list[str]:
+def _build_arguments(run: TrainingRun, epoch: Epoch) -> list[str]:
     nodes = run.spec.nodes
     return [
         *("--run", run.name),
         *("--min", str(nodes.min)),
         *("--max", str(nodes.max)),
-        *("--expect", str(expect)),
+        *("--expect", str(epoch.expect)),
         *("--port", str(names.JOIN_PORT)),
         *("--status-port", str(names.STATUS_PORT)),
         *("--state", f"{names.STATE_PATH}/generation"),
         *build_token_arguments(),
-        *("--epoch", str(attempt)),
+        *("--epoch", str(epoch.attempt)),
+        *(("--nothing-runs",) if epoch.nothing_runs else ()),
         *("--recovery", run.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
         *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),

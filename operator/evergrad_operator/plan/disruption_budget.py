@@ -1,4 +1,4 @@
-"""The PodDisruptionBudget of a run's nodes."""
+"""The PodDisruptionBudgets of a run: of its nodes, and of its coordinator."""
 
 from evergrad_operator import names
 from evergrad_operator.plan.common import JsonObject, build_labels, build_metadata
@@ -14,8 +14,20 @@ def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
     fewest = nodes.min if nodes.max > nodes.min else nodes.min - 1
     if fewest < 1:
         return None
-    selector = {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_NODE}
-    metadata = build_metadata(run, run.name)
+    return _build(run, run.name, names.ROLE_NODE, fewest)
+
+
+def build_coordinator_budget(run: TrainingRun, *, is_needed: bool) -> JsonObject:
+    """While a group ends or begins its coordinator is not evicted; at any other time it may be, and a drain goes on.
+
+    A group that trains, or waits, is taken over by the next coordinator as it is. A budget that never allowed the eviction would
+    hold up a drain, or the upgrade of a cluster, until the run's end.
+    """
+    return _build(run, names.coordinator_budget_name(run.name), names.ROLE_COORDINATOR, 1 if is_needed else 0)
+
+
+def _build(run: TrainingRun, name: str, role: str, fewest: int) -> JsonObject:
+    metadata = build_metadata(run, name)
     metadata["labels"] = build_labels(run)
     return {
         "apiVersion": "policy/v1",
@@ -23,7 +35,7 @@ def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
         "metadata": metadata,
         "spec": {
             "minAvailable": fewest,
-            "selector": {"matchLabels": selector},
+            "selector": {"matchLabels": {names.LABEL_RUN: run.name, names.LABEL_ROLE: role}},
             "unhealthyPodEvictionPolicy": "AlwaysAllow",
         },
     }

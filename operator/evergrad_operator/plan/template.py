@@ -4,9 +4,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from evergrad_operator import names
+from evergrad_operator.raw import get_map, get_maps, get_text
 from evergrad_operator.spec import TrainingRun
 
 _HOST: Final = "kubernetes.io/hostname"
+_OF_NODES: Final = (
+    "kueue.x-k8s.io/",
+    "scheduling.x-k8s.io/",
+    "scheduling.k8s.io/",
+    "scheduling.volcano.sh/",
+    "k8s.v1.cni.cncf.io/",
+    "prometheus.io/",
+    "container.apparmor.security.beta.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+)
+"""Beginnings of what a template's metadata ask for a pod that trains: a place in a queue or gang, a network device, a port to
+scrape, a profile for a container of this name. The coordinator has none of these."""
 
 
 def build_user_labels(run: TrainingRun) -> dict[str, str]:
@@ -55,6 +68,45 @@ def _join_one_host(affinity: Mapping[str, Any], ours: Mapping[str, Any]) -> dict
     required = between.get("requiredDuringSchedulingIgnoredDuringExecution") or ()
     between["requiredDuringSchedulingIgnoredDuringExecution"] = [*required, {**ours, "topologyKey": _HOST}]
     return {**affinity, "podAffinity": between}
+
+
+def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
+    """Where the coordinator may be: where the nodes may, because the template says which hosts are the run's, and of which kind.
+
+    What the template says of pods among each other stays with the nodes: the coordinator keeps away from nothing.
+    """
+    template = run.spec.template
+    placement = {key: template.affinity[key] for key in ("nodeAffinity",) if template.affinity.get(key)}
+    return {
+        "nodeSelector": dict(template.node_selector),
+        "affinity": placement,
+        "priorityClassName": template.priority_class_name,
+    }
+
+
+def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[str, str]]:
+    """The template's labels and annotations that the coordinator bears, too, such as those that keep sidecars out of a pod.
+
+    A label by which the template's own constraints count pods is left out, or the coordinator would take a node's host or zone.
+    """
+    template = run.spec.template
+    between = [template.affinity.get("podAffinity"), template.affinity.get("podAntiAffinity")]
+    counted = _find_selected([*between, *template.topology_spread_constraints])
+    labels = {key: value for key, value in template.labels.items() if key not in counted and not key.startswith(_OF_NODES)}
+    annotations = {key: value for key, value in template.annotations.items() if not key.startswith(_OF_NODES)}
+    return labels, annotations
+
+
+def _find_selected(value: Any) -> set[str]:
+    """Keys of labels that the selectors anywhere in ``value`` look at."""
+    if isinstance(value, (list, tuple)):
+        return {key for item in value for key in _find_selected(item)}
+    if not isinstance(value, Mapping):
+        return set()
+    found = {key for item in value.values() for key in _find_selected(item)}
+    found.update(get_map(value, "matchLabels"))
+    found.update(get_text(one, "key") for one in get_maps(value, "matchExpressions"))
+    return found | {key for name in ("matchLabelKeys", "mismatchLabelKeys") for key in value.get(name) or ()}
 
 
 def merge_env(ours: dict[str, str], given: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:

@@ -351,7 +351,8 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
     world.train()
     world.reconcile()
     budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
-    assert [budget["spec"]["minAvailable"] for budget in budgets] == ([] if fewest is None else [fewest])
+    of_nodes = [one for one in budgets if one["spec"]["selector"]["matchLabels"]["evergrad.dev/role"] == "node"]
+    assert [budget["spec"]["minAvailable"] for budget in of_nodes] == ([] if fewest is None else [fewest])
 
 
 @pytest.mark.parametrize(
@@ -386,6 +387,7 @@ def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:
     world.reconcile()
     assert {(deletion.kind, deletion.name) for deletion in world.plan.delete} == {
         ("PodDisruptionBudget", "docs-lm"),
+        ("PodDisruptionBudget", "docs-lm.coordinator"),
         ("NetworkPolicy", "docs-lm"),
     }
 
@@ -453,3 +455,140 @@ def test_a_coordinator_that_is_replaced_expects_the_nodes_that_are_there() -> No
     world.reconcile()
     arguments = world.plan.create[0]["spec"]["containers"][0]["args"]
     assert arguments[arguments.index("--expect") + 1] == "2"
+
+
+# ---- the coordinator's place -----------------------------------------------------------------------------------------
+
+
+def coordinator_of(template: dict[str, Any]) -> dict[str, Any]:
+    """The coordinator's pod of a run with this template."""
+    world = Simulation(make_run(template=template))
+    world.reconcile()
+    return dict(world.plan.create[0])
+
+
+def test_the_coordinator_may_be_where_the_nodes_may_and_counts_as_much() -> None:
+    hosts = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}}
+    taint = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
+    spec = coordinator_of(
+        {
+            "nodeSelector": {"kubernetes.io/arch": "arm64"},
+            "tolerations": [taint],
+            "affinity": {"nodeAffinity": hosts},
+            "priorityClassName": "high",
+        }
+    )["spec"]
+    assert spec["nodeSelector"] == {"kubernetes.io/arch": "arm64"}
+    assert taint in spec["tolerations"]
+    assert spec["affinity"] == {"nodeAffinity": hosts}
+    assert spec["priorityClassName"] == "high"
+
+
+def test_the_coordinator_keeps_away_from_nothing_and_needs_no_accelerators_runtime() -> None:
+    spec = coordinator_of(
+        {
+            "affinity": {
+                "podAntiAffinity": {
+                    "requiredDuringSchedulingIgnoredDuringExecution": [
+                        {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "lm"}}}
+                    ]
+                }
+            },
+            "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+            "runtimeClassName": "nvidia",
+            "schedulerName": "volcano",
+        }
+    )["spec"]
+    assert not {"affinity", "topologySpreadConstraints", "runtimeClassName", "schedulerName"} & set(spec)
+
+
+def test_the_coordinator_bears_what_keeps_sidecars_out_and_hosts_in_use() -> None:
+    metadata = coordinator_of(
+        {
+            "labels": {"sidecar.istio.io/inject": "false", "team": "research"},
+            "annotations": {"linkerd.io/inject": "disabled", "karpenter.sh/do-not-disrupt": "true"},
+        }
+    )["metadata"]
+    assert metadata["labels"].items() >= {"sidecar.istio.io/inject": "false", "team": "research"}.items()
+    assert metadata["annotations"].items() >= {"linkerd.io/inject": "disabled", "karpenter.sh/do-not-disrupt": "true"}.items()
+    assert metadata["labels"]["evergrad.dev/role"] == "coordinator"
+
+
+@pytest.mark.parametrize("kind", ["podAntiAffinity", "podAffinity", "topologySpreadConstraints"])
+def test_constraints_of_the_nodes_among_each_other_do_not_count_the_coordinator(kind: str) -> None:
+    selector = {"matchLabels": {"app": "lm"}, "matchExpressions": [{"key": "tier", "operator": "Exists"}]}
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector, "matchLabelKeys": ["round"]}
+    preferred = [{"weight": 1, "podAffinityTerm": term}]
+    chosen: dict[str, Any] = {"affinity": {kind: {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
+    if kind == "topologySpreadConstraints":
+        chosen = {kind: [{"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule", **term}]}
+    labels = {"app": "lm", "tier": "a", "round": "1", "team": "research"}
+    found = coordinator_of({"labels": labels, **chosen})["metadata"]["labels"]
+    assert {key: found[key] for key in labels if key in found} == {"team": "research"}
+
+
+def test_what_a_template_asks_for_a_training_pod_alone_is_not_asked_for_the_coordinator() -> None:
+    metadata = coordinator_of(
+        {
+            "labels": {"kueue.x-k8s.io/queue-name": "gpus", "scheduling.x-k8s.io/pod-group": "gang"},
+            "annotations": {
+                "k8s.v1.cni.cncf.io/networks": "rdma",
+                "prometheus.io/port": "29402",
+                "container.apparmor.security.beta.kubernetes.io/trainer": "runtime/default",
+            },
+        }
+    )["metadata"]
+    assert all(key.startswith(("evergrad.dev/", "app.kubernetes.io/")) for key in metadata["labels"])
+    assert list(metadata["annotations"]) == ["evergrad.dev/restart"]
+
+
+def budget_of_coordinator(world: Simulation) -> int:
+    return int(world.children["PodDisruptionBudget", "docs-lm.coordinator"]["spec"]["minAvailable"])
+
+
+def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_it_trains() -> None:
+    world = Simulation(make_run(nodes={"min": 2, "max": 2}))
+    world.reconcile()
+    world.start()
+    world.train(phase="Starting")
+    world.settle()
+    assert ("PodDisruptionBudget", "docs-lm.coordinator") not in world.children, "no work is lost before the first group"
+    found = []
+    for phase in ("Running", "Draining", "Starting", "Running", "Waiting"):
+        world.train(phase=phase)
+        world.settle()
+        found.append(budget_of_coordinator(world))
+    assert found == [0, 1, 1, 0, 0]
+    budget = world.children["PodDisruptionBudget", "docs-lm.coordinator"]["spec"]
+    assert budget["selector"]["matchLabels"] == {"evergrad.dev/run": "docs-lm", "evergrad.dev/role": "coordinator"}
+
+
+def test_a_run_of_one_node_protects_its_coordinator_too() -> None:
+    world = Simulation(make_run(nodes={"min": 1, "max": 1})).run()
+    assert [name for kind, name in world.children if kind == "PodDisruptionBudget"] == ["docs-lm.coordinator"]
+    world.train(phase="Starting")
+    world.settle()
+    assert budget_of_coordinator(world) == 1
+
+
+def test_a_coordinator_waits_for_a_group_of_before_only_where_one_may_be_at_work() -> None:
+    def is_told(world: Simulation) -> bool:
+        (pod,) = [one for one in world.plan.create if one["metadata"]["labels"]["evergrad.dev/role"] == "coordinator"]
+        return parse_arguments(pod["spec"]["containers"][0]["args"]).nothing_runs
+
+    world = Simulation()
+    world.reconcile()
+    assert not is_told(world), "the first epoch waits for nobody anyway"
+    world = Simulation().run()
+    world.age(100)
+    world.vanish("docs-lm-coordinator-0")
+    world.reconcile()
+    assert not is_told(world)
+    world = Simulation().run()
+    world.set_spec(suspend=True)
+    for _ in range(4):
+        world.reconcile()
+        world.leave()
+    world.set_spec(suspend=False)
+    world.reconcile()
+    assert is_told(world)
