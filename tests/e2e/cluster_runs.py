@@ -32,6 +32,8 @@ Rows = dict[int, dict[str, Any]]
 ENDLESS = 100_000
 """Steps of a run that must not be complete before its test has seen what it waits for, however quick the machine is."""
 CHECKPOINT_INTERVAL = 50
+WARMUP_STEPS = 25
+"""Steps, not a share: a run and its reference train alike whatever their horizons are."""
 MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 TRAINING: dict[str, Any] = {
     "recipe": "pretrain",
@@ -43,7 +45,7 @@ TRAINING: dict[str, Any] = {
     },
     "batching": {"globalBatchSize": 16, "microBatchSize": 4},
     "optimizer": {"type": "adamw", "learningRate": 1e-3},
-    "schedule": {"type": "wsd", "warmup": 25},
+    "schedule": {"type": "wsd"},
     "checkpoint": {"every": {"steps": CHECKPOINT_INTERVAL}, "keep": 2},
     "logging": {"every": {"steps": 50}},
     "runtime": {"precision": "fp32"},
@@ -76,7 +78,8 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def make_manifest(name: str, *, steps: int, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A TrainingRun of ``steps`` quick steps with ``changes`` laid over its spec."""
-    spec = {**SPEC, "training": {**TRAINING, "horizon": {"steps": steps}}}
+    training = merged(TRAINING, {"horizon": {"steps": steps}, "schedule": {"warmup": min(WARMUP_STEPS, steps // 2)}})
+    spec = {**SPEC, "training": training}
     return {
         "apiVersion": f"{GROUP}/v1alpha1",
         "kind": "TrainingRun",
