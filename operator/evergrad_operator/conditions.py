@@ -8,7 +8,7 @@ from evergrad_operator.decision import Decision
 from evergrad_operator.names import Cause, Condition, Phase, Reason
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import MAX_MESSAGE
-from evergrad_operator.raw import get_text, keep_start
+from evergrad_operator.raw import get_int, get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_time, parse_time
 
 _SHORT: Final = 256
@@ -44,6 +44,19 @@ def build_conditions(
     }
     generation = observation.run.generation
     return [_build(kind, one, old.get(kind, {}), generation=generation, now=now) for kind, one in said.items()]
+
+
+def build_refused_conditions(raw: Mapping[str, Any], message: str, *, now: float) -> list[dict[str, Any]]:
+    """Conditions of a run whose spec cannot be read: it is not ready, nothing goes on, and a person must act; the rest stays."""
+    generation = get_int(get_map(raw, "metadata"), "generation") or 0
+    said = {
+        Condition.READY: _Said(False, Reason.INVALID_SPEC, keep_start(message, _SHORT)),
+        Condition.STALLED: _Said(True, Reason.INVALID_SPEC, message),
+        Condition.RECONCILING: _Said(False, Reason.INVALID_SPEC),
+    }
+    old = {get_text(one, "type"): one for one in get_maps(get_map(raw, "status"), "conditions")}
+    told = {kind.value: _build(kind, one, old.get(kind, {}), generation=generation, now=now) for kind, one in said.items()}
+    return [*(told.pop(kind, dict(one)) for kind, one in old.items()), *told.values()]
 
 
 def _build(kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: int, now: float) -> dict[str, Any]:

@@ -61,8 +61,3 @@ class Decision:
     record: Record | None = None
     is_blocked: bool = False
     requeue_after: float | None = None
-
-    @property
-    def needs_listing(self) -> bool:
-        """Whether this must rest on a fresh LIST of the run's pods, not on a mirror: it makes or removes some."""
-        return bool(self.nodes_to_create or self.pods_to_delete) or self.coordinator_attempt is not None

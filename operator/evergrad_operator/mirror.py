@@ -58,6 +58,10 @@ class Mirror:
         """The run's other children by kind and name: metadata is all that is kept of them."""
         return self._children.get(key, {})
 
+    def users_of(self, namespace: str, claim: str) -> frozenset[Key]:
+        """The runs that keep their files on this claim."""
+        return self._index.users_of(namespace, claim)
+
     def others(self, key: Key) -> Sequence[Raw]:
         """Other runs whose folders on the same claim overlap with the run's."""
         raw = self._runs.get(key)

@@ -33,6 +33,10 @@ OPERATIONAL_SECTIONS: Final = (
 """Sections of ``spec.training`` that do not decide the result."""
 NAME_TAKEN: Final = "NameTaken"
 """Reason of an ApplyFailure: an object of that name exists, and is not the run's."""
+NAME_LEAVING: Final = "NameLeaving"
+"""Reason of an ApplyFailure: an object of an older run of the same name is there, and about to go."""
+BOUNDS_NOT_TAKEN: Final = "BoundsNotTaken"
+"""Reason of an ApplyFailure: the coordinator did not take new bounds."""
 _MAX_COUNT: Final = 10**6
 _MAX_SECONDS: Final = 10**9
 _MAX_VALUE: Final = 1e15
@@ -43,7 +47,8 @@ MAX_RECORD: Final = 4096
 
 @dataclass(frozen=True)
 class ApplyFailure:
-    """What the API server refused at the last reconcile that tried. ``status``: HTTP. ``at``: seconds since 1970."""
+    """What the API server refused at the last reconcile that tried. ``status``: HTTP, 0 without an answer. ``at``: seconds since
+    1970. ``verb``: create, apply, delete, get, list, or post for what the coordinator is told."""
 
     kind: str
     name: str
@@ -51,6 +56,7 @@ class ApplyFailure:
     reason: str
     message: str
     at: float = 0.0
+    verb: str = "create"
 
 
 @dataclass(frozen=True)

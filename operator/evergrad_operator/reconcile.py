@@ -3,83 +3,56 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Final, Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
+from evergrad_operator.apply import (
+    TOKEN_SECONDS,
+    Applied,
+    Applier,
+    Cluster,
+    Result,
+    describe_failure,
+    is_pod_work_due,
+    list_steps,
+)
 from evergrad_operator.claim_index import claim_of, existing_claim
 from evergrad_operator.config import Config
 from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError, SpecError
 from evergrad_operator.events import derive_events
-from evergrad_operator.kube import CLAIM, CONFIG_MAP, KINDS, POD, SECRET, SERVICE, Kind, Raw
+from evergrad_operator.kube import CLAIM, CONFIG_MAP, POD, SERVICE, Raw
 from evergrad_operator.metrics import Metrics
-from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror, find_vanished
+from evergrad_operator.mirror import CLAIMS, PODS, RUNS, Mirror, find_vanished
 from evergrad_operator.names import Key
-from evergrad_operator.observe import NAME_TAKEN, ApplyFailure, Observation, Progress, observe, owns, parse_progress
-from evergrad_operator.plan import Deletion, Plan, plan_children
+from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
+from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import Decision, decide
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
-from evergrad_operator.status import Outcome, build_status, should_write
+from evergrad_operator.refusals import Step
+from evergrad_operator.status import Outcome, build_refused_status, build_status, should_write
 
 log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
 CLAIM_SECONDS: Final = 30.0
 """So long an existing claim, which no watch shows, is taken to be as it was seen."""
-TOKEN_SECONDS: Final = 30.0
-"""Between two POSTs of the Secret of a run whose pods have a host and do not start. It exists, unless somebody deleted it."""
-_FIRST_RETRY, _LONGEST_RETRY = 1.0, 60.0
+READ_SECONDS: Final = 15.0
+"""For what is looked at before pods are made: a pass has time left to write why it could not."""
+_STATUS_RETRY_SECONDS: Final = 5.0
 _BY_ITSELF: Final = frozenset(ExitCode)
-_TAKEN: Final = 412
-"""HTTP's word for: not unless it is as expected."""
-
-
-class Cluster(Protocol):
-    """What reconciling needs of the API server; ``Kube`` is one, the tests' fake another. All raise ApiError."""
-
-    async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
-        """The object, or None."""
-
-    async def list_all(
-        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
-    ) -> tuple[list[Raw], int]:
-        """Objects, and the version of the list."""
-
-    async def create(self, body: Raw, *, is_brief: bool = False) -> Raw:
-        """A new object; ``is_brief``: only its metadata are answered."""
-
-    async def apply(self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER, is_brief: bool = False) -> Raw:
-        """The whole intent, by server-side apply."""
-
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
-        """End one object; False if it was gone."""
-
-
-@dataclass
-class Refusal:
-    """What the API server refused, how often in a row, at which generation of the run, and when it is asked again."""
-
-    failure: ApplyFailure
-    count: int
-    generation: int
-    retry_at: float
+_NEW_POD: Final = ("create", POD.kind)
 
 
 @dataclass
 class Memory:
     """What is remembered of a run between two reconciles. All of it may be lost: it only saves writes and tries."""
 
-    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
+    applied: Applied = field(default_factory=Applied)
     progress_written_at: float | None = None
-    applied: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Resource versions that our own applies led to: another one means that somebody has touched the object."""
     told: set[str] = field(default_factory=set)
-    token_posted_at: float = float("-inf")
-    is_in_doubt: bool = False
-    """A pod was there that the mirror did not have."""
     ends: frozenset[str] = frozenset()
     """Pods, by uid, that ended by themselves before the coordinator was last asked."""
 
@@ -104,6 +77,7 @@ class Reconciler:
         self._claims_seen_at: dict[Key, float] = {}
         self.clock: Callable[[], float] = time.time
         self.on_forget: Callable[[Key], None] = lambda key: None
+        self._applier = Applier(cluster, mirror=mirror, coordinators=coordinators, clock=self._now)
 
     async def reconcile(self, key: Key) -> float | None:
         """Work on one run; seconds until it has to be looked at again. Raises for what a later try may mend."""
@@ -132,31 +106,37 @@ class Reconciler:
             self._forget(key)
             return None
         memory = self._memories.setdefault(key, Memory())
-        await self._look_at_claim(key, raw, oldest=CLAIM_SECONDS)
+        await self._look_at_claim(key, raw, memory, oldest=CLAIM_SECONDS)
         try:
             seen, decision, plan = self._think(key, raw, memory)
         except SpecError as error:
-            await self._refuse_spec(raw, memory, error)
-            return None
+            return await self._refuse_spec(key, raw, memory, error)
         if await self._hear_verdict(key, seen, memory):
             seen, decision, plan = self._think(key, raw, memory)
-        if decision.needs_listing or plan.create or plan.delete:
-            # The mirror is a hint. Before anything is created or ended, what there is, is what the API server says.
-            # Of a run that nothing was done for yet there are none; if there is one all the same, its name is taken.
-            if raw.get("status") or self._mirror.pods(key) or memory.is_in_doubt:
-                await self._confirm_pods(key)
-                if plan.create:
-                    await self._confirm_children(key)
-                memory.is_in_doubt = False
-            await self._look_at_claim(key, raw, oldest=0.0)
+
+        # The mirror is a hint. Before anything is created or ended, what there is, is what the API server says. A pass in
+        # which nothing is tried, such as one of a run that waits for its quota, asks for nothing.
+        is_due = is_pod_work_due(plan, memory.applied.refusals, generation=seen.run.generation, now=self.clock())
+        is_confirmed = await self._confirm(key, raw, memory, plan) if is_due else False
+        if is_confirmed:
             raw = self._mirror.run(key) or raw
             seen, decision, plan = self._think(key, raw, memory)
-        outcome = await self._apply(key, seen, plan, memory)
-        if outcome.failures:
-            seen, decision, _ = self._think(key, raw, memory)
+
+        # What is refused is told in this same pass, and tried again after a pause of its own; the rest goes on.
+        steps = frozenset(list_steps(plan))
+        doable = plan if is_confirmed else replace(plan, create=(), delete=())
+        results = await self._applier.apply(key, seen, doable, memory.applied)
+        self._note_results(key, seen, doable, results)
+        memory.applied.refusals.keep(steps)
+        if memory.applied.refusals.failures() != seen.failures:
+            # Only what was refused is new: pods that this pass has ended would look like lost ones.
+            seen = replace(seen, failures=memory.applied.refusals.failures())
+            decision = decide(seen, self._config, self.clock())
         self._follow(key, seen)
-        delays = [decision.requeue_after, *self._retries(memory), TOKEN_SECONDS if plan.token is not None else None]
-        delays.append(await self._write_status(key, raw, seen, decision, outcome))
+        created = tuple(result.step[2] for result in results if result.step[:2] == _NEW_POD and result.failure is None)
+        delays = [decision.requeue_after, memory.applied.refusals.seconds_to_next(self.clock())]
+        delays.append(None if plan.token is None else TOKEN_SECONDS)
+        delays.append(await self._write_status(key, raw, seen, decision, Outcome(created=created)))
         return min((delay for delay in delays if delay is not None), default=None)
 
     # ---- thinking: values in, values out ------------------------------------------------------------------------------
@@ -169,7 +149,7 @@ class Reconciler:
             others=self._mirror.others(key),
             children=self._children(key, raw, memory),
             progress=self._progress(key),
-            failures=tuple(refusal.failure for refusal in memory.refusals.values()),
+            failures=memory.applied.refusals.failures(),
         )
         decision = decide(seen, self._config, self.clock())
         return seen, decision, plan_children(seen, decision, self._config, token=self.token_of(seen.run.uid))
@@ -182,7 +162,7 @@ class Reconciler:
             found[CLAIM.kind, claim_of(raw)] = claim
         for name, child in self._mirror.children(key).items():
             metadata = child["metadata"]
-            version = memory.applied.get(name)
+            version = memory.applied.versions.get(name)
             if version is not None and version != metadata.get("resourceVersion"):
                 annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != names.ANNOTATION_HASH}
                 child = {**child, "metadata": {**metadata, "annotations": annotations}}
@@ -219,6 +199,37 @@ class Reconciler:
 
     # ---- looking again ------------------------------------------------------------------------------------------------
 
+    async def _read(self, key: Key, raw: Raw, memory: Memory, step: Step, look: Callable[[], Awaitable[None]]) -> bool:
+        """Whether the API server let itself be asked. If not, that is told like a refused write, and asked again later."""
+        refusals, generation = memory.applied.refusals, int(raw["metadata"].get("generation") or 0)
+        if refusals.find_waiting(step, generation=generation, now=self.clock()) is not None:
+            return False
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                await look()
+        except (ApiError, TimeoutError) as error:
+            failure = describe_failure(step, error, at=self.clock())
+            refusals.note(failure, generation=generation)
+            self._note_failure(key, failure)
+            return False
+        refusals.clear(step)
+        return True
+
+    async def _confirm(self, key: Key, raw: Raw, memory: Memory, plan: Plan) -> bool:
+        """Whether what there is was asked for, so that pods may be made and ended."""
+
+        async def look() -> None:
+            await self._confirm_pods(key)
+            if plan.create:
+                await self._confirm_children(key)
+
+        # A run that nothing was done for yet has no pods; if there is one all the same, its name is taken.
+        if raw.get("status") or self._mirror.pods(key) or memory.applied.is_in_doubt:
+            if not await self._read(key, raw, memory, ("list", POD.kind, key[1]), look):
+                return False
+            memory.applied.is_in_doubt = False
+        return await self._look_at_claim(key, raw, memory, oldest=0.0)
+
     async def _confirm_pods(self, key: Key) -> None:
         pods, version = await self._cluster.list_all(POD, key[0], selector=f"{names.LABEL_RUN}={key[1]}")
         for pod in pods:
@@ -238,123 +249,36 @@ class Reconciler:
             for child in find_vanished(known, found, version=version):
                 self._mirror.forget_child(key, kind.kind, child["metadata"]["name"], child["metadata"]["uid"])
 
-    async def _look_at_claim(self, key: Key, raw: Raw, *, oldest: float) -> None:
-        """Fetch the existing claim that the run names, for all runs that name it: no watch shows it."""
+    async def _look_at_claim(self, key: Key, raw: Raw, memory: Memory, *, oldest: float) -> bool:
+        """Fetch the existing claim that the run names, for all runs that name it: no watch shows it. False if that failed."""
         name = existing_claim(raw)
         if name is None or self.clock() - self._claims_seen_at.get((key[0], name), float("-inf")) < oldest:
-            return
-        claim = await self._cluster.get(CLAIM, key[0], name)
-        self._claims_seen_at[key[0], name] = self.clock()
-        if claim is None:
-            self._mirror.forget_claim(key[0], name)
-        else:
-            self._mirror.see(CLAIMS, claim)
-
-    # ---- doing --------------------------------------------------------------------------------------------------------
-
-    async def _apply(self, key: Key, seen: Observation, plan: Plan, memory: Memory) -> Outcome:
-        """Claim, token, other children, bounds, ends, new pods, Services, in this order. What is refused is kept and told."""
-        done = _Doing(seen.run.generation)
-        if plan.claim is not None:
-            manager = plan.claim_manager or names.FIELD_MANAGER
-            await self._try(memory, done, plan.claim, lambda body: self._cluster.apply(body, manager=manager))
-        has_token = await self._post_token(seen, memory, done, plan)
-        children, services = _split(plan.apply, SERVICE.kind)
-        put = partial(self._put, seen)
-        await _all(self._try(memory, done, body, put) for body in children)
-        if plan.bounds is not None:
-            await self._coordinators.post_bounds(key, plan.bounds)
-        await _all(self._end(key, end) for end in plan.delete)
-        # Giving a Service its address takes the API server longer than all else, and no pod has to wait for it.
-        later = [self._try(memory, done, body, put) for body in services]
-        # Without its Secret a pod would be given a host and wait there.
-        await _all([*later, self._create_all(seen, memory, done, plan.create if has_token else ())])
-        return Outcome(created=tuple(done.created), failures=tuple(done.failures))
-
-    async def _post_token(self, seen: Observation, memory: Memory, done: "_Doing", plan: Plan) -> bool:
-        """Have the run's Secret, which no right allows to look at; whether pods that mount it may be made."""
-        is_due = bool(plan.create) or self.clock() - memory.token_posted_at >= TOKEN_SECONDS
-        if plan.token is None or not is_due:
             return True
-        memory.token_posted_at = self.clock()
-        # A quota that is used up refuses also what exists already; where pods were made before, it does exist, most likely.
-        return await self._try(memory, done, plan.token, self._create_once) or seen.status.coordinator.attempt >= 0
 
-    async def _create_once(self, body: Raw) -> Raw:
-        """Create it; that it exists already is as well."""
-        try:
-            return await self._cluster.create(body, is_brief=True)
-        except ApiError as error:
-            if error.status == 409 and error.reason == "AlreadyExists":
-                return body
-            raise
+        async def look() -> None:
+            claim = await self._cluster.get(CLAIM, key[0], name)
+            self._claims_seen_at[key[0], name] = self.clock()
+            if claim is None:
+                self._mirror.forget_claim(key[0], name)
+            else:
+                self._mirror.see(CLAIMS, claim)
 
-    async def _put(self, seen: Observation, body: Raw) -> Raw:
-        """A child that is no pod: applied where it is known to be the run's, else created, so that nobody else loses one."""
-        name, namespace = str(body["metadata"]["name"]), seen.run.namespace
-        if (body["kind"], name) in seen.hashes:
-            return await self._cluster.apply(body, is_brief=True)
-        try:
-            return await self._cluster.create(body, is_brief=True)
-        except ApiError as error:
-            if error.status != 409:
-                raise
-            found, _ = await self._cluster.list_all(KINDS[body["kind"]], namespace, name=name, metadata_only=True)
-            if any(owns(seen.run.uid, raw) for raw in found):
-                return await self._cluster.apply(body, is_brief=True)
-            if all(_is_of_a_namesake(raw, seen.run.name) for raw in found):
-                raise  # it is about to go with its own run
-            text = f"a {body['kind']} of this name exists and belongs to somebody else"
-            raise ApiError(_TAKEN, NAME_TAKEN, text) from error
+        return await self._read(key, raw, memory, ("get", CLAIM.kind, name), look)
 
-    async def _end(self, key: Key, end: Deletion) -> None:
-        kind = KINDS[end.kind]
-        was_there = await self._cluster.delete(kind, key[0], end.name, uid=end.uid or None, grace=end.grace_seconds)
-        if not was_there and kind is POD and end.uid:
-            self._mirror.forget_pod(key, end.name, end.uid)
+    # ---- what came of it ----------------------------------------------------------------------------------------------
 
-    async def _create_all(self, seen: Observation, memory: Memory, done: "_Doing", bodies: Sequence[Raw]) -> None:
-        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about each.
-        for body in bodies[:2]:
-            await self._create(seen, memory, done, body)
-        await _all(self._create(seen, memory, done, body) for body in bodies[2:])
+    def _note_results(self, key: Key, seen: Observation, plan: Plan, results: Sequence[Result]) -> None:
+        pods = {str(body["metadata"]["name"]): body for body in plan.create}
+        for result in results:
+            if result.is_tried and result.failure is not None:
+                self._note_failure(key, result.failure)
+            elif result.failure is None and result.step[:2] == _NEW_POD:
+                self._count_pod(seen, pods[result.step[2]])
 
-    async def _create(self, seen: Observation, memory: Memory, done: "_Doing", body: Raw) -> None:
-        if not done.is_pod_refused and await self._try(memory, done, body, partial(self._cluster.create, is_brief=True)):
-            self._count_pod(seen, body)
-            done.created.append(str(body["metadata"]["name"]))
-
-    async def _try(self, memory: Memory, done: "_Doing", body: Raw, act: Callable[[Raw], Any]) -> bool:
-        name = str(body["kind"]), str(body["metadata"]["name"])
-        refusal = memory.refusals.get(name)
-        if refusal is not None and refusal.generation == done.generation and self.clock() < refusal.retry_at:
-            done.add(refusal.failure)
-            return False
-        try:
-            stored: Raw = await act(body)
-        except ApiError as error:
-            if error.status == 409 and name[0] == POD.kind:
-                # Somebody has created it: what it is shows in the next look.
-                memory.is_in_doubt = True
-                raise
-            if not 400 <= error.status < 500 or error.status in (401, 404, 409, 429) or "NamespaceTerminating" in error.causes:
-                raise
-            failure = ApplyFailure(name[0], name[1], error.status, error.reason, error.message, at=self.clock())
-            count = refusal.count + 1 if refusal is not None else 1
-            wait = min(_LONGEST_RETRY, _FIRST_RETRY * 2.0 ** min(count - 1, 10))
-            memory.refusals[name] = Refusal(failure, count, done.generation, self.clock() + wait)
-            done.add(failure)
-            return False
-        memory.refusals.pop(name, None)
-        if name[0] == SECRET.kind:
-            return True  # no watch and no list shows it, so that nothing is remembered of it
-        resource = {POD.kind: PODS, CLAIM.kind: CLAIMS}.get(name[0], CHILDREN)
-        if resource == PODS:
-            stored = {**body, "metadata": stored["metadata"], "status": {"phase": "Pending"}}
-        self._mirror.see(resource, {**stored, "kind": name[0]})
-        if resource == CHILDREN:
-            memory.applied[name] = str(stored["metadata"].get("resourceVersion", ""))
-        return True
+    def _note_failure(self, key: Key, failure: ApplyFailure) -> None:
+        self._metrics.reconcile_errors.labels(failure.reason or "Unreachable").inc()
+        what = f"{failure.verb} {failure.kind} {failure.name}"
+        log.warning("%s/%s: %s: %s %s: %s", *key, what, failure.status or "no answer", failure.reason, failure.message)
 
     def _count_pod(self, seen: Observation, body: Raw) -> None:
         labels = body["metadata"].get("labels") or {}
@@ -375,74 +299,55 @@ class Reconciler:
         write = should_write(old, new, now=now, last_progress_write=memory.progress_written_at)
         if not write.write:
             return write.after
-        metadata = {"name": key[1], "namespace": key[0], "uid": raw["metadata"]["uid"]}
-        body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": new}
-        try:
-            stored = await self._cluster.apply(body, subresource="status", is_brief=True)
-        except ApiError as error:
-            if error.status in (404, 409):
-                return None  # gone, or another of the same name: its own event comes
-            raise
+        retry, is_written = await self._store_status(key, raw, new)
+        if not is_written:
+            return retry
         memory.progress_written_at = now
-        self._metrics.status_writes.inc()
-        metadata = stored["metadata"]
-        # Of another generation the spec is not known yet: the watch brings it.
-        if metadata.get("generation") == raw["metadata"].get("generation"):
-            self._mirror.see(RUNS, {**raw, "metadata": metadata, "status": new})
         if _step(old) is None and _step(new) is not None:
             self._metrics.startup_seconds.observe(max(0.0, now - seen.run.created_at))
         for event in derive_events(old, new, seen):
             await self._recorder.record(raw, event.type, event.reason, event.message)
         return write.after
 
-    def _retries(self, memory: Memory) -> Sequence[float]:
-        return [max(0.0, refusal.retry_at - self.clock()) for refusal in memory.refusals.values()]
+    async def _store_status(self, key: Key, raw: Raw, status: Raw) -> tuple[float | None, bool]:
+        """Seconds after which it is to be tried again, if at all, and whether it is stored. Raises ApiError."""
+        metadata = {"name": key[1], "namespace": key[0], "uid": raw["metadata"]["uid"]}
+        body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": status}
+        try:
+            stored = await self._cluster.apply(body, subresource="status", is_brief=True)
+        except ApiError as error:
+            if error.status == 404:
+                return None, False  # gone: its own event comes
+            if error.status == 409:
+                return _STATUS_RETRY_SECONDS, False  # another of the same name, or somebody was quicker
+            raise
+        self._metrics.status_writes.inc()
+        # The spec of another generation is not known yet: the watch brings it.
+        if stored["metadata"].get("generation") == raw["metadata"].get("generation"):
+            self._mirror.see(RUNS, {**raw, "metadata": stored["metadata"], "status": status})
+        return None, True
 
-    async def _refuse_spec(self, raw: Raw, memory: Memory, error: SpecError) -> None:
-        """Tell once of what cannot be read. A new generation comes with its own event."""
+    async def _refuse_spec(self, key: Key, raw: Raw, memory: Memory, error: SpecError) -> float | None:
+        """Tell of what cannot be read: once as an event, and in the status. A new generation comes with its own event."""
         text = str(error)
         if text not in memory.told:
             memory.told.add(text)
             self._metrics.reconcile_errors.labels("InvalidSpec").inc()
-            log.warning("%s/%s: %s", raw["metadata"].get("namespace"), raw["metadata"]["name"], text)
+            log.warning("%s/%s: %s", *key, text)
             await self._recorder.record(raw, "Warning", names.Reason.INVALID_SPEC, text)
+        status = build_refused_status(raw, text, self.clock())
+        if status == (raw.get("status") or {}):
+            return None
+        retry, _ = await self._store_status(key, raw, status)
+        return retry
+
+    def _now(self) -> float:
+        return self.clock()
 
     def _forget(self, key: Key) -> None:
         self._memories.pop(key, None)
         self._coordinators.leave(key)
         self.on_forget(key)
-
-
-@dataclass
-class _Doing:
-    generation: int
-    created: list[str] = field(default_factory=list)
-    failures: list[ApplyFailure] = field(default_factory=list)
-    is_pod_refused: bool = False
-
-    def add(self, failure: ApplyFailure) -> None:
-        self.failures.append(failure)
-        self.is_pod_refused |= failure.kind == POD.kind
-
-
-async def _all(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """All of it, whatever fails; then the first failure is raised."""
-    for result in await asyncio.gather(*work, return_exceptions=True):
-        if isinstance(result, BaseException):
-            raise result
-
-
-def _is_of_a_namesake(raw: Raw, name: str) -> bool:
-    owners = raw["metadata"].get("ownerReferences") or ()
-    return any((owner.get("kind"), owner.get("name")) == (names.KIND, name) for owner in owners)
-
-
-def _split(bodies: Iterable[Raw], kind: str) -> tuple[list[Raw], list[Raw]]:
-    """Those of other kinds, those of this one."""
-    found: tuple[list[Raw], list[Raw]] = [], []
-    for body in bodies:
-        found[body["kind"] == kind].append(body)
-    return found
 
 
 def _refuse_token(uid: str) -> str:

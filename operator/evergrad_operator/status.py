@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from evergrad_operator import names
-from evergrad_operator.conditions import build_conditions
+from evergrad_operator.conditions import build_conditions, build_refused_conditions
 from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, format_rate, without_empty
-from evergrad_operator.observe import ApplyFailure, Observation
+from evergrad_operator.observe import Observation
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.raw import get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
@@ -24,10 +24,9 @@ _PROGRESS: Final = ("progress", "checkpoint", "lostSeconds")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a plan. ``created``: names of pods that now exist. ``failures``: what the API server refused."""
+    """What came of a plan. ``created``: names of pods that now exist."""
 
     created: tuple[str, ...] = ()
-    failures: tuple[ApplyFailure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,23 @@ def build_status(observation: Observation, decision: Decision, outcome: Outcome,
     cleaned: dict[str, Any] = without_empty(status)
     cleaned["conditions"] = build_conditions(observation, shown, now=now, progress_timeout=PROGRESS_TIMEOUT_SECONDS)
     return cleaned
+
+
+def build_refused_status(raw: Mapping[str, Any], message: str, now: float) -> dict[str, Any]:
+    """The status of a run whose spec cannot be read: what stands there, with the reason. A run that is over stays as it is."""
+    old = get_map(raw, "status")
+    if get_text(old, "phase") in (names.Phase.COMPLETE, names.Phase.FAILED):
+        return dict(old)
+    text = keep_start(message, MAX_MESSAGE)
+    conditions = build_refused_conditions(raw, text, now=now)
+    return {
+        **old,
+        # The generation is not acted upon, so that observedGeneration stays.
+        "phase": get_text(old, "phase") or names.Phase.WAITING.value,
+        "reason": names.Reason.INVALID_SPEC.value,
+        "message": text,
+        "conditions": conditions,
+    }
 
 
 def _note_created(decision: Decision, outcome: Outcome, run: str) -> Memory:

@@ -125,7 +125,7 @@ class Simulation:
             self.deliver()
 
     def settle(self, key: Key = KEY, *, most: int = 20) -> float | None:
-        """Until nothing more is written. Fails if that does not come."""
+        """Until nothing more is written. Fails if that does not come. What is refused is tried again for a few seconds."""
         delay: float | None = None
         for _ in range(most):
             before = len(self.store.writes)
@@ -133,9 +133,17 @@ class Simulation:
                 delay = self.reconcile(key)
             except ApiError:
                 continue
-            if len(self.store.writes) == before:
+            if self.refused(key) and delay is not None and delay < 5.0:
+                self.now += delay
+            elif len(self.store.writes) == before:
                 return delay
         raise AssertionError(f"no end of writes: {self.store.writes[-10:]}")
+
+    def refused(self, key: Key = KEY) -> list[tuple[str, str, str]]:
+        """What the API server has refused the operator, and not granted since: verb, name, reason."""
+        memory = self.reconciler._memories.get(key)
+        failures = memory.applied.refusals.failures() if memory is not None else ()
+        return [(failure.verb, failure.name, failure.reason) for failure in failures]
 
     # ---- what others do -----------------------------------------------------------------------------------------------
 

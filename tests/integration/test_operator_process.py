@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fake_kubernetes.processes import SPEC, OperatorProcess, ServerThread, running, wait_for
 from fake_kubernetes.server import FakeServer
-from fake_kubernetes.store import Store
+from fake_kubernetes.store import RefusedError, Store, Write
 
 from evergrad_operator.connection import connect
 from evergrad_operator.service import Service
@@ -297,3 +297,25 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(tmp
         assert service._find_stall() is None
 
     in_one_process(tmp_path, story)
+
+
+def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_answers(api: ServerThread, tmp_path: Path) -> None:
+    def fail(write: Write) -> None:
+        if write.plural == "pods":
+            raise RefusedError(500, "InternalError", 'failed calling webhook "w.example.org": connection refused')
+
+    def answer(store: Store, before: Any) -> None:
+        store.before = before
+
+    api.do(lambda store: answer(store, fail))
+    operator = OperatorProcess(tmp_path, api.server.url)
+    with running(operator):
+        operator.wait_ready()
+        api.create_run("r")
+        wait_for(lambda: api.status("r").get("reason") == "WebhookFailed", "a status that says why")
+        assert "an admission webhook does not answer" in api.status("r")["message"]
+        assert api.pods() == []
+        api.do(lambda store: answer(store, lambda write: None))
+        wait_for(lambda: api.pods() == CHILDREN, "pods")
+        wait_for(lambda: api.status("r").get("reason") == "Starting", "a status without the obstacle")
+        assert operator.get("/healthz") == (200, "ok\n")

@@ -25,7 +25,7 @@ from evergrad_operator.policies.lifecycle import (
 from evergrad_operator.policies.remember import remember
 from evergrad_operator.policies.scale import Scale, decide_scale
 from evergrad_operator.policies.situation import Situation
-from evergrad_operator.policies.waiting import Obstacle, find_claim_obstacle, find_obstacle
+from evergrad_operator.policies.waiting import Obstacle, explain_refusal, find_claim_obstacle, find_obstacle
 from evergrad_operator.times import format_time
 
 _CLAIM_RETRY_SECONDS = 10.0
@@ -37,7 +37,11 @@ _GROUP_PHASES = {"Running": Phase.RUNNING, "Draining": Phase.RUNNING, "Starting"
 def decide(observation: Observation, config: Config, now: float) -> Decision:
     """What should be done with the run at ``now``, seconds since 1970. The same arguments give the same decision."""
     situation = Situation(observation, remember(observation, config, now), config, now)
-    return _end_sidecars(situation, _decide(situation))
+    decision = _end_sidecars(situation, _decide(situation))
+    if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
+        return decision
+    # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
+    return replace(decision, message=f"{decision.message}; {explain_refusal(observation.failures[0]).message}")
 
 
 def _decide(situation: Situation) -> Decision:

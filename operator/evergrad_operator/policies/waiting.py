@@ -7,7 +7,7 @@ from typing import Final
 
 from evergrad_operator import names
 from evergrad_operator.names import Reason
-from evergrad_operator.observe import NAME_TAKEN, ApplyFailure
+from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_TAKEN, ApplyFailure
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.failure import quote
 from evergrad_operator.policies.situation import Situation
@@ -30,7 +30,13 @@ _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" (?:not found|
 _PENDING_CLAIM: Final = re.compile(r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes")
 _SLOW_SECONDS: Final = 120.0
 _PERSON_AT_ONCE: Final = frozenset(
-    {Reason.ADMISSION_REFUSED, Reason.INVALID_OBJECT, Reason.VOLUME_LOST, Reason.VOLUME_RECORD_REFUSED}
+    {
+        Reason.ADMISSION_REFUSED,
+        Reason.INVALID_OBJECT,
+        Reason.NAME_TAKEN,
+        Reason.VOLUME_LOST,
+        Reason.VOLUME_RECORD_REFUSED,
+    }
 )
 _PERSON_LATER: Final = frozenset({Reason.IMAGE_PULL_FAILED, Reason.START_ERROR, Reason.VOLUME_MISSING, Reason.VOLUME_PENDING})
 """A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by themselves.
@@ -63,7 +69,7 @@ def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | Non
     for failure in situation.observation.failures:
         if _is_relevant(failure, situation, names_wanted):
             is_record = failure.kind == "PersistentVolumeClaim" and situation.observation.claim is not None
-            return _explain_record(failure) if is_record else explain_refusal(failure)
+            return _explain_record(failure) if is_record and not _is_passing(failure) else explain_refusal(failure)
     coordinators = [pod for pod in situation.observation.coordinators if pod.is_live and not pod.is_running]
     pending = [pod for pod in (*coordinators, *situation.live) if not pod.is_running]
     found = [(_explain(pod, situation), pod.created_at) for pod in pending]
@@ -85,6 +91,8 @@ _ORDER: Final = (
 
 def _is_relevant(failure: ApplyFailure, situation: Situation, wanted: frozenset[str]) -> bool:
     """Whether what was refused is still needed; a refusal of something else may be remembered for long."""
+    if failure.verb not in ("create", "apply"):
+        return True
     if failure.kind in ("Pod", "PersistentVolumeClaim"):
         return failure.name in wanted
     return (failure.kind, failure.name) not in situation.observation.hashes
@@ -95,7 +103,11 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
     what, said = f"{failure.kind} {failure.name}", failure.message
     if failure.reason == NAME_TAKEN:
         remedy = "Delete or rename it, or give the run another name"
-        return Obstacle(Reason.CREATE_FAILED, f"{what} exists already and belongs to somebody else. {remedy}; it is tried again")
+        return Obstacle(Reason.NAME_TAKEN, f"{what} exists already and belongs to somebody else. {remedy}; it is tried again")
+    if failure.reason == BOUNDS_NOT_TAKEN:
+        return Obstacle(Reason.BOUNDS_NOT_TAKEN, f"the new bounds are not in force: {quote(said)}. They are sent again")
+    if _is_passing(failure):
+        return _explain_outage(failure)
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
     if "exceeded quota" in said or "insufficient quota" in said:
         return Obstacle(Reason.QUOTA_EXCEEDED, f"{text}. Free or raise the ResourceQuota; it is tried again")
@@ -112,6 +124,23 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
         remedy = "Change the run, or the policy or rights that forbid it; it is tried again"
         return Obstacle(Reason.ADMISSION_REFUSED, f"{text}. {remedy}")
     return Obstacle(Reason.CREATE_FAILED, f"{text}. It is tried again")
+
+
+def _is_passing(failure: ApplyFailure) -> bool:
+    """Whether nobody has refused the object: something did not answer, was busy, or somebody else was quicker."""
+    return failure.status in (0, 401, 409, 429) or failure.status >= 500
+
+
+def _explain_outage(failure: ApplyFailure) -> Obstacle:
+    what, said = f"{failure.verb} {failure.kind} {failure.name}", quote(failure.message) or failure.reason
+    if failure.status == 409:
+        return Obstacle(Reason.STARTING, f"could not {what} yet: {said}. It is tried again")
+    if "failed calling webhook" in failure.message:
+        remedy = "See the webhook's pods and its failurePolicy; it is tried again"
+        return Obstacle(Reason.WEBHOOK_FAILED, f"could not {what}: an admission webhook does not answer: {said}. {remedy}")
+    code = f" (HTTP {failure.status})" if failure.status else ""
+    text = f"could not {what}: the API server does not answer, or not now: {said}{code}"
+    return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
 
 
 def _explain_record(failure: ApplyFailure) -> Obstacle:
@@ -169,6 +198,9 @@ def find_claim_obstacle(situation: Situation) -> Obstacle | None:
     if claim is None:
         if not is_given:
             return None
+        unread = next((one for one in situation.observation.failures if (one.verb, one.name) == ("get", name)), None)
+        if unread is not None:
+            return explain_refusal(unread)
         text = f"PersistentVolumeClaim {name} does not exist in namespace {situation.run.namespace}"
         remedy = "Create it, or leave out spec.storage.claimName in a new TrainingRun"
         return Obstacle(Reason.VOLUME_MISSING, f"{text}. {remedy}", since)

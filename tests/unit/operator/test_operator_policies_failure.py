@@ -724,7 +724,7 @@ def test_a_claim_that_does_not_come_stalls_the_run_after_minutes_and_not_before(
 RECORDS = [
     (422, "metadata.annotations: Too long: may not be more than 262144 bytes", "Delete TrainingRuns that are over"),
     (403, 'admission webhook "x" denied the request', "Allow the operator to patch the claim"),
-    (500, "failed calling webhook", "See what the API server"),
+    (400, "admission webhook denied the request", "See what the API server"),
 ]
 
 

@@ -1,0 +1,284 @@
+"""Does what a plan says, step by step, and returns what came of each step.
+
+A step that is refused, or not answered, stops neither the other steps nor the status that explains it. Only a lost lease is
+raised: nothing may be written any more then.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, Protocol
+
+from evergrad_operator import names
+from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
+from evergrad_operator.kube import CLAIM, KINDS, POD, SERVICE, Kind, Raw
+from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, Mirror
+from evergrad_operator.names import Key
+from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_LEAVING, NAME_TAKEN, ApplyFailure, Observation, owns
+from evergrad_operator.plan import Deletion, Plan
+from evergrad_operator.progress import Coordinators
+from evergrad_operator.refusals import Refusals, Step
+
+APPLY_SECONDS: Final = 30.0
+"""For all steps of a plan together, so that a pass has time left to write what was not done. A webhook may take as long."""
+TOKEN_SECONDS: Final = 30.0
+"""Between two POSTs of the Secret of a run whose pods have a host and do not start. It exists, unless somebody deleted it."""
+_NOT_AS_EXPECTED: Final = 412
+
+
+class Cluster(Protocol):
+    """What reconciling needs of the API server; ``Kube`` is one, the tests' fake another. All raise ApiError."""
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
+        """The object, or None."""
+
+    async def list_all(
+        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
+    ) -> tuple[list[Raw], int]:
+        """Objects, and the version of the list."""
+
+    async def create(self, body: Raw, *, is_brief: bool = False) -> Raw:
+        """A new object; ``is_brief``: only its metadata are answered."""
+
+    async def apply(self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER, is_brief: bool = False) -> Raw:
+        """The whole intent, by server-side apply."""
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
+        """End one object; False if it was gone."""
+
+
+@dataclass
+class Applied:
+    """What is remembered of a run's steps between two passes. All of it may be lost: it only saves writes and tries."""
+
+    refusals: Refusals = field(default_factory=Refusals)
+    versions: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Resource versions that our own applies led to: another one means that somebody has touched the object."""
+    is_in_doubt: bool = False
+    """Whether there may be a pod that the mirror does not have: the answer to its creation never came."""
+    token_posted_at: float = float("-inf")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of one step. ``failure``: None if it is done. ``is_tried``: False where an earlier refusal still holds."""
+
+    step: Step
+    failure: ApplyFailure | None = None
+    is_tried: bool = True
+
+
+def list_steps(plan: Plan) -> Iterator[Step]:
+    """All steps of a plan."""
+    if plan.claim is not None:
+        yield _step_of("apply", plan.claim)
+    if plan.token is not None:
+        yield _step_of("create", plan.token)
+    yield from (_step_of("apply", body) for body in plan.apply)
+    yield from (("delete", end.kind, end.name) for end in plan.delete)
+    yield from (_step_of("create", body) for body in plan.create)
+    if plan.bounds is not None:
+        yield _BOUNDS_STEP
+
+
+def is_pod_work_due(plan: Plan, refusals: Refusals, *, generation: int, now: float) -> bool:
+    """Whether something is to be ended, or a pod made, at once; not when what was refused is tried again."""
+    waiting = partial(refusals.find_waiting, generation=generation, now=now)
+    if any(waiting(("delete", end.kind, end.name)) is None for end in plan.delete):
+        return True
+    for body in plan.create:
+        failure = waiting(_step_of("create", body))
+        if failure is None or _concerns_all_pods(failure):
+            return failure is None
+    return False
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One pass over one run. ``deadline``: of the event loop's clock."""
+
+    key: Key
+    seen: Observation
+    applied: Applied
+    deadline: float
+
+
+class Applier:
+    """Applies plans. ``clock``: seconds since 1970."""
+
+    def __init__(self, cluster: Cluster, *, mirror: Mirror, coordinators: Coordinators, clock: Callable[[], float]) -> None:
+        self._cluster, self._mirror, self._coordinators, self._clock = cluster, mirror, coordinators, clock
+
+    async def apply(self, key: Key, seen: Observation, plan: Plan, applied: Applied) -> list[Result]:
+        """Claim, token, other children, ends, then new pods and Services, then bounds; a result for each step that was due."""
+        work = _Pass(key, seen, applied, asyncio.get_running_loop().time() + APPLY_SECONDS)
+
+        # The claim carries the record of who uses the volume: without it, no pod may write there.
+        results = []
+        if plan.claim is not None:
+            put_claim = partial(self._put_claim, plan.claim, plan.claim_manager or names.FIELD_MANAGER)
+            results.append(await self._try(work, _step_of("apply", plan.claim), put_claim))
+        has_record = not any(result.failure for result in results)
+
+        # Without its Secret a pod would be given a host and wait there.
+        has_token = True
+        if plan.token is not None and (plan.create or self._clock() - applied.token_posted_at >= TOKEN_SECONDS):
+            applied.token_posted_at = self._clock()
+            results.append(await self._try(work, _step_of("create", plan.token), partial(self._create_once, plan.token)))
+            # A quota that is used up refuses also what exists already; where pods were made before, it does, most likely.
+            has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
+        pods = plan.create if has_record and has_token else ()
+
+        children = [body for body in plan.apply if body["kind"] != SERVICE.kind]
+        services = [body for body in plan.apply if body["kind"] == SERVICE.kind]
+        results += await _gather(self._put(work, body) for body in children)
+        results += await _gather(self._end(work, end) for end in plan.delete)
+
+        # Giving a Service its address takes the API server longer than all else, and no pod has to wait for it.
+        later = [self._put(work, body) for body in services]
+        *given, made = await _gather([*later, self._create_all(work, pods)])
+        results += [*given, *made]
+
+        # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement nor an end.
+        if plan.bounds is not None:
+            results.append(await self._try(work, _BOUNDS_STEP, partial(self._coordinators.post_bounds, key, plan.bounds)))
+        return results
+
+    # ---- one step -----------------------------------------------------------------------------------------------------
+
+    async def _try(self, work: _Pass, step: Step, act: Callable[[], Awaitable[Any]]) -> Result:
+        """Do it, unless it was refused a moment ago; whatever is refused or not answered is remembered and returned."""
+        refusals, generation = work.applied.refusals, work.seen.run.generation
+        held = refusals.find_waiting(step, generation=generation, now=self._clock())
+        if held is not None:
+            return Result(step, held, is_tried=False)
+        try:
+            async with asyncio.timeout_at(work.deadline):
+                await act()
+        except LeaseLostError:
+            raise
+        except (OperatorError, TimeoutError) as error:
+            failure = describe_failure(step, error, at=self._clock())
+            if step[:2] == ("create", POD.kind) and failure.status == 0:
+                work.applied.is_in_doubt = True  # it may have been made all the same
+            asked = error.retry_after if isinstance(error, ApiError) else None
+            refusals.note(failure, generation=generation, at_least=asked or 0.0)
+            return Result(step, failure)
+        refusals.clear(step)
+        return Result(step)
+
+    async def _put_claim(self, body: Raw, manager: str) -> None:
+        stored = await self._cluster.apply(body, manager=manager)
+        self._mirror.see(CLAIMS, {**stored, "kind": CLAIM.kind})
+
+    async def _create_once(self, body: Raw) -> None:
+        """Create it; that it exists already is as well. No watch and no list shows it, so that nothing is remembered of it."""
+        try:
+            await self._cluster.create(body, is_brief=True)
+        except ApiError as error:
+            if error.status != 409 or error.reason != "AlreadyExists":
+                raise
+
+    async def _put(self, work: _Pass, body: Raw) -> Result:
+        """A child that is no pod: applied where it is known to be the run's, else created, so that nobody else loses one."""
+
+        async def put() -> None:
+            stored = await self._put_or_create(work, body)
+            name = str(body["kind"]), str(body["metadata"]["name"])
+            self._mirror.see(CHILDREN, {**stored, "kind": name[0]})
+            work.applied.versions[name] = str(stored["metadata"].get("resourceVersion", ""))
+
+        return await self._try(work, _step_of("apply", body), put)
+
+    async def _put_or_create(self, work: _Pass, body: Raw) -> Raw:
+        if (body["kind"], str(body["metadata"]["name"])) in work.seen.hashes:
+            return await self._cluster.apply(body, is_brief=True)
+        try:
+            return await self._cluster.create(body, is_brief=True)
+        except ApiError as error:
+            await self._find_own(work, body, error)
+            return await self._cluster.apply(body, is_brief=True)
+
+    async def _end(self, work: _Pass, end: Deletion) -> Result:
+        kind = KINDS[end.kind]
+
+        async def delete() -> None:
+            namespace, uid = work.key[0], end.uid or None
+            was_there = await self._cluster.delete(kind, namespace, end.name, uid=uid, grace=end.grace_seconds)
+            if not was_there and kind is POD and end.uid:
+                self._mirror.forget_pod(work.key, end.name, end.uid)
+
+        return await self._try(work, ("delete", end.kind, end.name), delete)
+
+    # ---- pods ---------------------------------------------------------------------------------------------------------
+
+    async def _create_all(self, work: _Pass, bodies: Sequence[Raw]) -> list[Result]:
+        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about each.
+        results: list[Result] = []
+        for body in bodies[:2]:
+            results.append(await self._create(work, body))
+            if results[-1].failure is not None and _concerns_all_pods(results[-1].failure):
+                return results
+        return results + await _gather(self._create(work, body) for body in bodies[2:])
+
+    async def _create(self, work: _Pass, body: Raw) -> Result:
+        async def create() -> None:
+            try:
+                stored = await self._cluster.create(body, is_brief=True)
+                stored = {**body, "metadata": stored["metadata"], "status": {"phase": "Pending"}}
+            except ApiError as error:
+                stored = await self._find_own(work, body, error)
+            self._mirror.see(PODS, stored)
+
+        return await self._try(work, _step_of("create", body), create)
+
+    async def _find_own(self, work: _Pass, body: Raw, error: ApiError) -> Raw:
+        """The run's own object that has this name, where that is why its creation was refused. Raises ApiError else."""
+        if error.status != 409 or error.reason != "AlreadyExists":
+            raise error
+        kind, name = KINDS[body["kind"]], str(body["metadata"]["name"])
+        found, _ = await self._cluster.list_all(kind, work.key[0], name=name, metadata_only=kind is not POD)
+        own = next((raw for raw in found if owns(work.seen.run.uid, raw)), None)
+        if own is not None:
+            return own
+        if all(_is_of_a_namesake(raw, work.seen.run.name) for raw in found):
+            raise ApiError(409, NAME_LEAVING, f"the {kind.kind} {name} of an older run of this name is about to go") from error
+        text = f"a {kind.kind} of this name exists and belongs to somebody else"
+        raise ApiError(_NOT_AS_EXPECTED, NAME_TAKEN, text) from error
+
+
+_BOUNDS_STEP: Final = ("post", "Coordinator", "bounds")
+
+
+def describe_failure(step: Step, error: OperatorError | TimeoutError, *, at: float) -> ApplyFailure:
+    """A step that was refused, or not answered, as policies see it."""
+    verb, kind, name = step
+    if isinstance(error, ApiError):
+        return ApplyFailure(kind, name, error.status, error.reason, error.message, at=at, verb=verb)
+    if isinstance(error, TimeoutError):
+        return ApplyFailure(kind, name, 0, "Timeout", "no answer in time", at=at, verb=verb)
+    return ApplyFailure(kind, name, 0, BOUNDS_NOT_TAKEN, str(error), at=at, verb=verb)
+
+
+def _concerns_all_pods(failure: ApplyFailure) -> bool:
+    """Whether what refuses one pod refuses the others, too, as a quota or a webhook does: only a name is a pod's own."""
+    return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
+
+
+def _is_of_a_namesake(raw: Raw, name: str) -> bool:
+    owners = raw["metadata"].get("ownerReferences") or ()
+    return any((owner.get("kind"), owner.get("name")) == (names.KIND, name) for owner in owners)
+
+
+def _step_of(verb: str, body: Raw) -> Step:
+    return verb, str(body["kind"]), str(body["metadata"]["name"])
+
+
+async def _gather(work: Iterable[Awaitable[Any]]) -> list[Any]:
+    """All of it, whatever fails; what is raised, a lost lease or a defect, is raised when all is done."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
