@@ -135,11 +135,14 @@ class Memory:
     ``restart``: how often ``restartNonce`` has restarted the run; ``restart_nonce``: the one acted upon.
     ``has_formed``: a group has been up since the run was started, resumed or restarted. ``input_errors``: the exit codes 64
     before that. ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group.
-    ``phase``, ``reason`` and ``message``: what people were told last.
+    ``phase``, ``reason`` and ``message``: what people were told last. ``image``: what was asked for; ``image_id``: what the first
+    pod of this restart ran, as its kubelet names it; ``image_pin``: the same by digest, where later pods ask for that.
     """
 
     is_known: bool = False
     image: str = ""
+    image_id: str = ""
+    image_pin: str = ""
     recipe_hash: str = ""
     restart: int = 0
     restart_nonce: str | None = None
@@ -183,6 +186,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
     return Memory(
         is_known=bool(conditions),
         image=get_text(status, "image"),
+        image_id=get_text(notes, "imageID"),
+        image_pin=get_text(notes, "imagePin"),
         recipe_hash=get_text(status, "recipeHash"),
         restart=get_int(status, "attempt") or 0,
         restart_nonce=get_text(status, "restartNonce") or None,
@@ -356,6 +361,8 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "retryAt": _time(memory.faults.retry_at),
     }
     return {
+        "imageID": memory.image_id,
+        "imagePin": memory.image_pin,
         "attempts": pack_counts(memory.attempts),
         "ended": pack_ranges(memory.recorded),
         "budget": _pack(rest),

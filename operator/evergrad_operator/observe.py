@@ -10,8 +10,8 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
 from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
-from evergrad_operator.pods import MAX_MESSAGE, PodState, parse_pod
-from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_natural, get_text
+from evergrad_operator.pods import MAX_MESSAGE, PodState, judge_image, parse_pod
+from evergrad_operator.raw import get_float, get_int, get_map, get_maps, get_natural, get_text
 from evergrad_operator.spec import TrainingRun, parse_run
 from evergrad_operator.times import parse_time
 
@@ -177,11 +177,12 @@ def observe(
     claim = children.get(("PersistentVolumeClaim", run.claim_name))
     states = [state for raw in pods if _is_owned(raw, run) and (state := parse_pod(raw)) is not None]
     states.sort(key=lambda pod: (pod.index, pod.attempt))
-    status = raw_run.get("status")
+    status = parse_memory(get_map(raw_run, "status"))
+    nodes = (pod for pod in states if pod.role == names.ROLE_NODE)
     return Observation(
         run=run,
-        status=parse_memory(status if isinstance(status, Mapping) else NOTHING),
-        nodes=tuple(pod for pod in states if pod.role == names.ROLE_NODE),
+        status=status,
+        nodes=tuple(judge_image(pod, status.image_id, restart=status.restart) for pod in nodes),
         coordinators=tuple(pod for pod in states if pod.role == names.ROLE_COORDINATOR),
         claim=None if claim is None else _parse_claim(claim),
         others=tuple(other for raw in others if (other := _parse_other(raw, run)) is not None),

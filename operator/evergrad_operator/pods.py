@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode, decode_termination
 from evergrad_operator import names
+from evergrad_operator.images import is_same_image
 from evergrad_operator.names import Cause
-from evergrad_operator.raw import NOTHING, get_map, get_maps, keep_end, keep_start
+from evergrad_operator.raw import NOTHING, get_map, get_maps, get_text, keep_end, keep_start
 from evergrad_operator.times import parse_time
 
 MAX_MESSAGE: Final = 1024
@@ -37,6 +38,17 @@ _BY_POD_REASON: Final[Mapping[str, Cause]] = {
     "ResourceAllocationError": Cause.REFUSED_BY_NODE,
     "PodLevelResourcesNotAdmitted": Cause.REFUSED_BY_NODE,
 }
+_PULL: Final = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "ImageInspectError",
+        "RegistryUnavailable",
+        "SignatureValidationFailed",
+    }
+)
 _NOT_STARTED: Final = frozenset({"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"})
 _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
 """How the container ended is lost, as after its node's reboot: the kubelet's word, and the container runtime's."""
@@ -74,8 +86,9 @@ class PodState:
 
     ``started_at``: when its own container began to run; None where it does not. ``gone_by``: for a pod that is being
     deleted, when its grace is over. ``end`` is set once its own container has ended for good, whatever the pod's phase.
-    ``has_sidecar``: a container that somebody has injected still runs. ``waiting_reason`` and ``waiting_message``: why
-    its container does not run, as the kubelet or the scheduler says.
+    ``has_sidecar``: a container still runs in a pod that is over: one that somebody has injected, or one of a wrong image.
+    ``waiting_reason`` and ``waiting_message``: why its container does not run, as the kubelet or the scheduler says.
+    ``image``: what was asked for; ``image_id``: what its container runs, as the kubelet names it.
     """
 
     name: str
@@ -97,6 +110,8 @@ class PodState:
     waiting_message: str
     node_name: str
     ip: str
+    image: str
+    image_id: str
 
     @property
     def is_live(self) -> bool:
@@ -107,6 +122,11 @@ class PodState:
     def is_over(self) -> bool:
         """Whether its place may be taken in the records: it has ended, or it is on its way out."""
         return not self.is_live
+
+    @property
+    def is_image_missing(self) -> bool:
+        """Whether it waits for an image that its host cannot get."""
+        return self.waiting_reason in _PULL
 
     @property
     def is_leaving(self) -> bool:
@@ -146,7 +166,23 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
         waiting_message=waiting_message,
         node_name=str(get_map(raw, "spec").get("nodeName") or ""),
         ip=str(status.get("podIP") or ""),
+        image=_find_image(raw, role),
+        image_id=get_text(container, "imageID"),
     )
+
+
+def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
+    """The pod; one that runs another image than the others of its ``restart`` counts as over, and goes.
+
+    ``image_id``: what the first of them ran, empty where nobody knows. A group of two images would train two programs.
+    """
+    if not image_id or not pod.is_running or pod.restart != restart or is_same_image(image_id, pod.image_id):
+        return pod
+    text = (
+        f"on host {pod.node_name} {pod.image} is {pod.image_id}, where the run's first pod ran {image_id}. "
+        "Bring the same image to all hosts, or name it by digest"
+    )
+    return replace(pod, is_running=False, is_ready=False, end=PodEnd(Cause.HOST_FAULT, None, text, None), has_sidecar=True)
 
 
 def describe_cause(pod: PodState) -> Cause:
@@ -225,6 +261,11 @@ def _find_container(status: Mapping[str, Any], role: str) -> Mapping[str, Any]:
     """The status of our own container: a mesh or an agent may have injected others, and the kubelet sorts them by name."""
     ours = names.CONTAINERS[role]
     return next((one for one in get_maps(status, "containerStatuses") if one.get("name") == ours), NOTHING)
+
+
+def _find_image(raw: Mapping[str, Any], role: str) -> str:
+    containers = get_maps(get_map(raw, "spec"), "containers")
+    return next((get_text(one, "image") for one in containers if one.get("name") == names.CONTAINERS[role]), "")
 
 
 def _has_sidecar(status: Mapping[str, Any], role: str) -> bool:

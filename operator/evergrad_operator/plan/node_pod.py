@@ -80,7 +80,7 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, index:
     return without_none(
         {
             "name": names.CONTAINERS[names.ROLE_NODE],
-            "image": memory.image,
+            "image": memory.image_pin or memory.image,
             "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
             "command": ["evergrad"],
             "args": _build_arguments(run, config, index=index, grace=grace),

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from evergrad_operator import names
 from evergrad_operator.config import Config
+from evergrad_operator.images import pin_image
 from evergrad_operator.memory import (
     MAX_CAUSES,
     MAX_ENDS,
@@ -33,7 +34,7 @@ _FORMED = ("Running", "Draining")
 
 def remember(observation: Observation, config: Config, now: float) -> Memory:
     """The run's memory with everything that is new in the observation. ``now``: seconds since 1970."""
-    memory = _begin(observation, config)
+    memory = _note_image(_begin(observation, config), observation, config)
     memory = _note_progress(memory, observation, now)
     memory = note_nodes(memory, observation, config, now)
     return _note_coordinators(memory, observation, config, now)
@@ -62,6 +63,8 @@ def _begin(observation: Observation, config: Config) -> Memory:
             is_stopped=False,
             start_time=None,
             image="",
+            image_id="",
+            image_pin="",
             coordinator=replace(memory.coordinator, image="", is_recorded=True),
             budget=Budget(),
             faults=HostFaults(at=memory.faults.at),
@@ -76,6 +79,21 @@ def _begin(observation: Observation, config: Config) -> Memory:
         recipe_hash=memory.recipe_hash or hash_recipe(run),
         coordinator=replace(memory.coordinator, image=memory.coordinator.image or config.operator_image),
     )
+
+
+def _note_image(memory: Memory, observation: Observation, config: Config) -> Memory:
+    """What the first pod runs is what all later pods of this restart ask for, until a host cannot get it by that name."""
+    pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
+    if not memory.image_id:
+        first = next((pod for pod in pods if pod.image_id), None)
+        if first is None:
+            return memory
+        policy = observation.run.spec.image_pull_policy or config.image_pull_policy
+        # Where nothing is ever pulled, images lie on hosts by the names under which they were brought.
+        pin = "" if policy == "Never" else pin_image(memory.image, first.image_id)
+        return replace(memory, image_id=first.image_id, image_pin=pin)
+    is_unknown = any(pod.is_live and pod.is_image_missing and pod.image == memory.image_pin for pod in pods)
+    return replace(memory, image_pin="") if is_unknown else memory
 
 
 def _is_complete(memory: Memory) -> bool:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from evergrad_operator.decision import Bounds, PodDeletion
+from evergrad_operator.images import pin_image
+from evergrad_operator.memory import Memory
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.failure import is_backing_off
 from evergrad_operator.policies.lifecycle import earliest, remove
@@ -31,6 +33,7 @@ def decide_scale(situation: Situation) -> Scale:
     most = situation.run.spec.nodes.max
     newest = _newest_live(situation)
     surplus = [pod for pod in situation.live if pod.index >= most or newest.get(pod.index) is not pod]
+    surplus += [pod for pod in newest.values() if pod.index < most and _is_waiting_for_digest(pod, situation.memory)]
     missing = [index for index in range(most) if index not in newest]
     is_waiting = is_backing_off(situation)
     held = {pod.index for pod in situation.leaving if _is_last_holder(pod, situation)}
@@ -63,6 +66,11 @@ def _newest_live(situation: Situation) -> dict[int, PodState]:
         if known is None or pod.attempt > known.attempt:
             newest[pod.index] = pod
     return newest
+
+
+def _is_waiting_for_digest(pod: PodState, memory: Memory) -> bool:
+    """Whether its host cannot get the image by its digest, as where images are brought by hand; the next pod asks for the tag."""
+    return pod.is_image_missing and not memory.image_pin and pod.image == pin_image(memory.image, memory.image_id) != ""
 
 
 def _is_last_holder(pod: PodState, situation: Situation) -> bool:

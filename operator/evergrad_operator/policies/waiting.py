@@ -12,17 +12,6 @@ from evergrad_operator.pods import PodState
 from evergrad_operator.policies.failure import quote
 from evergrad_operator.policies.situation import Situation
 
-_PULL: Final = frozenset(
-    {
-        "ErrImagePull",
-        "ImagePullBackOff",
-        "InvalidImageName",
-        "ErrImageNeverPull",
-        "ImageInspectError",
-        "RegistryUnavailable",
-        "SignatureValidationFailed",
-    }
-)
 _START: Final = frozenset(
     {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError", "CrashLoopBackOff"}
 )
@@ -165,7 +154,7 @@ def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
     who = "the coordinator" if pod.role == names.ROLE_COORDINATOR else f"node {pod.index}"
     where, said = f"{who} (pod {pod.name})", quote(pod.waiting_message)
     reason = pod.waiting_reason
-    if reason in _PULL:
+    if pod.is_image_missing:
         remedy = "Check the image's name, the registry and spec.template.imagePullSecrets; it is tried again"
         return Obstacle(Reason.IMAGE_PULL_FAILED, f"{where}: {reason}: {said or 'no details'}. {remedy}")
     if reason in _START:

@@ -1,0 +1,61 @@
+"""Names of images and what the kubelet says it runs: which digest a run keeps to, and whether two pods run the same. Pure.
+
+A tag may be moved while a run trains. What its first pod runs is what all its pods are to run:
+
+| the kubelet's image ID of the first pod | later pods ask for | pods are compared by |
+|---|---|---|
+| ``repository@sha256:…`` of the repository that was asked for, as after a pull | that digest | repository and digest |
+| of another repository, such as ``import-2026-11-22@sha256:…`` of an import by hand | the tag, as before | digest |
+| ``sha256:…`` alone, as of an import by hand | the tag, as before | digest |
+
+An image that was imported by hand lies on hosts by its tag and is in no registry: a digest would not be found.
+"""
+
+import re
+from typing import Final
+
+_DIGEST: Final = re.compile(r"sha256:[0-9a-f]{64}")
+_SCHEME: Final = re.compile(r"^[a-z-]+://")
+_IMPORT: Final = re.compile(r"(?:^|/)import-\d{4}-\d{2}-\d{2}$")
+_DOCKER_HUB: Final = "docker.io"
+
+
+def pin_image(image: str, image_id: str) -> str:
+    """The reference by digest that asks for just what ``image_id`` names; empty where there is none that can be pulled."""
+    repository, _, digest = _SCHEME.sub("", image_id).partition("@")
+    asked = _find_repository(image)
+    if "@" in image or not _DIGEST.fullmatch(digest) or repository != asked:
+        return ""
+    # A name of this machine alone is in no registry, whatever a runtime has computed for it.
+    return "" if asked.startswith("localhost/") else f"{_strip_tag(image)}@{digest}"
+
+
+def is_same_image(one: str, other: str) -> bool:
+    """Whether two image IDs may be of one image. IDs of two kinds cannot be compared and pass."""
+    (kind, digest), (other_kind, other_digest) = _parse_id(one), _parse_id(other)
+    return digest == other_digest or kind != other_kind or not digest or not other_digest
+
+
+def _parse_id(image_id: str) -> tuple[str, str]:
+    """What kind of ID it is (its repository, none for a bare digest) and its digest, empty for an ID of no known shape."""
+    repository, _, digest = _SCHEME.sub("", image_id).rpartition("@")
+    kind = "import" if _IMPORT.search(repository) else repository
+    return kind, digest if _DIGEST.fullmatch(digest) else ""
+
+
+def _strip_tag(image: str) -> str:
+    head, slash, last = image.rpartition("/")
+    return f"{head}{slash}{last.partition(':')[0]}"
+
+
+def _find_repository(image: str) -> str:
+    """The repository in full, as container runtimes write it: with registry, and ``library`` where Docker Hub means it."""
+    repository = _strip_tag(image.partition("@")[0])
+    first, slash, rest = repository.partition("/")
+    if not slash:
+        return f"{_DOCKER_HUB}/library/{repository}"
+    if "." not in first and ":" not in first and first != "localhost":
+        return f"{_DOCKER_HUB}/{repository}"
+    if first in (_DOCKER_HUB, "index.docker.io"):
+        return f"{_DOCKER_HUB}/{rest if '/' in rest else f'library/{rest}'}"
+    return repository
