@@ -15,7 +15,7 @@ def new_token() -> str:
 
 def is_token(said: str, token: str) -> bool:
     """Whether ``said`` is the token, in a time that does not depend on how much of it is right. No token is none."""
-    return bool(token) and hmac.compare_digest(said.encode(), token.encode())
+    return bool(token) and hmac.compare_digest(said.encode("utf-8", "surrogatepass"), token.encode())
 
 
 def read_token(path: Path) -> str:
