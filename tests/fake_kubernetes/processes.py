@@ -107,7 +107,7 @@ class OperatorProcess:
         if not found:
             return 0, ""
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}{path}", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{found[1]}{path}", timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:
@@ -121,7 +121,7 @@ class OperatorProcess:
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 60.0) -> int:
+    def wait(self, seconds: float = 200.0) -> int:
         """Until it has ended; its exit code."""
         try:
             return self.process.wait(seconds)
@@ -131,10 +131,10 @@ class OperatorProcess:
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self.process.kill()
-        self.process.wait(30)
+        self.process.wait(200)
 
 
-def wait_for(is_true: Callable[[], bool], what: str, *, seconds: float = 60.0) -> None:
+def wait_for(is_true: Callable[[], bool], what: str, *, seconds: float = 200.0) -> None:
     """Until it is true. Fails after so many seconds."""
     end = time.monotonic() + seconds
     while not is_true():

@@ -33,7 +33,7 @@ from evergrad_coordinator.protocol import (
 )  # fmt: skip
 
 TOKEN = "the token of a test"
-PATIENCE = 30.0
+PATIENCE = 200.0
 """Long enough for a busy machine; nothing here takes a second on an idle one."""
 
 

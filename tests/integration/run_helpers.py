@@ -25,7 +25,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this file is a program, too
 from process_state import children_of
 
-SECONDS = 60.0
+SECONDS = 200.0
 """Longest life of one command; a hang fails its test instead of the suite."""
 
 DONE, USER_ERROR, INTERNAL, STOPPED_SAVED, STOPPED_UNSAVED = 0, 64, 70, 75, 76
@@ -307,7 +307,7 @@ def assert_same_state(one: Path, other: Path, *, prefix: str = "") -> None:
         assert torch.equal(value, b[key]), f"{key} differs by up to {(value - b[key]).abs().max()}"
 
 
-def wait_until(condition: Callable[[], Any], *, seconds: float = 30.0, what: str = "") -> Any:
+def wait_until(condition: Callable[[], Any], *, seconds: float = 200.0, what: str = "") -> Any:
     """The first true value of ``condition``, looked at every millisecond."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -398,5 +398,5 @@ def test_a_process_that_abandons_a_save_with_a_frozen_peer_ends_at_once(tmp_path
         os.kill(pids[1], signal.SIGKILL)
         processes.end_world(pids[1:], scratch)
     assert leaver.status == 0, leaver.errors
-    assert leaver.value < 20.0
-    assert time.monotonic() - begun < 28.0  # the group's timeout is 30 s
+    assert leaver.value < 100.0
+    assert time.monotonic() - begun < 200.0  # the group's timeout is 250 s

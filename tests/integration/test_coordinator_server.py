@@ -170,7 +170,7 @@ async def test_after_a_restart_with_a_loss_the_next_number_is_higher(start: Star
     port = str(coordinator.port)
     coordinator.end()
     await end_nodes(nodes[0])
-    again = start("--state", state, "--port", port, "--lease", "0.5")
+    again = start("--state", state, "--port", port, "--lease", "4")
     await asyncio.to_thread(again.wait_until_listening)
     await poll(lambda: all(node.had and node.had.generation == 2 for node in nodes[1:]), "the smaller group")
     await end_nodes(*nodes[1:])
@@ -301,7 +301,7 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
         peer.settimeout(PATIENCE)
         peer.connect(("127.0.0.1", coordinator.port))
         peer.sendall(hello_line())
-        until = time.monotonic() + 60
+        until = time.monotonic() + 200
         while coordinator.metric("evergrad_coordinator_rejected_total") == 0:
             assert time.monotonic() < until
             try:

@@ -102,7 +102,7 @@ def test_nodes_that_must_go_while_the_coordinator_is_away_save_on_their_own(make
     for node in cluster.nodes.values():
         node.send(signal.SIGTERM)
     # No earlier than they have noticed that nobody answers.
-    cluster.until(lambda: cluster.is_paused(seconds=3.5), "a while")
+    cluster.until(lambda: cluster.is_paused(seconds=5.0), "a while")
     cluster.release("held")
     cluster.finish(STOPPED_SAVED)
     last = steps_of(cluster.directory)[-1]

@@ -51,7 +51,7 @@ def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(make_ela
 
 def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster, undisturbed: Any) -> None:
     cluster = make_elastic(expect=2).start(
-        faults=[fault("SIGSTOP", "reducing", node=1, step=4)], constants={"evergrad_trainer.node.crew.FROZEN_SECONDS": 2.0}
+        faults=[fault("SIGSTOP", "reducing", node=1, step=4)], constants={"evergrad_trainer.node.crew.FROZEN_SECONDS": 5.0}
     )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
@@ -62,7 +62,8 @@ def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster
 def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(make_elastic: MakeCluster, undisturbed: Any) -> None:
     """Node 1 stands still in its own computation when node 2 dies: node 0 does not wait for it for ever."""
     faults = [fault("hold", "slot", node=1, step=4, name="held"), fault("SIGKILL", "tally", node=2, step=4, to="node")]
-    cluster = make_elastic().start(faults=faults, constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 1.0})
+    # Long enough for node 0, which has to be out of the broken group by then.
+    cluster = make_elastic().start(faults=faults, constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 5.0})
     cluster.finish(nodes=[0, 1])
     assert cluster.has_happened("held")
     cluster.check(undisturbed.at("undisturbed"))

@@ -23,9 +23,9 @@ from evergrad_trainer.transports import GlooTransport
 from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
-TIMEOUT = 30
+TIMEOUT = 250
 """Of the collectives: whoever comes out sooner was freed, and did not wait."""
-SOON = 10.0
+SOON = 100.0
 _kept: list[object] = []
 """Ends of channels: a guard whose supervisor is gone ends its process."""
 
@@ -47,7 +47,7 @@ def host(ports: list[str]) -> None:
     time.sleep(TIMEOUT * 4)
 
 
-def meet(ports: list[str], generation: int, *, rank: int, size: int, interrupt: Interrupt, setup_seconds: float = 10) -> World:
+def meet(ports: list[str], generation: int, *, rank: int, size: int, interrupt: Interrupt, setup_seconds: float = 100) -> World:
     path = Path(ports[generation])
     until(path.exists, "the store")
     place = Place(generation, rank, size, "127.0.0.1", int(path.read_text()))

@@ -136,12 +136,12 @@ def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) 
     process = subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.PIPE, text=True, env=environment)
     os.close(terminal)
     shown = b""
-    while select.select([main], [], [], 60)[0]:
+    while select.select([main], [], [], 200)[0]:
         try:
             shown += os.read(main, 65536)
         except OSError:
             break
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     os.close(main)
     assert process.returncode == 0
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
@@ -166,14 +166,14 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> 
         "2",
     ]
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not list((manifest.parent / "prepared").glob(".tmp-*/chunks/*.json")):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.005)
     helpers = children_of(process.pid)
     assert len(helpers) == 2
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=200)
     assert process.returncode == 75
     assert errors.splitlines()[-1] == "interrupted; finished chunks are kept, and the next prepare goes on from there"
     assert "Traceback" not in errors

@@ -12,7 +12,7 @@ MakeCluster = Callable[..., Cluster]
 
 @pytest.mark.timeout(300)
 def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster("--min", "1", "--max", "2", "--lease", "4", "--silence", "1")
+    cluster = make_cluster("--min", "1", "--max", "2", "--lease", "6", "--silence", "2")
     for node in ("0", "1"):
         cluster.start_agent(node)
     generation = cluster.until_world(2)
@@ -45,7 +45,7 @@ def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(make_cluster: 
 
 @pytest.mark.timeout(300)
 def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the_lease(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster("--min", "1", "--max", "2", "--lease", "3", "--silence", "1")
+    cluster = make_cluster("--min", "1", "--max", "2", "--lease", "6", "--silence", "2")
     for node in ("0", "1"):
         cluster.start_agent(node)
     generation = cluster.until_world(2)

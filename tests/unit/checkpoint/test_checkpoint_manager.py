@@ -95,9 +95,13 @@ def test_poll_reports_a_finished_save_once(make_solo: MakeSolo, make_state: Make
 
 
 def test_a_second_save_waits_for_the_first(make_solo: MakeSolo, make_state: MakeState) -> None:
-    solo = make_solo(hook=At(faults.BEFORE_FSYNC, lambda: threading.Event().wait(0.2)))
+    is_second = threading.Event()
+    solo = make_solo(hook=At(faults.BEFORE_FSYNC, lambda: is_second.wait(60)))
     solo.manager.save(10, make_state(10), extra={"step": 10})
-    assert solo.manager.save(20, make_state(20), extra={"step": 20}) > 0.1
+    assert solo.types() == []
+    # The first cannot have ended before this: where it has when the second returns, it was waited for.
+    is_second.set()
+    assert solo.manager.save(20, make_state(20), extra={"step": 20}) > 0.0
     assert solo.types() == ["save"]
     solo.manager.wait()
     assert solo.names() == ["step-10", "step-20"]

@@ -29,7 +29,7 @@ def test_every_record_arrives_as_it_was_sent() -> None:
     ours, theirs = channel_pair()
     for record in RECORDS:
         assert ours.send(record)
-    assert [theirs.receive(1.0) for _ in RECORDS] == RECORDS
+    assert [theirs.receive(60.0) for _ in RECORDS] == RECORDS
     assert {type(record) for record in RECORDS} == set(say._KINDS.values())
     ours.close()
     theirs.close()
@@ -40,9 +40,9 @@ def test_silence_is_none_and_a_closed_end_is_told_after_its_last_words() -> None
     assert theirs.receive(0.0) is None
     ours.send(say.Warm())
     ours.close()
-    assert theirs.receive(1.0) == say.Warm()
+    assert theirs.receive(60.0) == say.Warm()
     with pytest.raises(EOFError):
-        theirs.receive(1.0)
+        theirs.receive(60.0)
     assert not theirs.send(say.Pong())
     theirs.close()
 
@@ -51,7 +51,7 @@ def test_an_end_that_does_not_read_loses_observations_and_holds_nobody() -> None
     ours, theirs = channel_pair()
     for number in range(20_000):
         ours.observe("step_end", {"number": number})
-    first = theirs.receive(1.0)
+    first = theirs.receive(60.0)
     assert first == say.Observed("step_end", {"number": 0})
     ours.close()
     theirs.close()
@@ -64,7 +64,7 @@ def test_two_threads_that_send_do_not_mix_their_records() -> None:
     ]
     for thread in threads:
         thread.start()
-    received = [theirs.receive(5.0) for _ in range(400)]
+    received = [theirs.receive(60.0) for _ in range(400)]
     for thread in threads:
         thread.join()
     assert received.count(say.Ping()) == received.count(say.Pong()) == 200

@@ -16,7 +16,7 @@ import pytest
 
 from evergrad_trainer.elastic.board import NodeBoard
 
-SECONDS = 20.0
+SECONDS = 100.0
 GENERATION = 6
 STUCK_IN_C = (
     "import ctypes; lock, mutex = ctypes.PyDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64); "

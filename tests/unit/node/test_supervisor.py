@@ -39,7 +39,7 @@ from evergrad_trainer.node import stopping
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.supervisor import Crew, NodeSettings, Supervisor
 
-SECONDS = 20.0
+SECONDS = 100.0
 M = TypeVar("M", bound=Message)
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from process_state import is_alive
 
-SECONDS = 30.0
+SECONDS = 100.0
 NODE = """\
 import os, sys, time
 from evergrad_trainer.node.workers import WorkerOrder, start_worker
 
 def work(channel, pulse):
     print(os.getpid(), os.environ["RANK"], channel.receive(None), flush=True)
-    time.sleep(60)
+    time.sleep(600)
     return 0
 
 if __name__ == "__main__":
@@ -27,7 +27,7 @@ if __name__ == "__main__":
     worker.channel.send(Ping())
     with os.fdopen(worker.output) as output:
         print(output.readline(), end="", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 """
 
 

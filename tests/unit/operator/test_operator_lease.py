@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import virtual_time
 from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.store import RefusedError, Store
 
@@ -148,7 +149,7 @@ def test_one_that_cannot_renew_holds_on_for_its_time_and_then_ends(cluster: Any)
         assert gate.remaining() <= 0
         assert changes == [True, False]
 
-    asyncio.run(main())
+    virtual_time.run(main())
 
 
 def test_a_renewal_that_hangs_does_not_outlive_the_lease(cluster: Any) -> None:
@@ -164,7 +165,7 @@ def test_a_renewal_that_hangs_does_not_outlive_the_lease(cluster: Any) -> None:
             async with asyncio.timeout(20):
                 await gate.keep(cluster)
 
-    asyncio.run(main())
+    virtual_time.run(main())
 
 
 def test_a_server_that_does_not_answer_does_not_end_the_waiting(clock: Clock, cluster: Any) -> None:

@@ -12,6 +12,8 @@ from evergrad_operator.errors import OperatorError, UnauthorizedError
 from evergrad_operator.progress import MAX_BYTES, Coordinators, PollSettings
 
 KEY = ("ns", "run")
+SECONDS = 100.0
+"""Longest wait for anything; nothing here takes one on an idle machine."""
 
 
 class Coordinator:
@@ -49,18 +51,18 @@ class Coordinator:
         writer.close()
 
 
-def ask(coordinator: Coordinator, seconds: float = 0.3, **settings: Any) -> tuple[Coordinators, list[bool]]:
-    """What is known after so many seconds, and the news that was told."""
+def ask(coordinator: Coordinator, *, num_news: int = 1, **settings: Any) -> tuple[Coordinators, list[bool]]:
+    """What is known after so many news, and all that were told."""
     news: list[bool] = []
 
     async def main() -> Coordinators:
         port = await coordinator.listen()
         known = Coordinators(
-            PollSettings(port=port, every=0.05, timeout=0.2, **settings), on_news=lambda key, urgent: news.append(urgent)
+            PollSettings(port=port, every=0.05, timeout=SECONDS, **settings), on_news=lambda key, urgent: news.append(urgent)
         )
         known.follow(KEY, "127.0.0.1", 3, token="t")
         task = asyncio.create_task(known.run())
-        await asyncio.sleep(seconds)
+        await until(lambda: len(news) >= num_news)
         await known.close()
         await task
         coordinator.close()
@@ -68,6 +70,12 @@ def ask(coordinator: Coordinator, seconds: float = 0.3, **settings: Any) -> tupl
         return known
 
     return asyncio.run(main()), news
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.002)
 
 
 def test_the_newest_answer_is_known_with_the_attempt_it_is_of() -> None:
@@ -91,7 +99,7 @@ def test_progress_alone_is_news_but_not_urgent() -> None:
         await original(reader, writer)
 
     coordinator._serve = serve  # type: ignore[method-assign]
-    _, news = ask(coordinator)
+    _, news = ask(coordinator, num_news=4)
     assert news[0] is True
     assert set(news[1:]) == {False}
 
@@ -111,11 +119,23 @@ def test_progress_alone_is_news_but_not_urgent() -> None:
     ],
 )
 def test_what_is_no_answer_is_none_and_is_asked_for_less_often(build: Callable[[], Coordinator]) -> None:
-    coordinator = build()
-    known, news = ask(coordinator)
+    news: list[bool] = []
+
+    async def main() -> tuple[Coordinators, list[float | None]]:
+        coordinator = build()
+        settings = PollSettings(port=await coordinator.listen(), every=0.05, timeout=0.2)
+        known = Coordinators(settings, on_news=lambda key, urgent: news.append(urgent))
+        known.follow(KEY, "127.0.0.1", 3, token="t")
+        pauses = [await known._poll(KEY) for _ in range(3)]
+        coordinator.close()
+        await asyncio.sleep(0)
+        return known, pauses
+
+    known, pauses = asyncio.run(main())
     assert known.answer(KEY) is None
     assert news == []
-    assert len(coordinator.requests) <= 2
+    first, second, third = (pause or 0.0 for pause in pauses)
+    assert 0.05 < first < second < third
 
 
 def test_a_coordinator_that_is_not_there_is_no_error() -> None:
