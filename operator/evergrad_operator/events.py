@@ -30,6 +30,7 @@ _WARNINGS: Final = frozenset(
         Reason.VOLUME_LOST,
         Reason.START_ERROR,
         Reason.INVALID_SPEC,
+        Reason.NON_FINITE,
     }
 )
 _QUIET_CAUSES: Final = frozenset({Cause.DONE, Cause.RELEASED})

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from evergrad_operator.names import Condition, Phase
+from evergrad_operator.names import Condition, Phase, Reason
 from evergrad_operator.raw import NOTHING, get_float, get_int, get_map, get_maps, get_text
 from evergrad_operator.times import format_time, parse_time
 
@@ -133,10 +133,11 @@ class Memory:
 
     ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's end is counted.
     ``restart``: how often ``restartNonce`` has restarted the run; ``restart_nonce``: the one acted upon.
-    ``has_formed``: a group has been up since the run was started, resumed or restarted. ``input_errors``: the exit codes 64
-    before that. ``gang_size``: nodes that a queue admits together, 0 before the first pod; ``gang``: which such group.
-    ``phase``, ``reason`` and ``message``: what people were told last. ``image``: what was asked for; ``image_id``: what the first
-    pod of this restart ran, as its kubelet names it; ``image_pin``: the same by digest, where later pods ask for that.
+    ``stop_reason``: why the run itself has stopped, empty if it has not. ``has_formed``: a group has been up since the run was
+    started, resumed or restarted. ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits
+    together, 0 before the first pod; ``gang``: which such group. ``phase``, ``reason`` and ``message``: what people were told
+    last. ``image``: what was asked for; ``image_id``: what the first pod of this restart ran, as its kubelet names it;
+    ``image_pin``: the same by digest, where later pods ask for that.
     """
 
     is_known: bool = False
@@ -149,7 +150,7 @@ class Memory:
     start_time: float | None = None
     finishing_since: float | None = None
     finish: Finish | None = None
-    is_stopped: bool = False
+    stop_reason: str = ""
     coordinator: Coordinator = field(default_factory=Coordinator)
     attempts: tuple[int, ...] = ()
     recorded: frozenset[int] = frozenset()
@@ -168,6 +169,11 @@ class Memory:
     reason: str = ""
     message: str = ""
     conditions: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the run itself has stopped, and waits for somebody to take it on."""
+        return bool(self.stop_reason)
 
     def attempt_of(self, index: int) -> int:
         """Highest attempt made of a node, -1 for none."""
@@ -194,7 +200,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         start_time=parse_time(status.get("startTime")),
         finishing_since=parse_time(notes.get("finishingTime")),
         finish=_parse_finish(status, conditions),
-        is_stopped=notes.get("stopped") == "true",
+        stop_reason=_parse_stop(get_text(notes, "stopped")),
         coordinator=_parse_coordinator(get_map(status, "coordinator"), notes),
         attempts=unpack_counts(get_text(notes, "attempts")),
         recorded=frozenset(unpack_ranges(get_text(notes, "ended"))),
@@ -246,6 +252,11 @@ def _parse_budget(shown: Mapping[str, Any], raw: Mapping[str, Any]) -> Budget:
         short_lives=get_int(raw, "shortLives") or 0,
         retry_at=parse_time(raw.get("retryAt")) or 0.0,
     )
+
+
+def _parse_stop(text: str) -> str:
+    """An older release noted only that the run had stopped; then it was on request."""
+    return Reason.STOPPED if text == "true" else text if text in (Reason.STOPPED, Reason.NON_FINITE) else ""
 
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
@@ -375,7 +386,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "coordinatorRestarts": _pack(coordinator.restarts),
         "coordinatorLostSeconds": _pack(coordinator.lost_seconds),
         "finishingTime": _time(memory.finishing_since),
-        "stopped": "true" if memory.is_stopped else None,
+        "stopped": memory.stop_reason,
         "gang": pack_counts((memory.gang_size, memory.gang)) if memory.gang_size else None,
     }
 

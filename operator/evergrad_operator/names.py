@@ -248,6 +248,8 @@ class Reason(StrEnum):
     """``suspend`` is set and no pod is left."""
     STOPPED = "StoppedOnRequest"
     """The recipe or its stop file asked for a stop; state is saved."""
+    NON_FINITE = "NonFinite"
+    """A loss or a gradient was not finite; the state before that step is saved, and a person decides how to go on."""
     # Of single conditions.
     NOT_COMPLETE = "NotComplete"
     """The run has not come to its end."""

@@ -115,10 +115,12 @@ def stop_if_asked(situation: Situation) -> Decision | None:
     progress, memory = situation.progress, situation.memory
     if situation.run.spec.suspend:
         # Resuming by hand also takes back a stop that the recipe asked for.
-        return _drain(replace(situation, memory=replace(memory, is_stopped=False)), Reason.SUSPENDED)
-    if progress is not None and progress.phase == "Stopped" and progress.reason not in _NOT_ASKED:
-        memory = replace(memory, is_stopped=True)
-    return _drain(replace(situation, memory=memory), Reason.STOPPED) if memory.is_stopped else None
+        return _drain(replace(situation, memory=replace(memory, stop_reason="")), Reason.SUSPENDED)
+    has_stopped = progress is not None and progress.phase == "Stopped" and progress.reason not in _NOT_ASKED
+    if progress is not None and has_stopped and not memory.is_stopped:
+        is_non_finite = progress.reason.replace("_", "").lower() == "nonfinite"
+        memory = replace(memory, stop_reason=Reason.NON_FINITE if is_non_finite else Reason.STOPPED)
+    return _drain(replace(situation, memory=memory), Reason(memory.stop_reason)) if memory.is_stopped else None
 
 
 def _drain(situation: Situation, reason: Reason) -> Decision:
@@ -126,7 +128,6 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     memory, coordinators = situation.memory, situation.observation.coordinators
     working = (*situation.live, *situation.leaving)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
-    step = memory.training.checkpoint_step
     # The coordinator knows what the last node saved, but has not been asked since: its last words are waited for.
     # One that has just been made may not have been asked since its nodes came.
     is_unheard = memory.training.step is None and any(
@@ -149,11 +150,26 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     faults = HostFaults(hosts=memory.faults.hosts, at=memory.faults.at)
     memory = replace(memory, start_time=None, budget=Budget(at=memory.budget.at), faults=faults, gang_size=0)
     memory = replace(memory, has_formed=False, input_errors=())
+    text = _describe_pause(situation, reason)
+    pods = remove((*situation.nodes, *coordinators))
+    is_blocked = reason == Reason.NON_FINITE
+    return Decision(Action.STOP, Phase.SUSPENDED, reason, text, memory, pods_to_delete=pods, is_blocked=is_blocked)
+
+
+def _describe_pause(situation: Situation, reason: Reason) -> str:
+    """What stands saved, and how to go on."""
+    step = situation.memory.training.checkpoint_step
+    if reason == Reason.NON_FINITE:
+        # The state before the step that is not finite has been saved, so that step is the next one.
+        which, saved = ("a step", "") if step is None else (f"step {step + 1}", f", of step {step},")
+        return (
+            f"training stopped: the loss or the gradient norm of {which} is not finite; the state before it{saved} is saved. "
+            "To go past it, name the step in spec.training.skipSteps or allow some with spec.training.onNonFinite.skip; then set "
+            f"spec.restartNonce to a new text, or run: evergrad resume {situation.run.name}"
+        )
     saved = f"; the newest checkpoint is of step {step}" if step is not None else ""
     how = "set spec.suspend to false" if reason == Reason.SUSPENDED else "set spec.restartNonce to a new text"
-    text = f"no pod is left{saved}. To go on, {how}."
-    pods = remove((*situation.nodes, *coordinators))
-    return Decision(Action.STOP, Phase.SUSPENDED, reason, text, memory, pods_to_delete=pods)
+    return f"no pod is left{saved}. To go on, {how}."
 
 
 def drain_older(situation: Situation) -> Decision | None:

@@ -60,7 +60,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
             restart_nonce=nonce,
             finish=None,
             finishing_since=None,
-            is_stopped=False,
+            stop_reason="",
             start_time=None,
             image="",
             image_id="",

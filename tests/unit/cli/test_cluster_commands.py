@@ -466,18 +466,21 @@ def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(api: Api, make_run
 
 
 STOPPED = {"phase": "Suspended", "reason": "StoppedOnRequest"}
+NON_FINITE = {"phase": "Suspended", "reason": "NonFinite"}
 
 
 @pytest.mark.parametrize(
     ("spec", "status", "suspend"),
     [
         ({}, STOPPED, None),
+        ({}, NON_FINITE, None),
         ({"suspend": False}, {"phase": "Suspending", "reason": "Suspending"}, None),
         # Suspended after its stop, which the operator has not seen yet and therefore never will.
         ({"suspend": True}, STOPPED, False),
+        ({"suspend": True}, NON_FINITE, False),
     ],
 )
-def test_a_run_that_stopped_on_request_is_resumed_by_a_nonce_and_awaited_by_it(
+def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_awaited_by_it(
     api: Api,
     make_run: Make,
     spec: dict[str, Any],
@@ -500,7 +503,8 @@ def test_a_run_that_stopped_on_request_is_resumed_by_a_nonce_and_awaited_by_it(
     assert call(api, "resume", "docs-lm", "--wait") == 0
     assert len(nonces) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert first == "trainingrun/docs-lm resumed by a new spec.restartNonce: it had stopped on request"
+    why = "before a step that is not finite" if status == NON_FINITE else "on request"
+    assert first == f"trainingrun/docs-lm resumed by a new spec.restartNonce: it had stopped {why}"
     assert second == "trainingrun/docs-lm is running on 3/4 nodes"
 
 

@@ -226,6 +226,8 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
     assert "evergrad resume" in advice_of(make_run(spec={"suspend": True}, phase="Suspended"))
     stopped = {"phase": "Suspended", "reason": "StoppedOnRequest"}
     assert "evergrad resume" in advice_of(make_run(**stopped))
+    not_finite = advice_of(make_run(phase="Suspended", reason="NonFinite"))
+    assert "spec.training.skipSteps" in not_finite and "evergrad resume docs-lm" in not_finite
     at_its_stop = advice_of(make_run(spec={"training": {"stop": {"afterStep": 1100}}}, **stopped))
     assert "has finished step 1100" in at_its_stop and "evergrad resume" not in at_its_stop
     stalled = make_run(conditions=[raw_condition("Progressing", "False", message="no step for 20m")])

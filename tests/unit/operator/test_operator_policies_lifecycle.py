@@ -311,9 +311,41 @@ def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
     assert world.status["attempt"] == 1
 
 
-def test_suspending_and_resuming_takes_a_stop_back_too() -> None:
+def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_and_goes_on_past_it() -> None:
     world = Simulation().run()
-    world.train(50, phase="Stopped", reason="StopFile")
+    world.train(812, phase="Stopped", reason="Non_finite", checkpointStep=812)
+    for name in world.live():
+        world.end(name, 75)
+    world.reconcile()
+    world.progress = None
+    world.leave()
+    world.settle()
+    assert (world.status["phase"], world.status["reason"]) == ("Suspended", "NonFinite")
+    for words in ("step 813 is not finite", "of step 812, is saved", "skipSteps", "onNonFinite", "evergrad resume docs-lm"):
+        assert words in world.status["message"]
+    assert (world.condition("Stalled")["status"], world.condition("Stalled")["reason"]) == ("True", "NonFinite")
+    assert world.condition("Failed")["status"] == world.condition("Reconciling")["status"] == "False"
+    assert world.status["failures"]["withoutProgress"] == 0
+    world.set_spec(restartNonce="go on", training={**world.raw["spec"]["training"], "skipSteps": [813]})
+    assert world.reconcile().action == Action.RUN
+    assert "813" in json.dumps(world.children["ConfigMap", "docs-lm-config"])
+    assert world.condition("Stalled")["status"] == "False"
+
+
+def test_a_stop_that_an_older_operator_noted_is_still_one() -> None:
+    world = Simulation().run()
+    world.train(50, phase="Stopped", reason="StopFile", checkpointStep=50)
+    world.reconcile()
+    world.progress = None
+    world.raw["status"]["memory"]["stopped"] = "true"
+    assert world.reconcile().action == Action.STOP
+    assert world.status["memory"]["stopped"] == "StoppedOnRequest"
+
+
+@pytest.mark.parametrize("reason", ["StopFile", "NonFinite"])
+def test_suspending_and_resuming_takes_a_stop_back_too(reason: str) -> None:
+    world = Simulation().run()
+    world.train(50, phase="Stopped", reason=reason)
     for _ in range(4):
         world.reconcile()
         world.leave()

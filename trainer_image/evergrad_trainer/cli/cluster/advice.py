@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from evergrad_trainer.cli.cluster.runs import Condition, Pod, Run
+from evergrad_trainer.cli.cluster.runs import NON_FINITE, Condition, Pod, Run
 from evergrad_trainer.cli.cluster.text import age
 
 _UNSEEN_SECONDS: Final = 30.0
@@ -79,6 +79,12 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
         return [
             f"It has finished step {run.stop_after_step}, where spec.training.stop has it stop. Its claim keeps the checkpoints.",
             "To train on, delete the run and submit its file without spec.training.stop.",
+        ]
+    if run.reason == NON_FINITE:
+        return [
+            f"The loss or the gradient of a step was not finite; see which: evergrad logs {run.name} --all",
+            "Name it in spec.training.skipSteps, or allow some with spec.training.onNonFinite.skip, and submit the file again.",
+            f"Then go on from the state before it: evergrad resume {run.name}",
         ]
     if run.wants_suspension or run.phase == "Suspended":
         return [f"To go on where it stopped: evergrad resume {run.name}"]

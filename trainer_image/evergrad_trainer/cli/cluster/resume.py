@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from evergrad_trainer.cli.cluster.runs import Run
+from evergrad_trainer.cli.cluster.runs import NON_FINITE, Run
 from evergrad_trainer.cli.cluster.switching import Switch, add_switch_arguments, finished, flip, new_nonce
 from evergrad_trainer.cli.cluster.waiting import Goal
 from evergrad_trainer.errors import Problem
@@ -26,13 +26,14 @@ def execute(args: argparse.Namespace) -> int:
 
 def _choose(run: Run) -> Switch:
     """What takes this run on: of a stop on request spec.suspend knows nothing, only a new restartNonce takes it back."""
-    if not run.has_stopped_on_request:
+    if not run.has_stopped_by_itself:
         return Switch("resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension)
     nonce = new_nonce()
     spec: dict[str, Any] = {"restartNonce": nonce}
     if run.wants_suspension:
         spec["suspend"] = False
-    verb = "resumed by a new spec.restartNonce: it had stopped on request"
+    why = "before a step that is not finite" if run.reason == NON_FINITE else "on request"
+    verb = f"resumed by a new spec.restartNonce: it had stopped {why}"
     return Switch(verb, spec, Goal.RUNNING, lambda run: False, lambda run: run.restart_nonce == nonce)
 
 

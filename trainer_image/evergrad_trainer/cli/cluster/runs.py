@@ -13,6 +13,8 @@ LABEL_ATTEMPT: Final = f"{LABEL_PREFIX}attempt"
 LABEL_ROLE: Final = f"{LABEL_PREFIX}role"
 STOPPED: Final = "StoppedOnRequest"
 """Reason of a run that is parked since its recipe or its stop file asked for it, not spec.suspend."""
+NON_FINITE: Final = "NonFinite"
+"""Reason of a run that is parked before a step whose loss or gradient is not finite."""
 NODE: Final = "node"
 COORDINATOR: Final = "coordinator"
 _OWN_CONTAINERS: Final = ("trainer", "coordinator")
@@ -113,10 +115,10 @@ class Run:
         return self.is_true("Complete") or self.is_true("Failed")
 
     @property
-    def has_stopped_on_request(self) -> bool:
+    def has_stopped_by_itself(self) -> bool:
         """Whether the run saves and leaves, or has left, without being suspended; what was asked since is not seen yet."""
         if self.wants_suspension:
-            return self.reason == STOPPED
+            return self.reason in (STOPPED, NON_FINITE)
         return self.is_current and self.phase in ("Suspending", "Suspended")
 
     @property
