@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -242,3 +243,20 @@ def test_the_coordinator_is_asked_with_the_runs_token(simulation: Simulation) ->
     (followed,) = simulation.coordinators._followed.values()
     assert followed.token == token_of(simulation)
     assert followed.token not in repr(followed)
+
+
+def test_a_restart_mends_a_run_whose_installations_key_was_lost(simulation: Simulation) -> None:
+    simulation.settle()
+    simulation.start_pods()
+    simulation.train()
+    simulation.settle()
+    (old,) = secrets_of(simulation)
+    simulation.start_operator()
+    simulation.reconciler.token_of = partial(derive_token, b"another key" * 4)
+    simulation.store.change("trainingruns", "ns", "run", {"spec": {"restartNonce": "new key"}})
+    for _ in range(6):
+        simulation.settle()
+        simulation.reap()
+    new = {mounted(pod) for pod in simulation.store.list("pods")}
+    assert len(new) == 1 and old["metadata"]["name"] not in new
+    assert new <= {secret["metadata"]["name"] for secret in secrets_of(simulation)}
