@@ -44,6 +44,9 @@ class Cluster(Protocol):
     async def apply(self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER, is_brief: bool = False) -> Raw:
         """The whole intent, by server-side apply."""
 
+    async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
+        """A JSON merge patch."""
+
     async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
         """End one object; False if it was gone."""
 
@@ -117,7 +120,7 @@ class Applier:
         # The claim carries the record of who uses the volume: without it, no pod may write there.
         results = []
         if plan.claim is not None:
-            put_claim = partial(self._put_claim, plan.claim, plan.claim_manager or names.FIELD_MANAGER)
+            put_claim = partial(self._put_claim, plan.claim, plan)
             results.append(await self._try(work, _step_of("apply", plan.claim), put_claim))
         has_record = not any(result.failure for result in results)
 
@@ -168,8 +171,13 @@ class Applier:
         refusals.clear(step)
         return Result(step)
 
-    async def _put_claim(self, body: Raw, manager: str) -> None:
-        stored = await self._cluster.apply(body, manager=manager)
+    async def _put_claim(self, body: Raw, plan: Plan) -> None:
+        metadata = body["metadata"]
+        if plan.stale_records:
+            # A merge patch takes a field from whoever owns it, and with its last field its manager goes from the object.
+            patch = {"metadata": {"annotations": dict.fromkeys(plan.stale_records)}}
+            await self._cluster.merge(CLAIM, metadata["namespace"], metadata["name"], patch)
+        stored = await self._cluster.apply(body, manager=plan.claim_manager or names.FIELD_MANAGER)
         self._mirror.see(CLAIMS, {**stored, "kind": CLAIM.kind})
 
     async def _create_once(self, body: Raw) -> None:

@@ -67,6 +67,10 @@ class Mirror:
         raw = self._runs.get(key)
         return tuple(self._runs[user] for user in self._index.neighbours_of(raw)) if raw else ()
 
+    def claim_users(self, namespace: str, claim: str) -> frozenset[str]:
+        """Names of the runs that keep their files on this claim."""
+        return frozenset(name for _, name in self._index.users_of(namespace, claim))
+
     def known(self) -> set[Key]:
         """Every run that exists, and every one that still has pods or children."""
         return {*self._runs, *self._pods, *self._children}

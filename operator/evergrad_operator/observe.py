@@ -151,6 +151,8 @@ class Observation:
     progress: Progress | None
     failures: tuple[ApplyFailure, ...]
     raw: Mapping[str, Any] = field(repr=False)
+    claim_users: frozenset[str] | None = None
+    """Names of all runs that keep their files on the claim; None where nobody knows."""
 
     @property
     def live_coordinator(self) -> PodState | None:

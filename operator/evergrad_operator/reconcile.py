@@ -151,6 +151,7 @@ class Reconciler:
             progress=self._progress(key),
             failures=memory.applied.refusals.failures(),
         )
+        seen = replace(seen, claim_users=self._mirror.claim_users(key[0], claim_of(raw)))
         decision = decide(seen, self._config, self.clock())
         return seen, decision, plan_children(seen, decision, self._config, token=self.token_of(seen.run.uid))
 

@@ -8,7 +8,7 @@ from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Action, Bounds, Decision
 from evergrad_operator.observe import Observation
-from evergrad_operator.plan.claim import build_claim, is_for_one_host
+from evergrad_operator.plan.claim import build_claim, find_stale_records, is_for_one_host
 from evergrad_operator.plan.common import JsonObject, with_hash
 from evergrad_operator.plan.config_map import build_config_map
 from evergrad_operator.plan.coordinator_pod import Epoch, build_coordinator_pod
@@ -37,13 +37,15 @@ class Deletion:
 class Plan:
     """What to do, in the order of the fields.
 
-    ``claim``: to apply, by ``claim_manager``. ``token``: the run's Secret, to POST before any pod; that it exists already is
-    well. ``apply``: whole objects to apply, by the operator's own manager. ``bounds``: for
-    the coordinator. ``create``: pods to POST; that one exists already means to observe again.
+    ``claim``: to apply, by ``claim_manager``, once the annotations ``stale_records`` are off it. ``token``: the run's
+    Secret, to POST before any pod; that it exists already is as well. ``apply``: whole objects to apply, by the
+    operator's own manager. ``bounds``: for the coordinator. ``create``: pods to POST; that one exists already means to
+    observe again.
     """
 
     claim: Object | None = None
     claim_manager: str = ""
+    stale_records: tuple[str, ...] = ()
     token: Object | None = None
     apply: tuple[Object, ...] = ()
     bounds: Bounds | None = None
@@ -72,6 +74,7 @@ def plan_children(observation: Observation, decision: Decision, config: Config, 
     return Plan(
         claim=claim,
         claim_manager=names.claim_field_manager(run.name),
+        stale_records=() if claim is None else find_stale_records(run, observation.claim, observation.claim_users),
         token=build_token_secret(run, token) if create or _waits_for_volumes(observation, decision) else None,
         apply=tuple(_plan_apply(observation, wanted)),
         bounds=decision.bounds,

@@ -1,13 +1,28 @@
 """The PVC of a run: a new one, or the run's record on an existing one."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.observe import ClaimState, Record, build_record
 from evergrad_operator.plan.common import JsonObject, build_metadata, without_none
 from evergrad_operator.spec import TrainingRun
+
+KEPT_RECORDS: Final = 100
+"""Records of runs that are gone: they keep a folder from other runs, and a run that is applied again from training twice.
+
+A record has some 300 bytes, and all annotations of an object have 256 KiB: the newest hundred take an eighth of that.
+"""
+
+
+def find_stale_records(run: TrainingRun, claim: ClaimState | None, users: frozenset[str] | None) -> tuple[str, ...]:
+    """Annotations of the PVC to remove: the oldest records of runs that are gone. Nothing where the runs are not known."""
+    if claim is None or users is None:
+        return ()
+    gone = [record for record in claim.records.values() if record.run not in users and record.run != run.name]
+    gone.sort(key=lambda record: (record.created_at, record.run), reverse=True)
+    return tuple(names.claim_annotation(record.run) for record in gone[KEPT_RECORDS:])
 
 
 def build_claim(run: TrainingRun, record: Record, config: Config, live: ClaimState | None) -> JsonObject | None:

@@ -9,6 +9,7 @@ from fake_kubernetes.simulation import KEY, Crash, Simulation, crash_at
 from fake_kubernetes.store import RefusedError, Write
 
 from evergrad_operator.decision import Bounds
+from evergrad_operator.observe import Record, build_record
 
 Story = Callable[[Simulation], None]
 
@@ -462,6 +463,51 @@ def test_a_replaced_node_that_ends_with_64_costs_the_group_that_trains_nothing(s
         simulation.settle()
     assert [raw for raw in simulation.store.list("pods") if raw["metadata"].get("deletionTimestamp")] == []
     assert "run-1-2" in simulation.pods()
+
+
+def share(simulation: Simulation, **annotations: str) -> None:
+    """An existing claim, which a run may name."""
+    metadata = {"name": "shared", "namespace": "ns", "annotations": annotations}
+    with simulation.by_others():
+        claim = {"metadata": metadata, "spec": {}, "status": {"phase": "Bound"}}
+        simulation.store.create("persistentvolumeclaims", claim)
+
+
+def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
+    simulation = Simulation()
+    share(simulation)
+
+    def refuse(write: Write) -> None:
+        if write.plural == "persistentvolumeclaims":
+            raise RefusedError(422, "Invalid", "metadata.annotations: Too long: may not be more than 262144 bytes")
+
+    simulation.create_run(storage={"claimName": "shared"})
+    simulation.store.before = refuse
+    for _ in range(3):
+        simulation.settle()
+        simulation.now += 61
+    assert (simulation.pods(), simulation.pods("coordinator")) == ([], [])
+    assert (simulation.status["phase"], simulation.status["reason"]) == ("Waiting", "VolumeRecordRefused")
+    simulation.store.before = lambda write: None
+    begin(simulation)
+    assert simulation.status["phase"] == "Running"
+
+
+def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume() -> None:
+    simulation = Simulation()
+    gone = [Record(f"gone-{number}", f"gone-{number}", "r", 0, "u", float(number)) for number in range(150)]
+    records = {f"run.evergrad.dev/{record.run}": build_record(record) for record in gone}
+    living = {"run.evergrad.dev/old": build_record(Record("old", "old", "r", 0, "u", 0.0)), "theirs": "stays"}
+    share(simulation, **records, **living)
+    simulation.create_run("old", storage={"claimName": "shared"})
+    simulation.create_run(storage={"claimName": "shared"})
+    begin(simulation)
+    kept = simulation.store.get("persistentvolumeclaims", "ns", "shared")["metadata"]["annotations"]
+    newest = {f"run.evergrad.dev/gone-{number}" for number in range(50, 150)}
+    assert set(kept) == {"theirs", "run.evergrad.dev/old", "run.evergrad.dev/run", *newest}
+    before = len(simulation.store.writes)
+    simulation.settle()
+    assert writes(simulation, before) == []
 
 
 def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
