@@ -262,6 +262,8 @@ def test_a_finished_run_is_extended_and_only_with_the_option(experiment: Experim
     assert steps_of(experiment.at()) == list(range(1, 12))
     assert json.loads((experiment.at() / "complete.json").read_text())["step"] == 11
     assert [(event["from_steps"], event["to_steps"]) for event in events(experiment.at(), "extended")] == [(8, 11)]
+    (warning,) = events(experiment.at(), "warning")
+    assert "the learning rate rises from" in warning["message"] and "initFrom" in warning["message"]
     experiment.write(recipe(horizon={"steps": 11}))
     assert "complete: 11 steps" in experiment.run().out
 
@@ -309,6 +311,53 @@ def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment
     assert found == {"metric": "heldOut/loss", "value": losses[highest], "step": highest}
 
 
+def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(experiment: Experiment) -> None:
+    """The stop saves the step before its evaluation has ended; the evaluation is done again after the resume."""
+    best = {"metric": "heldOut/loss", "mode": "min"}
+    experiment.write(recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best}))
+    experiment.run(faults=[fault("evaluation", call=3, action="SIGTERM")], expect=STOPPED_SAVED)
+    rows = read_lines(experiment.at() / "evaluation.jsonl")
+    stopped = steps_of(experiment.at())[-1]
+    assert stopped not in {row["step"] for row in rows} and checkpoints(experiment.at())[-1] == stopped
+    experiment.run("--stop-after-steps", "1", expect=STOPPED_SAVED)
+    losses = {row["step"]: row["loss"] for row in read_lines(experiment.at() / "evaluation.jsonl")}
+    assert min(losses, key=lambda step: losses[step]) == stopped, "the loss of this run falls"
+    pointer = json.loads((experiment.at() / "checkpoints" / "best.json").read_text())
+    assert pointer["step"] == stopped
+    assert stopped in checkpoints(experiment.at()), "retention has removed the best checkpoint"
+
+
+def test_a_model_directory_that_was_edited_is_another_model(experiment: Experiment) -> None:
+    experiment.run()
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
+    experiment.write({**recipe(), "model": {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second")
+    experiment.run("--stop-after-steps", "3", name="second", expect=STOPPED_SAVED)
+    path = experiment.path / "exported" / "config.json"
+    config = json.loads(path.read_text())
+    before = config["rms_norm_eps"]
+    path.write_text(json.dumps({**config, "rms_norm_eps": 0.1}))
+    refused = experiment.run(name="second", expect=USER_ERROR)
+    assert "configuration.rms_norm_eps: is 0.1 here, but the run in" in refused.err
+    assert f"began with {before}" in refused.err
+    # Also where run.json is not asked: the checkpoint says what its tensors belong to.
+    record = json.loads((experiment.at("second") / "run.json").read_text())
+    del record["model"]
+    (experiment.at("second") / "run.json").write_text(json.dumps(record))
+    refused = experiment.run(name="second", expect=USER_ERROR)
+    assert "rms_norm_eps" in refused.err and "checkpoints" in refused.err
+    path.write_text(json.dumps(config))
+    experiment.run(name="second")
+    assert steps_of(experiment.at("second")) == list(range(1, 9))
+
+
+def test_a_pretrained_model_is_not_trained_on_bytes_by_default(experiment: Experiment) -> None:
+    experiment.run()
+    experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
+    experiment.write({**recipe(), "model": {"path": "exported"}}, name="second")
+    refused = experiment.run(name="second", expect=USER_ERROR)
+    assert "spec.training.tokenizer: missing" in refused.err and "ids of bytes" in refused.err
+
+
 def still(**changes: Any) -> dict[str, Any]:
     """One step that changes nothing visible, so that the first checkpoint holds what was begun with."""
     return recipe(horizon={"steps": 1}, optimizer={"learningRate": 1e-12, "weightDecay": 0}, **changes)
@@ -335,7 +384,7 @@ def test_weights_come_from_a_transformers_directory(experiment: Experiment, fiel
 
     experiment.run()
     experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
-    experiment.write({**still(), field: {"path": "exported"}}, name="second")
+    experiment.write({**still(), field: {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second")
     for workers in ("1", "2"):
         experiment.run("--workers", workers, name="second", directory=f"second-{workers}")
         first = final_state(experiment.at(), prefix="model.")

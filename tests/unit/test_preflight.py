@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from evergrad_trainer.config.derive import derive_steps
 from evergrad_trainer.config.training import Training
@@ -21,6 +22,7 @@ from evergrad_trainer.preflight import (
     check_schedule,
     check_workers,
     examine,
+    find_traps,
 )
 
 MACHINE = Machine(cores=2, memory_bytes=2**30, num_accelerators=0, accelerator_memory_bytes=None, has_cpp_compiler=True)
@@ -77,28 +79,30 @@ def test_idle_time_is_told_as_a_share() -> None:
 
 
 def test_memory_is_enough_too_little_or_unknown() -> None:
-    assert only(check_memory(training(), FACTS, MACHINE, num_workers=1)).level == "ok"
+    assert only(check_memory(training(), FACTS, MACHINE, num_workers=1, world_size=1)).level == "ok"
     small = replace(MACHINE, memory_bytes=10 * 2**20)
-    finding = only(check_memory(training(), FACTS, small, num_workers=1))
+    finding = only(check_memory(training(), FACTS, small, num_workers=1, world_size=1))
     assert finding.level == "error"
     assert "1,000,000 parameters need about" in str(finding.problem) and "0.01 GiB are there" in str(finding.problem)
-    assert only(check_memory(training(), FACTS, replace(MACHINE, memory_bytes=None), num_workers=1)).level == "warning"
+    assert (
+        only(check_memory(training(), FACTS, replace(MACHINE, memory_bytes=None), num_workers=1, world_size=1)).level == "warning"
+    )
 
 
 def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
     machine = replace(MACHINE, memory_bytes=40 * 2**20)
     sharded = training(runtime={"parallelism": "fsdp2"})
-    assert only(check_memory(training(), FACTS, machine, num_workers=1)).level == "ok"
-    assert only(check_memory(training(), FACTS, machine, num_workers=4)).level == "error"
-    assert only(check_memory(sharded, FACTS, machine, num_workers=4)).level == "ok"
+    assert only(check_memory(training(), FACTS, machine, num_workers=1, world_size=1)).level == "ok"
+    assert only(check_memory(training(), FACTS, machine, num_workers=4, world_size=4)).level == "error"
+    assert only(check_memory(sharded, FACTS, machine, num_workers=4, world_size=4)).level == "ok"
 
 
 def test_less_is_kept_with_recomputed_activations_and_half_the_width() -> None:
     deep = replace(FACTS, num_layers=24)
     plain = training(runtime={"precision": "fp32"})
     recomputed = training(runtime={"precision": "fp32", "activationCheckpointing": True})
-    assert deep.training_bytes(recomputed) < deep.training_bytes(plain)
-    assert deep.training_bytes(training(runtime={"precision": "bf16"})) < deep.training_bytes(plain)
+    assert deep.activation_bytes(recomputed) < deep.activation_bytes(plain)
+    assert deep.activation_bytes(training(runtime={"precision": "bf16"})) < deep.activation_bytes(plain)
 
 
 def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
@@ -195,3 +199,83 @@ def test_more_workers_of_a_script_than_accelerators_are_a_warning(tmp_path: Path
     one = replace(MACHINE, num_accelerators=1)
     assert findings_of_script(tmp_path, "sh", machine=one)[1][0] == "warning"
     assert findings_of_script(tmp_path, "sh", machine=one, num_workers=1)[1][0] == "ok"
+
+
+def test_a_shard_is_of_the_world_and_begins_as_the_whole_weights() -> None:
+    """16 bytes a parameter shared by 64 processes, on devices that do not hold the 4 bytes of the whole weights."""
+    facts = replace(FACTS, parameters=10**9)
+    sharded = training(runtime={"parallelism": "fsdp2", "precision": "fp32"})
+    device = replace(MACHINE, num_accelerators=8, accelerator_memory_bytes=3 * 10**9)
+    assert only(check_memory(sharded, facts, device, num_workers=8, world_size=64)).level == "error"
+    larger = replace(device, accelerator_memory_bytes=5 * 10**9)
+    assert only(check_memory(sharded, facts, larger, num_workers=8, world_size=64)).level == "ok"
+    assert only(check_memory(sharded, facts, larger, num_workers=2, world_size=2)).level == "error"
+
+
+def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:
+    return [problem.path for problem in find_traps(training(**changes), None, machine=machine)]
+
+
+def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:
+    assert traps(model={"path": "pretrained"}) == ["spec.training.tokenizer"]
+    assert traps(model={"path": "pretrained"}, tokenizer={"type": "byte"}) == []
+    assert traps(model={"path": "pretrained"}, tokenizer={"type": "transformers", "path": "pretrained"}) == []
+
+
+def test_moments_in_bf16_that_would_never_fall_are_refused() -> None:
+    """As the moments do: 1.0 in bf16, times a decay, is 1.0 again exactly for those that are refused."""
+    for decay in (0.9, 0.95, 0.99, 0.995, 0.997, 0.999, 0.9999):
+        moment = torch.ones((), dtype=torch.bfloat16)
+        is_frozen = any(bool(value * decay == value) for value in (moment * (1 + step / 128) for step in range(128)))
+        optimizer = {"learningRate": 1e-3, "betas": [0.9, decay]}
+        found = traps(runtime={"precision": "bf16"}, optimizer=optimizer)
+        assert (found == ["spec.training.optimizer.betas"]) == is_frozen, decay
+        assert traps(runtime={"precision": "bf16-autocast"}, optimizer=optimizer) == []
+
+
+def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, exact = replace(MACHINE, num_accelerators=1), {"elastic": "exact"}
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    assert traps(machine, reproducibility=exact) == ["spec.training.reproducibility.elastic"]
+    assert traps(machine, reproducibility=exact, runtime={"device": "cpu"}) == []
+    assert traps(reproducibility=exact) == [] and traps(machine) == []
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    assert traps(machine, reproducibility=exact) == []
+
+
+def test_a_run_that_has_begun_with_a_trap_is_warned_and_goes_on(tmp_path: Path) -> None:
+    """Its recipe cannot be changed any more."""
+    raw = {"optimizer": {"learningRate": 1e-3, "betas": [0.9, 0.999]}, "runtime": {"precision": "bf16"}}
+    (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
+    run = parse_run(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "tiny"},
+            "spec": {"training": training(**raw).model_dump(by_alias=True, exclude_unset=True, mode="json")},
+        }
+    )
+
+    def level(*, begun: bool) -> str:
+        directory = tmp_path / "run"
+        directory.mkdir(exist_ok=True)
+        if begun:
+            (directory / "run.json").touch()
+        found = examine(run, base_directory=tmp_path, run_directory=directory, machine=MACHINE, num_workers=1).findings
+        return only(finding for finding in found if finding.problem.path == "spec.training.optimizer.betas").level
+
+    assert [level(begun=False), level(begun=True)] == ["error", "warning"]
+
+
+def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own(tmp_path: Path) -> None:
+    (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
+    spec = {"training": training().model_dump(by_alias=True, exclude_unset=True, mode="json")}
+    run = parse_run({"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "tiny"}, "spec": spec})
+
+    def told(most: int) -> Finding:
+        places = {"base_directory": tmp_path, "run_directory": tmp_path / "run"}
+        found = examine(run, **places, machine=MACHINE, num_workers=2, num_nodes=(1, most)).findings
+        return only(finding for finding in found if finding.problem.path == "spec.workersPerNode")
+
+    assert told(2).level == "ok" and told(3).level == "error"
+    assert "6 workers cannot share 4 slots a step" in str(told(3).problem)

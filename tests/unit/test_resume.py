@@ -10,10 +10,20 @@ from evergrad_trainer.config.identity import from_wire
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
-from evergrad_trainer.resume import Standing, check_extension, inspect_directory, resolved_record, resolved_script_record
+from evergrad_trainer.resume import (
+    Standing,
+    check_extension,
+    check_model_unchanged,
+    inspect_directory,
+    resolved_record,
+    resolved_script_record,
+)
 from evergrad_trainer.run_directory import RunDirectory
 
 PREPARED = Prepared(sources=(), evaluation=(), tokenizer_identity="byte", vocab_size=257, end_of_document=256)
+
+
+MODEL = {"transformers": "5.0.0", "config": {"hidden_size": 4, "rope": {"theta": 10000.0}}}
 
 
 def make_run(name: str = "one", **training: Any) -> TrainingRun:
@@ -38,7 +48,9 @@ def directory(tmp_path: Path) -> RunDirectory:
     """Of a run that has begun."""
     one = RunDirectory(tmp_path / "run")
     one.create()
-    record = resolved_record(make_run(), PREPARED, base_directory=".", derived={"totalSteps": 100}, data_fingerprint="f")
+    record = resolved_record(
+        make_run(), PREPARED, base_directory=".", derived={"totalSteps": 100}, data_fingerprint="f", model=MODEL
+    )
     one.write_resolved(record)
     return one
 
@@ -187,3 +199,30 @@ def test_what_is_recorded_of_a_script_loads_to_the_same_run(of_script: RunDirect
     record = json.loads(of_script.resolved.read_text())
     assert from_wire(record["manifest"]) == make_script("train.py", "--epochs", "3")
     assert (record["format"], record["baseDirectory"], len(record["configHash"])) == (1, "..", 64)
+
+
+def models(**changes: Any) -> dict[str, Any]:
+    return {"transformers": changes.pop("transformers", "5.0.0"), "config": {**MODEL["config"], **changes}}  # type: ignore[dict-item]
+
+
+def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(directory: RunDirectory) -> None:
+    standing = inspect_directory(directory, make_run(), extend=False)
+    assert standing.model == MODEL
+    check_model_unchanged(directory, standing, models())
+    with pytest.raises(RunDirectoryError) as raised:
+        check_model_unchanged(directory, standing, models(transformers="5.1.0", rope={"theta": 5e5}, new_key=1))
+    (problem,) = raised.value.problems
+    assert problem.path == "the resolved model's configuration.rope.theta"
+    assert "is 500000.0 here, but the run in" in str(problem) and "began with 10000.0" in str(problem)
+    assert "transformers was 5.0.0 then and is 5.1.0 now" in str(problem)
+    # The same version knows the same keys: one that is there only now was added by hand.
+    with pytest.raises(RunDirectoryError, match="new_key"):
+        check_model_unchanged(directory, standing, models(new_key=1))
+
+
+def test_a_run_that_an_older_version_began_says_nothing_of_its_model(directory: RunDirectory) -> None:
+    record = directory.read_resolved() or {}
+    directory.write_resolved({key: value for key, value in record.items() if key != "model"})
+    standing = inspect_directory(directory, make_run(), extend=False)
+    assert standing.model is None
+    check_model_unchanged(directory, standing, models(hidden_size=9))

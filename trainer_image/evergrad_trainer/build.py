@@ -15,6 +15,7 @@ from evergrad_trainer.elastic.replicas import compare_states
 from evergrad_trainer.evaluation.evaluate import Evaluator
 from evergrad_trainer.loop import Best, Limits
 from evergrad_trainer.models.build import ModelPlan, build_model
+from evergrad_trainer.models.determinism import is_cublas_deterministic, use_deterministic_kernels
 from evergrad_trainer.models.parallel import build_gradient_sum, shard, transformer_blocks
 from evergrad_trainer.objectives.causal_lm import LossSum
 from evergrad_trainer.optim.adamw import build_adamw, set_updates, state_tensors
@@ -45,9 +46,13 @@ class Machinery:
 def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_weights: bool) -> Machinery:
     """Model, optimizer and objective on ``world.device``; ``with_weights=False`` when a checkpoint follows."""
     runtime = training.runtime
+    if training.reproducibility.elastic == "exact" and world.device.type == "cuda" and is_cublas_deterministic():
+        use_deterministic_kernels()
     model = build_model(plan, seed=training.reproducibility.seed, precision=runtime.precision, with_weights=with_weights)
     if runtime.activation_checkpointing:
-        model.activation_checkpointing_enable()
+        # The name of newer versions of transformers, and that of all before them.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
     model.to(world.device)  # type: ignore[arg-type]
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
     should_compile = runtime.compile == "on" or (runtime.compile == "auto" and world.device.type == "cuda")

@@ -362,11 +362,10 @@ class _Worker:
         progress = self._progress
         if standing_step(self._run) == progress.finished_steps or progress.finished_steps == 0:
             return True
-        extra = progress.extra(self._run.stream.cursor(progress.finished_steps))
         try:
             if is_planned:
                 claim_exactly(self.session.directory.checkpoints, self.generation)
-            self._checkpoints.save(progress.finished_steps, self._run.state(), extra=extra, wait=True)
+            self._checkpoints.save(progress.finished_steps, self._run.state(), extra=self._run.extra(), wait=True)
         except EvergradError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return standing_step(self._run) == progress.finished_steps

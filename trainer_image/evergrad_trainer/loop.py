@@ -117,7 +117,12 @@ class Run:
     compare: Callable[[int], None]
     """Raises DivergedError on all ranks where their states after that step are not the same."""
     on_first_step: Callable[[], None]
+    model: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
+
+    def extra(self) -> dict[str, Any]:
+        """The JSON part of a checkpoint of the state as it is now. ``model``: what the configuration was resolved to."""
+        return {**self.progress.extra(self.stream.cursor(self.progress.finished_steps)), "model": self.model}
 
 
 def train(run: Run) -> StopReason:
@@ -305,7 +310,11 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
     value = values[run.best.metric]
     than = run.progress.best["value"] if run.progress.best else None
     if run.best.is_better(value, than):
-        run.progress.best = {"metric": run.best.metric, "value": value, "step": run.progress.finished_steps}
+        step = run.progress.finished_steps
+        run.progress.best = {"metric": run.best.metric, "value": value, "step": step}
+        if run.progress.saved_step == step:
+            # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint stands, or is on its way.
+            run.checkpoints.mark_best(step)
         _save(run, best=True)
 
 
@@ -315,8 +324,7 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
         return
     # Every rank writes a part: replicas that differ would make a checkpoint of several states.
     run.compare(step)
-    extra = run.progress.extra(run.stream.cursor(step))
-    run.checkpoints.save(step, run.state(), extra=extra, best=best, wait=wait)
+    run.checkpoints.save(step, run.state(), extra=run.extra(), best=best, wait=wait)
     run.progress.saved_step = step
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from evergrad_coordinator.contract import RunFile
 from evergrad_trainer.config.derive import HorizonNumbers, slots_per_step
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.script import Script
@@ -17,9 +18,13 @@ from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.errors import InputError, Problem
 from evergrad_trainer.machine import Machine, free_bytes
 from evergrad_trainer.models.build import DTYPES, ModelPlan, count_parameters, plan_model
+from evergrad_trainer.models.determinism import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE, is_cublas_deterministic
+from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.script_files import is_module_found, script_problems
 
 Level = Literal["ok", "warning", "error"]
+_SLOWEST_BF16_DECAY = 1 - 2**-8
+"""Half a step of bf16, relative: a slower decay is lost in rounding."""
 _ACTIVATIONS_PER_LAYER = 17
 """Values of hidden size a token kept per transformer block for the backward pass (attention and MLP, without recompute)."""
 
@@ -47,14 +52,20 @@ class ModelFacts:
     def checkpoint_bytes(self) -> int:
         return 3 * self.parameters * self.weight_bytes
 
-    def training_bytes(self, training: Training) -> int:
-        """Weights, gradients and moments, plus an estimate of one micro-batch's activations and logits."""
+    def state_bytes(self, training: Training) -> int:
+        """Weights, gradients and moments, with what precision and exact sums keep beside them."""
+        exact = 8 if training.reproducibility.elastic == "exact" else 0
+        casts = 2 if training.runtime.precision == "bf16-autocast" else 0
+        return self.parameters * (4 * self.weight_bytes + exact + casts)
+
+    def activation_bytes(self, training: Training) -> int:
+        """An estimate of one micro-batch's activations and logits."""
         tokens = training.batching.micro_batch_size * training.data.sequence_length
         width = 4 if training.runtime.precision == "fp32" else 2
         layers = 1 if training.runtime.activation_checkpointing else self.num_layers
         activations = tokens * self.hidden_size * _ACTIVATIONS_PER_LAYER * layers * width
         logits = tokens * self.vocab_size * (width + 8)
-        return 4 * self.parameters * self.weight_bytes + activations + logits
+        return activations + logits
 
 
 @dataclass(frozen=True)
@@ -65,8 +76,19 @@ class Examination:
     plan: ModelPlan | None
 
 
-def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, machine: Machine, num_workers: int) -> Examination:
-    """Every check that does not need the data's content. Reads files and builds no model; writes only a probe file."""
+def examine(
+    run: TrainingRun,
+    *,
+    base_directory: Path,
+    run_directory: Path,
+    machine: Machine,
+    num_workers: int,
+    num_nodes: tuple[int, int] = (1, 1),
+) -> Examination:
+    """Every check that does not need the data's content. Reads files and builds no model; writes only a probe file.
+
+    ``num_workers``: of this machine. ``num_nodes``: the fewest and the most machines of its kind that train together.
+    """
     if run.spec.script is not None:
         findings = [
             *check_script(run.spec.script, base_directory),
@@ -78,7 +100,7 @@ def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, mach
     findings = [
         *check_files(training, base_directory),
         *check_device(training, machine),
-        *check_workers(training, num_workers=num_workers),
+        *check_workers(training, num_workers=num_workers * num_nodes[1]),
     ]
     plan: ModelPlan | None = None
     facts: ModelFacts | None = None
@@ -89,7 +111,12 @@ def examine(run: TrainingRun, *, base_directory: Path, run_directory: Path, mach
     except InputError as error:
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None:
-        findings += [*check_model(training, facts), *check_memory(training, facts, machine, num_workers=num_workers)]
+        fewest = num_workers * num_nodes[0]
+        findings += check_model(training, facts)
+        findings += check_memory(training, facts, machine, num_workers=num_workers, world_size=fewest)
+    # A run that has begun with it goes on: its recipe cannot be changed any more.
+    has_begun = (run_directory / RunFile.RESOLVED).exists()
+    findings += [Finding("warning" if has_begun else "error", problem) for problem in find_traps(training, plan, machine=machine)]
     findings += check_run_directory(run_directory, facts, keep=training.checkpoint.keep)
     return Examination(tuple(findings), plan)
 
@@ -191,13 +218,19 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
         yield Finding("ok", Problem(str(run_directory), f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}"))
 
 
-def check_memory(training: Training, facts: ModelFacts, machine: Machine, *, num_workers: int) -> Iterator[Finding]:
-    """The model fits. Sharding divides what is kept, not the activations; this is an estimate."""
+def check_memory(
+    training: Training, facts: ModelFacts, machine: Machine, *, num_workers: int, world_size: int
+) -> Iterator[Finding]:
+    """The model fits; this is an estimate.
+
+    Sharding over the processes of all machines divides the state, not the activations, and begins with the whole weights.
+    """
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
-    each = facts.training_bytes(training)
+    each = facts.state_bytes(training) + facts.activation_bytes(training)
     if training.runtime.parallelism == "fsdp2":
-        each = each // num_workers
+        shard = facts.state_bytes(training) // world_size + facts.activation_bytes(training)
+        each = max(shard, facts.parameters * facts.weight_bytes)
     needed = each if on_accelerator else each * num_workers
     text = f"{facts.parameters:,} parameters need about {_gib(needed)}"
     if available is None:
@@ -282,6 +315,37 @@ def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
                 "later tokens would have no position",
                 f"Lower it to {facts.max_positions}, or raise max_position_embeddings in the model's configuration",
             ),
+        )
+
+
+def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) -> Iterator[Problem]:
+    """What trains without an error and without being what was meant."""
+    where = "spec.training"
+    path = training.model.path
+    if path is not None and "tokenizer" not in training.model_fields_set:
+        yield Problem(
+            f"{where}.tokenizer",
+            f"missing, and the model in {path} would be trained on the ids of bytes",
+            "a pretrained model knows the ids of its own tokenizer only",
+            f"Write tokenizer: {{type: transformers, path: {path}}}, or tokenizer: {{type: byte}} if bytes are meant",
+        )
+    if plan is not None:
+        yield from check_experts(plan.config, where=f"{where}.model.{'config' if path is None else 'path'}")
+    slowest = max(training.optimizer.betas)
+    if training.runtime.precision == "bf16" and slowest > _SLOWEST_BF16_DECAY:
+        yield Problem(
+            f"{where}.optimizer.betas",
+            f"{slowest} is too close to 1 for runtime.precision bf16",
+            "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back to what it was, and never falls",
+            f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
+        )
+    on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
+    if training.reproducibility.elastic == "exact" and on_accelerator and not is_cublas_deterministic():
+        yield Problem(
+            f"{where}.reproducibility.elastic",
+            "exact cannot be promised on an accelerator as it is",
+            f"cuBLAS adds in varying order unless {CUBLAS_VARIABLE} is set",
+            f"Set {CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]} in the environment (spec.template.env), or use elastic: fast",
         )
 
 

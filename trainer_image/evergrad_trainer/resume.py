@@ -1,9 +1,18 @@
 """What a run directory already holds, and whether this manifest may go on with it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evergrad_trainer.config.identity import changed_fields, config_hash, from_wire, problems_of_changes, recipe_of, to_wire
+from evergrad_trainer.config.identity import (
+    changed_fields,
+    config_hash,
+    from_wire,
+    problems_of_changes,
+    recipe_of,
+    show_value,
+    to_wire,
+)
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import ConfigurationError, Problem, RunDirectoryError, raise_if
@@ -16,12 +25,13 @@ _HORIZON = "spec.training.horizon"
 class Standing:
     """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its horizon then.
 
-    For a script both are unknown: None and 0.
+    For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older version began it.
     """
 
     state: Literal["fresh", "begun", "complete"]
     total_steps: int = 0
     recorded: Prepared | None = None
+    model: dict[str, Any] | None = None
 
 
 def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> Standing:
@@ -62,7 +72,12 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         ]
     raise_if(problems, RunDirectoryError)
     state: Literal["begun", "complete"] = "complete" if directory.is_complete() and not horizon else "begun"
-    return Standing(state, total_steps=int(resolved["derived"]["totalSteps"]), recorded=Prepared.from_json(resolved["prepared"]))
+    return Standing(
+        state,
+        total_steps=int(resolved["derived"]["totalSteps"]),
+        recorded=Prepared.from_json(resolved["prepared"]),
+        model=resolved.get("model"),
+    )
 
 
 def _check_kind(before: TrainingRun, run: TrainingRun, where: str) -> None:
@@ -113,8 +128,43 @@ def check_extension(directory: RunDirectory, standing: Standing, *, total_steps:
         )
 
 
+def check_model_unchanged(directory: RunDirectory, standing: Standing, model: dict[str, Any]) -> None:
+    """The model is what the run began with. Raises RunDirectoryError naming every field that differs."""
+    if standing.model is not None:
+        raise_if(compare_models(standing.model, model, where=str(directory.path)), RunDirectoryError)
+
+
+def compare_models(before: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> list[Problem]:
+    """What differs between two descriptions of a model: the saved weights would be those of another function.
+
+    A key that only one version of transformers knows is no difference.
+    """
+    old, new = before["config"], now["config"]
+    if before["transformers"] != now["transformers"]:
+        shared = old.keys() & new.keys()
+        old, new = ({key: value for key, value in config.items() if key in shared} for config in (old, new))
+    why = "the weights would be those of another function"
+    if before["transformers"] != now["transformers"]:
+        why += f"; transformers was {before['transformers']} then and is {now['transformers']} now"
+    return [
+        Problem(
+            path,
+            f"is {show_value(value)} here, but the run in {where} began with {show_value(was)}",
+            why,
+            "Set it in the model's configuration to what it was, or give the changed run a name of its own",
+        )
+        for path, was, value in changed_fields(old, new, where="the resolved model's configuration")
+    ]
+
+
 def resolved_record(
-    run: TrainingRun, prepared: Prepared, *, base_directory: str, derived: dict[str, Any], data_fingerprint: str
+    run: TrainingRun,
+    prepared: Prepared,
+    *,
+    base_directory: str,
+    derived: dict[str, Any],
+    data_fingerprint: str,
+    model: dict[str, Any],
 ) -> dict[str, Any]:
     """What ``run.json`` holds. ``base_directory``: where relative paths start, seen from the run directory."""
     return {
@@ -125,6 +175,7 @@ def resolved_record(
         "configHash": config_hash(run),
         "dataFingerprint": data_fingerprint,
         "prepared": prepared.to_json(),
+        "model": model,
     }
 
 

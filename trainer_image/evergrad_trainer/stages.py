@@ -31,20 +31,24 @@ from evergrad_trainer.errors import (
     InputError,
     Problem,
     SaveError,
+    raise_if,
 )
 from evergrad_trainer.loop import Progress, Run
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.optim.adamw import set_updates
+from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import record_process
 from evergrad_trainer.recipes import RECIPES
 from evergrad_trainer.records import Event, EventType, RunInfo, StopReason
-from evergrad_trainer.resume import resolved_record
+from evergrad_trainer.resume import compare_models, resolved_record
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.world import Membership, World
 
 _log = logging.getLogger(__name__)
+_JUMP = 1.1
+"""A rise of the learning rate from one step to the next that a longer schedule alone does not explain."""
 AGREED = (FencedError, CheckpointError, SaveError)
 """Errors that all ranks raise together, so that rank 0 speaks for them."""
 
@@ -153,6 +157,7 @@ def restore(
         progress.remember(extra)
         set_updates(machinery.optimizer, progress.updates)
         _check_cursor(session, extra)
+        _check_model(session, extra)
     elif has_checkpoints:
         raise CheckpointError(
             Problem(str(session.directory.checkpoints), "checkpoints were there at the start and are gone", "", "Start again")
@@ -179,6 +184,13 @@ def _check_cursor(session: Session, extra: dict[str, Any]) -> None:
         )
 
 
+def _check_model(session: Session, extra: dict[str, Any]) -> None:
+    """The checkpoint's tensors may fit a model that computes something else with them. Older checkpoints do not say."""
+    if "model" in extra:
+        where = str(session.directory.checkpoints)
+        raise_if(compare_models(extra["model"], session.plan.model.describe(), where=where), CheckpointError)
+
+
 def announce(session: Session, machinery: Machinery) -> None:
     """Rank 0 records who trains what, from where."""
     if not session.world.is_main:
@@ -187,7 +199,12 @@ def announce(session: Session, machinery: Machinery) -> None:
     derived = {_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
     base = os.path.relpath(plan.base_directory, plan.run_directory)
     record = resolved_record(
-        plan.run, plan.prepared, base_directory=base, derived=derived, data_fingerprint=session.data.fingerprint
+        plan.run,
+        plan.prepared,
+        base_directory=base,
+        derived=derived,
+        data_fingerprint=session.data.fingerprint,
+        model=plan.model.describe(),
     )
     before = session.directory.read_resolved()
     session.directory.write_resolved(record)
@@ -207,7 +224,25 @@ def announce(session: Session, machinery: Machinery) -> None:
     session.is_announced = True
     session.release_events()
     if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
-        session.emit(EventType.EXTENDED, {"from_steps": before["derived"]["totalSteps"], "to_steps": plan.numbers.total_steps})
+        _announce_extension(session, from_steps=int(before["derived"]["totalSteps"]))
+
+
+def _announce_extension(session: Session, *, from_steps: int) -> None:
+    """Say that the horizon grew, and that the learning rate jumps where the shorter schedule had lowered it already."""
+    plan, done = session.plan, session.progress.finished_steps
+    session.emit(EventType.EXTENDED, {"from_steps": from_steps, "to_steps": plan.numbers.total_steps})
+    training = plan.run.training
+    before, now = (
+        build_schedule(training.schedule, peak=training.optimizer.learning_rate, total_steps=steps)
+        for steps in (from_steps, plan.numbers.total_steps)
+    )
+    if done > 0 and now(done + 1) > _JUMP * before(done):
+        message = (
+            f"the learning rate rises from {before(done):.3g} at step {done} to {now(done + 1):.3g} at the next one: "
+            f"the schedule over {from_steps} steps had decayed already. "
+            "To go on gently, begin a new run with initFrom and a warm-up"
+        )
+        session.emit(EventType.WARNING, {"message": message})
 
 
 def describe_run(session: Session, machinery: Machinery) -> RunInfo:
@@ -249,6 +284,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         is_signalled=session.is_signalled,
         compare=build_comparison(training, machinery, session.membership),
         on_first_step=lambda: _after_first_step(session),
+        model=session.plan.model.describe(),
         progress=session.progress,
     )
 

@@ -264,7 +264,8 @@ class Stepper:
         rounds = math.ceil(num_slots / world.size) if self._settings.is_sharded else len(own)
         for index in range(rounds):
             is_real = index < len(own)
-            yield (own[index] if is_real else own[0]), is_real, index == rounds - 1
+            # A rank without a slot of its own computes one that does not count: sharded ranks work together.
+            yield (own[index] if is_real else own[0] if own else 0), is_real, index == rounds - 1
 
     def _upcoming(self, step: int, slot: int, world: World) -> list[tuple[int, int]]:
         """The slot this rank most probably takes next."""

@@ -128,3 +128,41 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_and_split_by_size_an
     parts = _partition(parameters, 32)
     assert [parameter for part in parts for parameter in part] == parameters[::-1]
     assert [len(part) for part in parts] == [1, 1, 2, 1]
+
+
+def with_unused(seed: int = 0) -> nn.Module:
+    """A model of which nothing reaches the last layer."""
+    model = make_model(seed)
+    model.unused = nn.Linear(2, 2)  # type: ignore[assignment]
+    return model
+
+
+class _InGroup(World):
+    """A world of one that sums in buckets as one of several does, without another process."""
+
+    def start_sum(self, values: torch.Tensor) -> torch.distributed.Work:  # type: ignore[override]
+        return None  # type: ignore[return-value]
+
+    def wait(self, work: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kind", ["alone", "in a group", "exact"])
+def test_a_parameter_without_a_gradient_gets_one_of_zero_in_every_world(kind: str) -> None:
+    """The optimizer would pass over a parameter without one, and decay one with: worlds of one and of two would part."""
+    model = with_unused()
+    parameters = list(model.parameters())
+    sums: GradientSum = BucketedSum(parameters, bucket_bytes=64)
+    if kind == "exact":
+        sums = ExactSum(parameters, bucket_bytes=64, slots_per_step=4)
+    world = ALONE
+    if kind == "in a group":
+        world = _InGroup(generation=1, rank=0, size=2, device=torch.device("cpu"), group=object())  # type: ignore[arg-type]
+    sums.begin(world)
+    sums.before_backward(is_last=True)
+    nn.Sequential(*list(model.children())[:3])(slots(1)[0]).square().sum().backward()
+    sums.after_backward()
+    sums.finish()
+    gradients = [parameter.grad for parameter in parameters]
+    assert all(gradient is not None for gradient in gradients)
+    assert [bool(gradient.any()) for gradient in gradients if gradient is not None] == [True] * 4 + [False] * 2

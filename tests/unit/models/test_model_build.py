@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from evergrad_trainer.config.training import Model
+from evergrad_trainer.data.stream import IGNORE_INDEX
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, count_parameters, plan_model
+from evergrad_trainer.models.experts import check_experts
+from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 
 TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -119,3 +122,54 @@ def test_a_saved_directory_is_built_again_bit_for_bit(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     again = build_model(plan(tmp_path, path="saved"), seed=0, precision="fp32")
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+EXPERTS = {
+    "model_type": "mixtral",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+def trouble(base: Path, **config: Any) -> str:
+    return "\n".join(map(str, check_experts(plan(base, config=config).config, where="spec.training.model.config")))
+
+
+def test_a_mixture_of_experts_without_its_router_loss_is_refused(tmp_path: Path) -> None:
+    text = trouble(tmp_path, **EXPERTS)
+    assert text.startswith("spec.training.model.config: the router loss of mixtral is left out")
+    assert "Set output_router_logits: true" in text
+    assert not trouble(tmp_path, **EXPERTS, router_aux_loss_coef=0.0)
+    assert not trouble(tmp_path, **EXPERTS, output_router_logits=True)
+    assert not trouble(tmp_path, **{**EXPERTS, "num_local_experts": 1})
+    assert not trouble(tmp_path, **TINY)
+    assert "without a router loss" in trouble(tmp_path, model_type="deepseek_v3")
+
+
+def test_the_router_loss_of_a_mixture_of_experts_is_trained_and_not_evaluated(tmp_path: Path) -> None:
+    one = plan(tmp_path, config={**EXPERTS, "output_router_logits": True, "router_aux_loss_coef": 0.5})
+    model = build_model(one, seed=0, precision="fp32")
+    loss_sum = causal_lm_loss(model)
+    ids = torch.arange(24).reshape(2, 12)
+    labels = ids.clone()
+    labels[0, :5] = IGNORE_INDEX
+    trained, aux = loss_sum(ids, labels).detach(), model(input_ids=ids).aux_loss.detach()
+    model.eval()
+    evaluated = loss_sum(ids, labels).detach()
+    assert float(aux) > 0
+    assert float(trained) == pytest.approx(float(evaluated) + 0.5 * float(aux) * 19, rel=1e-5)
+
+
+def test_what_a_configuration_was_resolved_to_holds_the_defaults_of_transformers_too(tmp_path: Path) -> None:
+    described = plan(tmp_path, config=TINY).describe()
+    assert described["config"]["hidden_size"] == 32 and described["config"]["vocab_size"] == 257
+    assert described["config"]["rms_norm_eps"] == 1e-06 and "rope_parameters" in described["config"]
+    assert json.loads(json.dumps(described, allow_nan=False)) == described
+    build_model(plan(tmp_path, config=TINY), seed=0, precision="bf16")
+    other = plan(tmp_path, config={**TINY, "rms_norm_eps": 1e-5}).describe()["config"]
+    assert {key for key in other if other[key] != described["config"][key]} == {"rms_norm_eps"}

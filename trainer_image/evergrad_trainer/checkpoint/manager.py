@@ -142,6 +142,22 @@ class CheckpointManager:
             self.wait()
         return flight.blocking_seconds
 
+    def mark_best(self, step: int) -> None:
+        """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under way.
+
+        Every rank calls this; rank 0 writes. Trouble of the volume is told by an event: the checkpoint is no worse for it.
+        """
+        self._land_flight()
+        if not self._membership.world.is_main:
+            return
+        library = self._store.library
+        try:
+            found = [candidate for candidate in library.scan() if candidate.version.step == step]
+            if found:
+                library.mark_best(found[0].name, found[0].version)
+        except OSError as error:
+            self._on_event(EventType.WARNING, {"message": f"step {step} could not be marked as the best checkpoint: {error}"})
+
     def poll(self) -> None:
         """Report a save that has ended since the last call. To be called each step; costs next to nothing.
 

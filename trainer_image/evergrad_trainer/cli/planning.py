@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.errors import InputError
 from evergrad_trainer.machine import Machine, process_start_time
-from evergrad_trainer.resume import Standing, check_extension
+from evergrad_trainer.resume import Standing, check_extension, check_model_unchanged
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def plan_session(
     prepared_directory = directory.path.parent / ".prepared"
     marks = {"imports": time.time()}
     model = _examine(args, loaded, directory, machine, num_workers)
+    check_model_unchanged(directory, standing, model.describe())
     if standing.recorded is not None:
         check_unchanged(standing.recorded, training, base_directory=base, prepared_directory=prepared_directory)
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
@@ -78,8 +79,16 @@ def _examine(
     """Preflight: errors stop, warnings are printed."""
     from evergrad_trainer.preflight import examine
 
+    nodes = loaded.run.spec.nodes
+    # Only a node of others' knows this machine alone; a local run's workers are all here.
+    is_one_of_many = getattr(args, "join", None) is not None
     examination = examine(
-        loaded.run, base_directory=loaded.base_directory, run_directory=directory.path, machine=machine, num_workers=num_workers
+        loaded.run,
+        base_directory=loaded.base_directory,
+        run_directory=directory.path,
+        machine=machine,
+        num_workers=num_workers,
+        num_nodes=(nodes.min, nodes.max or nodes.min) if is_one_of_many else (1, 1),
     )
     errors = [finding.problem for finding in examination.findings if finding.level == "error"]
     if errors and (examination.plan is None or not getattr(args, "no_preflight", False)):

@@ -59,7 +59,8 @@ class Evaluator:
         if sums is None:
             return None
         losses, tokens = sums
-        return EvaluationResult(loss=math.fsum(losses) / tokens, tokens=tokens, seconds=time.perf_counter() - begun)
+        loss = math.fsum(losses) / tokens if tokens else math.nan
+        return EvaluationResult(loss=loss, tokens=tokens, seconds=time.perf_counter() - begun)
 
     def _sums(
         self,

@@ -1,6 +1,7 @@
 """A transformers causal model from a configuration or a local directory: safetensors only, never remote code."""
 
 import difflib
+import json
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ _FIELD = "spec.training.model"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"fp32": torch.float32, "bf16-autocast": torch.float32, "bf16": torch.bfloat16}
 """Type of the weights by ``runtime.precision``."""
+_NO_PART_OF_THE_MODEL = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+"""Keys of a configuration that do not change what is computed, or that this program sets itself."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,16 @@ class ModelPlan:
     @property
     def name(self) -> str:
         return str(self.config.model_type)
+
+    def describe(self) -> dict[str, Any]:
+        """What transformers made of the configuration, its own defaults included, as JSON values: what decides the function.
+
+        The manifest and the path of a directory do not: defaults change with transformers, and files by hand.
+        """
+        config = self.config.to_dict()
+        kept = {key: value for key, value in config.items() if key not in _NO_PART_OF_THE_MODEL and not key.startswith("_")}
+        values: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+        return {"transformers": str(config.get("transformers_version", "")), "config": values}
 
 
 def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> ModelPlan:

@@ -107,6 +107,7 @@ class BucketedSum:
         works, self._works = self._works, []
         for work in works:
             self._reducing_world.wait(work)
+        _fill_missing(self._parameters)
 
     def forget(self) -> None:
         self._works, self._buckets, self._bucket_of = [], [], {}
@@ -205,7 +206,7 @@ class ShardedSum:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._parameters = tuple(model.parameters())
+        self._parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
 
     def begin(self, world: World) -> None:
         for parameter in self._parameters:
@@ -218,7 +219,8 @@ class ShardedSum:
         """Nothing to do: FSDP2 accumulates unsharded gradients until the last slot."""
 
     def finish(self) -> None:
-        """FSDP2 has waited for its reductions at the end of the backward pass."""
+        # FSDP2 has waited for its reductions at the end of the backward pass.
+        _fill_missing(self._parameters)
 
     def forget(self) -> None:
         """Nothing of its own: a sharded model does not outlive its group."""
@@ -226,3 +228,13 @@ class ShardedSum:
 
 def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def _fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Give parameters that took no part in the step a gradient of zero: the optimizer would pass over one without a gradient.
+
+    Then its decay and its moments would depend on whether its world sums in buckets, which are zeros where nothing was added.
+    """
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

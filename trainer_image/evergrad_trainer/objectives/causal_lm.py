@@ -1,12 +1,14 @@
 """Next-token prediction: the sum of token losses of one micro-batch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from evergrad_trainer.data.stream import IGNORE_INDEX
+from evergrad_trainer.models.experts import router_coefficient
 
 LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -15,13 +17,21 @@ def causal_lm_loss(model: nn.Module) -> LossSum:
     """A function (input_ids [b, S], labels [b, S], already shifted) → sum of token losses in nats, a float32 scalar.
 
     The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends neither on
-    the number of slots nor on who computes them.
+    the number of slots nor on who computes them. While training it includes the router loss of a mixture of experts, weighted by
+    the configuration's own coefficient; an evaluation is of the tokens alone.
     """
 
+    config: Any = getattr(model, "config", None)
+    coefficient = 0.0 if config is None else router_coefficient(config)
+
     def loss_sum(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = model(input_ids=input_ids, use_cache=False).logits
-        return functional.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        outputs = model(input_ids=input_ids, use_cache=False)
+        loss = functional.cross_entropy(
+            outputs.logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
         )
+        if coefficient and model.training:
+            # A mean over the tokens, made a sum like the other one.
+            loss = loss + coefficient * outputs.aux_loss.float() * (labels != IGNORE_INDEX).sum()
+        return loss
 
     return loss_sum

@@ -184,6 +184,12 @@ def _other_rules() -> tuple[Schema, ...]:
     sharded = "has(self.runtime) && has(self.runtime.parallelism) && self.runtime.parallelism != 'dataParallel'"
     return (
         rule(
+            "!has(self.model.path) || has(self.tokenizer)",
+            "is a model with a tokenizer of its own, and would be trained on the ids of bytes. Add training.tokenizer with its "
+            "path, or tokenizer: {type: byte} if bytes are meant.",
+            at=".model.path",
+        ),
+        rule(
             f"!({config}) || self.model.config.vocab_size >= {BYTE_VOCABULARY} || !({reads_bytes})",
             f"is too small; the byte tokenizer has {BYTE_VOCABULARY} ids. Raise it to {BYTE_VOCABULARY}, or leave it out.",
             at=".model.config.vocab_size",

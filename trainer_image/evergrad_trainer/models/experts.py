@@ -1,0 +1,40 @@
+"""Mixtures of experts: whether the loss that keeps their routers balanced is a part of the training."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from evergrad_trainer.errors import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def router_coefficient(config: "PreTrainedConfig") -> float:
+    """Weight of the router loss in the loss of a token; 0 for a model that computes none."""
+    text = config.get_text_config()
+    return float(_coefficient(text) or 0.0) if getattr(text, "output_router_logits", False) else 0.0
+
+
+def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem]:
+    """A mixture of experts is trained with its router loss, or says that it is to be without."""
+    text = config.get_text_config()
+    counts = [count for name in _COUNTS if isinstance(count := getattr(text, name, None), int)]
+    if not hasattr(text, "output_router_logits") or (counts and max(counts) < 2):
+        return
+    coefficient = _coefficient(text)
+    if coefficient is None:
+        what = f"{text.model_type} is a mixture of experts without a router loss"
+        why = "transformers computes none for it, and experts that are not kept in balance collapse"
+        yield Problem(where, what, why, "Use an architecture with router_aux_loss_coef")
+    elif coefficient and not text.output_router_logits:
+        what = f"the router loss of {text.model_type} is left out"
+        why = "output_router_logits is false, and experts that are not kept in balance collapse"
+        remedy = "Set output_router_logits: true in the model's configuration, or router_aux_loss_coef: 0 to train without it"
+        yield Problem(where, what, why, remedy)
+
+
+def _coefficient(config: Any) -> float | None:
+    return next((float(value) for name in _COEFFICIENTS if (value := getattr(config, name, None)) is not None), None)
