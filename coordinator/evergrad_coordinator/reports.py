@@ -159,8 +159,8 @@ def _on_done(group: Membership, node: Node, message: Done, now: float) -> None:
 
 def _on_result(group: Membership, node: Node, message: Result, now: float) -> None:
     world = _find_world(group, node, message.generation)
-    had = node.had.generation if node.had else 0
-    is_adoptable = group.phase is Phase.ADOPTING and had == message.generation == group.newest_known
+    # Not what its node says that it has: fresh workers have ended with the run, while no coordinator was there to hear of it.
+    is_adoptable = group.phase is Phase.ADOPTING and message.generation == group.newest_known
     if world is None and not is_adoptable:
         return
     is_stop = message.exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)

@@ -878,6 +878,21 @@ def test_a_wish_to_stop_that_comes_over_a_new_connection_counts() -> None:
     assert cluster.exit_code == 75
 
 
+@pytest.mark.parametrize("recovery", ["fresh", "in-process"])
+def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_again(recovery: str) -> None:
+    """Its workers have ended: a node that comes back has no place in a group any more, and says how the run has ended."""
+    cluster, nodes = start_running(recovery=recovery)
+    generation = cluster.group.generation
+    for node in nodes:
+        node.disconnect()
+    cluster.restart_coordinator()
+    for node in nodes:
+        node.group = None
+        node.connect()
+    nodes[0].say(Result(generation, 500, exit_code=75, reason="stop_file"))
+    assert cluster.exit_code == 75
+
+
 def test_strangers_do_not_start_while_a_group_may_run_unseen() -> None:
     cluster, nodes = start_running("01", lease_seconds=4)
     for node in nodes:
