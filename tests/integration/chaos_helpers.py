@@ -7,13 +7,14 @@ import re
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from process_state import is_alive
-from run_helpers import Experiment, Started, events, fault, metric_rows, recipe, wait_until
+from run_helpers import Experiment, Started, constant, events, fault, merge, metric_rows, recipe, wait_until
 
 SAMPLE_SECONDS = 0.5
 PACE_SECONDS = 0.04
@@ -138,19 +139,70 @@ class Disturbed:
         return f"seed {self.seed}\n{said}\n--- coordinator\n{tail}"
 
 
-def start_disturbed(experiment: Experiment, *, seed: int) -> Disturbed:
-    """A tiny run of 3 nodes, to which a fourth comes, without an end."""
+@dataclass(frozen=True)
+class Variant:
+    """A kind of chaos. ``environment``: what it is chosen by; ``training``: how its recipe differs; ``faults``: beside its pace.
+
+    ``calm``: how the same run is started undisturbed. ``most``: events for `make test`.
+    """
+
+    num_nodes: int = 3
+    max_nodes: int = 4
+    most: int = 30
+    environment: Mapping[str, str] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)
+    faults: tuple[dict[str, Any], ...] = ()
+    calm: tuple[str, ...] = ("--workers", "1")
+
+
+VARIANTS = {
+    "any": Variant(),
+    "asynchronous": Variant(most=8, environment={"EVERGRAD_TRANSPORT": "asynchronous"}),
+    # A tiny state in many pieces, each of which takes its time.
+    "feeding": Variant(
+        num_nodes=2,
+        max_nodes=2,
+        most=4,
+        environment={"EVERGRAD_CHAOS_KIND": "feeding"},
+        training={"checkpoint": {"every": {"steps": 10}}},
+        faults=(
+            constant("evergrad_trainer.elastic.transfer._CHUNK_BYTES", 4096),
+            fault("receive", call=0, action="sleep", rank=None, seconds=0.05),
+        ),
+    ),
+    # Workers that hold parts of the state: what they lose with a group comes back from a checkpoint alone.
+    "coordinator": Variant(
+        num_nodes=2,
+        max_nodes=2,
+        most=4,
+        environment={"EVERGRAD_CHAOS_KIND": "coordinator"},
+        training={"runtime": {"parallelism": "fsdp2"}, "reproducibility": {"elastic": "fast"}},
+        calm=("--workers", "2"),
+    ),
+}
+
+
+def start_disturbed(experiment: Experiment, variant: Variant, *, seed: int) -> Disturbed:
+    """A tiny run of 3 nodes, to which a fourth comes, without an end; or as the variant says."""
     training = recipe(
         horizon={"steps": 1_000_000},
         checkpoint={"every": {"steps": 50}, "keep": 5},
         reproducibility={"elastic": "exact"},
         runtime={"collectiveTimeoutSeconds": 30},
     )
-    experiment.write(training, nodes={"min": 1, "max": 4})
+    experiment.write(merge(training, variant.training), nodes={"min": 1, "max": variant.max_nodes})
     began = time.time()
     # Slower steps, so that there are fewer to repeat without disturbances; long enough ones to be hit within.
     pace = fault("step", call=0, action="sleep", rank=None, seconds=PACE_SECONDS)
-    started = experiment.start("--nodes", "3", "--chaos", str(seed), directory="disturbed", faults=[pace])
+    started = experiment.start(
+        "--nodes",
+        str(variant.num_nodes),
+        "--chaos",
+        str(seed),
+        directory="disturbed",
+        faults=[pace, *variant.faults],
+        environment=variant.environment,
+    )
     return Disturbed(experiment.at("disturbed"), seed, started, Watch(started.pid).start(), began)
 
 

@@ -74,7 +74,14 @@ POINTS = {
     "evaluation": ("evergrad_trainer.evaluation.evaluate", "Evaluator.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.filesystem", "ShardFile.finish"),
+    "receive": ("evergrad_trainer.world", "World.receive"),
 }
+
+
+def constant(name: str, value: float) -> Fault:
+    """Another value of a module's constant, for a command and the workers that are forked from it."""
+    module, _, name = name.rpartition(".")
+    return {"module": module, "name": name, "action": "set", "value": value}
 
 
 @dataclass(frozen=True)
@@ -407,6 +414,10 @@ def _remember_signals() -> None:
 def _plan_fault(planned: Fault) -> None:
     """Put the fault before the function it belongs to; workers that are forked inherit it."""
     owner = importlib.import_module(planned["module"])
+    if planned["action"] == "set":
+        assert hasattr(owner, planned["name"])
+        setattr(owner, planned["name"], planned["value"])
+        return
     *classes, name = planned["name"].split(".")
     for one in classes:
         owner = getattr(owner, one)

@@ -1,6 +1,7 @@
 """A run that is killed, frozen and reconfigured at random ends with the bits of one that nobody disturbed.
 
-``make chaos EVENTS=300 SEED=7`` does the same for longer.
+``make chaos EVENTS=300 SEED=7`` does the same for longer; ``KIND`` chooses one of ``chaos_helpers.VARIANTS`` instead of all kinds
+of events over gloo.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from chaos_helpers import (
     BURIED,
+    VARIANTS,
     Disturbed,
     await_events,
     final_step,
@@ -27,7 +29,9 @@ from evergrad_trainer.observers.accounting import account
 from evergrad_trainer.observers.history import read_history
 from evergrad_trainer.run_directory import RunDirectory
 
-EVENTS = int(os.environ.get("CHAOS_EVENTS") or 30)
+KIND = os.environ.get("CHAOS_KIND") or "any"
+VARIANT = VARIANTS[KIND]
+EVENTS = int(os.environ.get("CHAOS_EVENTS") or VARIANT.most)
 SEED = int(os.environ.get("CHAOS_SEED") or 371)
 """The default has all kinds among its first 30 events, many of them in pairs, and short freezes."""
 HANG_SECONDS = 240.0 + 10.0 * max(0, EVENTS - 30)
@@ -43,7 +47,7 @@ def experiment(make_experiment: Callable[[], Experiment]) -> Experiment:
 @pytest.fixture(scope="module")
 def disturbed(experiment: Experiment) -> Iterator[Disturbed]:
     """Disturbed EVENTS times, and stopped then."""
-    run = start_disturbed(experiment, seed=SEED)
+    run = start_disturbed(experiment, VARIANT, seed=SEED)
     try:
         await_events(run, count=EVENTS, seconds=HANG_SECONDS)
         (run.directory / "stop").touch()
@@ -57,7 +61,7 @@ def disturbed(experiment: Experiment) -> Iterator[Disturbed]:
 def calm(experiment: Experiment, disturbed: Disturbed) -> Path:
     """The same run in one process, undisturbed, up to the same step."""
     count = str(final_step(disturbed.directory))
-    experiment.start("--workers", "1", "--stop-after-steps", count, directory="calm").wait(seconds=HANG_SECONDS).expect(
+    experiment.start(*VARIANT.calm, "--stop-after-steps", count, directory="calm").wait(seconds=HANG_SECONDS).expect(
         STOPPED_SAVED
     )
     return experiment.at("calm")
@@ -91,7 +95,7 @@ def test_the_final_state_has_the_bits_of_an_undisturbed_run(disturbed: Disturbed
 
 def test_no_finished_step_is_trained_again_while_anybody_holds_it(disturbed: Disturbed) -> None:
     """Only when all nodes are lost; or one step, when its row was written by the only one who had finished it and was lost."""
-    lost_all = sum("kills all nodes" in line for line in disturbed.lines())
+    lost_all = sum("kills all nodes" in line or "kills the only node" in line for line in disturbed.lines())
     repeats = find_repeats(disturbed.directory)
     assert sum(one.is_from_checkpoint for one in repeats) <= lost_all
     unexplained = [one for one in repeats if not one.is_from_checkpoint and (one.num_steps > 1 or one.is_same_writer)]
@@ -109,7 +113,8 @@ def test_every_checkpoint_on_disk_is_valid(disturbed: Disturbed) -> None:
 
 def test_generations_only_grow(disturbed: Disturbed) -> None:
     generations = planned_generations(disturbed.directory)
-    assert len(generations) > EVENTS / 3
+    # A group that trains is adopted by the next coordinator as it is.
+    assert len(generations) > EVENTS / 3 or KIND == "coordinator"
     assert all(before < after for before, after in pairwise(generations)), generations
 
 
@@ -119,7 +124,7 @@ def test_generations_only_grow(disturbed: Disturbed) -> None:
 def test_what_processes_hold_does_not_grow(disturbed: Disturbed, what: str, most: float, buried: int) -> None:
     grown = {name: growth(samples, what) for name, samples in disturbed.watch.old_enough().items()}
     assert any(name.startswith("launcher") for name in grown)
-    assert any(name.startswith("worker") for name in grown), grown
+    assert any(name.startswith("worker") for name in grown) or KIND == "feeding", grown
     limits = {name: most + buried * name.startswith("worker") for name in grown}
     assert {name: value for name, value in grown.items() if value > limits[name]} == {}
 

@@ -46,6 +46,14 @@ def test_a_plan_has_all_kinds_and_most_events_are_single() -> None:
     assert {event.awaits_all for event in events} == {True, False}
 
 
+@pytest.mark.parametrize(("kind", "only"), [("feeding", "starve"), ("coordinator", "kill_coordinator")])
+def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(kind: str, only: str) -> None:
+    events = list(islice(plan_events(3, kind), 50))
+    assert {one.kind for event in events for one in event.disturbances} == {only}
+    assert all(len(event.disturbances) == 1 and event.awaits_all for event in events)
+    assert events == list(islice(plan_events(3, kind), 50)) != list(islice(plan_events(4, kind), 50))
+
+
 def test_all_nodes_are_lost_rarely_and_never_together_with_something_else() -> None:
     events = [event for event in islice(plan_events(4), EVENTS) if any(one.kind == "lose_all" for one in event.disturbances)]
     assert 0 < len(events) < EVENTS / 20

@@ -29,7 +29,7 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
         return 0
     # One transfer from the device for all tensors.
     total = sum(value * _weight(name) for name, value in zip(names, torch.stack(sums).tolist(), strict=True))
-    return (total + 2**63) % 2**64 - 2**63
+    return int((total + 2**63) % 2**64) - 2**63
 
 
 def find_suspects(values: Sequence[int], *, holders: Collection[int] = ()) -> tuple[int, ...]:

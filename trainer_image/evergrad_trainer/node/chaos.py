@@ -27,6 +27,8 @@ Kind = Literal[
     "join",
     "kill_coordinator",
     "lose_all",
+    "starve",
+    "kill_source",
 ]
 _WEIGHTS: dict[Kind, int] = {
     "kill_node": 22,
@@ -39,6 +41,10 @@ _WEIGHTS: dict[Kind, int] = {
     "kill_coordinator": 9,
     "lose_all": 2,
 }
+_ONLY: dict[str, Kind] = {"feeding": "starve", "coordinator": "kill_coordinator"}
+"""Kinds of chaos that consist of one disturbance: sources that die while they feed; coordinators that die."""
+KIND_VARIABLE = "EVERGRAD_CHAOS_KIND"
+"""``feeding`` (with two nodes) or ``coordinator``, for tests; without it events of all kinds are drawn."""
 _FREEZES = frozenset({"freeze_node", "freeze_supervisor", "freeze_worker"})
 _PAIRS = 0.25
 """This part of all events has a second disturbance, which often meets the recovery from the first."""
@@ -69,9 +75,12 @@ class Event:
     awaits_all: bool
 
 
-def plan_events(seed: int) -> Iterator[Event]:
-    """The endless sequence of that seed."""
+def plan_events(seed: int, kind: str = "") -> Iterator[Event]:
+    """The endless sequence of that seed; ``kind``: see ``KIND_VARIABLE``."""
     source = random.Random(seed)
+    while kind:
+        one = Disturbance(_ONLY[kind], source.random(), round(source.uniform(0.0, 0.8), 3))
+        yield Event(source.uniform(0.0, 0.6), (one,), awaits_all=True)
     while True:
         first = _draw(source, delay_seconds=0.0)
         disturbances = [first]
@@ -212,7 +221,7 @@ class Chaos:
 
     def __init__(self, seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes) -> None:
         self.tally = Tally()
-        self._events = plan_events(seed)
+        self._events = plan_events(seed, os.environ.get(KIND_VARIABLE, ""))
         self._coordinator = coordinator
         self._nodes = nodes
         self._event = Event(1.0, (), awaits_all=True)
@@ -226,6 +235,10 @@ class Chaos:
         self._looked_at = 0.0
         self._status: dict[str, Any] | None = None
         self._has_given_up = False
+        self._starving: Disturbance | None = None
+        """Kills the only node that holds the state, once it feeds the other."""
+        self._source = 0
+        """The process id of that node."""
 
     def tick(self) -> None:
         """Do what is due."""
@@ -237,7 +250,9 @@ class Chaos:
                 self._todo.remove(item)
                 self._strike(item[1])
             return
-        if self._ripe_at is not None:
+        if self._starving is not None:
+            self._await_feeding(self._starving, now)
+        elif self._ripe_at is not None:
             if now >= self._ripe_at:
                 self._begin_next(now)
         elif now - self._looked_at >= _STATUS_SECONDS:
@@ -308,6 +323,11 @@ class Chaos:
                 self._join()
             case "lose_all":
                 self._lose_all()
+            case "starve":
+                self._starve(one)
+            case "kill_source":
+                self._tell(f"kills the only node that holds the state (pid {self._source})")
+                self._kill_all({self._source})
             case _:
                 self._hit(one)
 
@@ -332,11 +352,39 @@ class Chaos:
     def _lose_all(self) -> None:
         alive = self._nodes.alive()
         self._tell(f"kills all nodes at once (pids {', '.join(map(str, alive.values()))})")
-        self._expect_generation(set(alive.values()))
+        self._kill_all(set(alive.values()))
+
+    def _kill_all(self, pids: set[int]) -> None:
+        """Kill all that hold the state."""
+        self._expect_generation(pids)
         self._nodes.thaw_all()
-        for pid in alive.values():
-            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self._whole = set()
+
+    def _starve(self, one: Disturbance) -> None:
+        """Kill one of two nodes, and the other while it feeds the successor of the first."""
+        alive = self._nodes.alive()
+        index = choose_victim(one.pick, alive, self._whole)
+        if index is None or len(alive) != 2:
+            self._tell("would starve a newcomer, but there are not two nodes that hold the state")
+            return
+        self._source = next(pid for other, pid in alive.items() if other != index)
+        self._tell(f"kills node {index} (pid {alive[index]})")
+        self._expect_generation({alive[index]})
+        self._whole.discard(alive[index])
+        os.kill(alive[index], signal.SIGKILL)
+        self._starving = one
+
+    def _await_feeding(self, one: Disturbance, now: float) -> None:
+        """Until a group of two forms anew: its members bring each other to one state before they say that they are up."""
+        status = self._look()
+        if status is not None and status["generation"] >= self._needs_generation and status["worldSize"] == 2:
+            self._starving = None
+            self._todo.append((now + one.seconds, Disturbance("kill_source", one.pick)))
+        elif now - self._began > _PATIENCE_SECONDS:
+            self._starving = None
 
     def _hit(self, one: Disturbance) -> None:
         alive = {index: pid for index, pid in self._nodes.alive().items() if pid not in self._nodes.frozen}
