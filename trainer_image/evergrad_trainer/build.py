@@ -90,9 +90,9 @@ def rebuild_state(machinery: Machinery, training: Training, plan: ModelPlan) -> 
     set_updates(machinery.optimizer, 0)
 
 
-def build_comparison(training: Training, machinery: Machinery, membership: Membership) -> Callable[[int], None]:
+def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
     """What compares the replicas' states after a step; nothing to compare where each rank holds a part of its own."""
-    if machinery.is_sharded or not training.runtime.compare_replicas_every:
+    if machinery.is_sharded:
         return lambda step: None
     return lambda step: compare_states(machinery.state(), membership.world, step=step)
 

@@ -219,7 +219,9 @@ class _Worker:
 
     def _settle(self, world: World) -> bool:
         """Bring all ranks to one state; whether it came from the disk (or from nowhere) instead of from a rank."""
-        rows = world.gather_json(_standing(self._progress, self._checkpoints, held_step=self._held_step))
+        is_comparing = self._run.limits.compare_every is not None
+        own = _standing(self._progress, self._checkpoints, held_step=self._held_step)
+        rows = world.gather_json({**own, "is_comparing": is_comparing})
         steps = [int(row["step"]) for row in rows]
         newest = max(steps)
         self._checkpoints.enter_world(failures=max(int(row["failures"]) for row in rows))
@@ -230,14 +232,14 @@ class _Worker:
             self._feed(world, steps)
             _adopt(self._progress, rows)
             set_updates(self._machinery.optimizer, self._progress.updates)
-        self._compare(world, steps)
+        self._compare(world, steps, is_whole=bool(rows[0]["is_comparing"]))
         self.life.held = Held.WHOLE
         return is_fresh
 
-    def _compare(self, world: World, steps: list[int]) -> None:
-        """Before the first step of a world: what was fed has arrived, and replicas that were there are equal."""
+    def _compare(self, world: World, steps: list[int], *, is_whole: bool) -> None:
+        """Before the first step of a world: what was fed has arrived and, with ``is_whole``, all replicas are equal."""
         state, newest = self._machinery.state(), max(steps)
-        if self.session.plan.run.training.runtime.compare_replicas_every:
+        if is_whole:
             holders = [rank for rank, step in enumerate(steps) if step == newest >= 0]
             compare_states(state, world, step=self._progress.finished_steps, holders=holders)
         elif feedings := plan_feeding(steps):

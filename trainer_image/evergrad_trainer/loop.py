@@ -119,6 +119,8 @@ class Run:
     on_first_step: Callable[[], None]
     model: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
+    is_comparing: bool = False
+    """Whether replicas are compared in this world, as its ranks have agreed."""
 
     def extra(self) -> dict[str, Any]:
         """The JSON part of a checkpoint of the state as it is now. ``model``: what the configuration was resolved to."""
@@ -135,6 +137,7 @@ def train(run: Run) -> StopReason:
     Raises PeerLostError where the world has ended; ``progress.finished_steps`` is what this process holds.
     """
     limits, progress = _agree(run.limits, run.membership.world), run.progress
+    run.is_comparing = limits.compare_every is not None
     first = progress.finished_steps + 1
     reason = _evaluate(run) if _is_evaluation_missing(run) else None
     if reason is None and (progress.is_save_lost or _is_due(progress.finished_steps, limits.save_every)):
@@ -174,9 +177,11 @@ def train(run: Run) -> StopReason:
 
 def _agree(limits: Limits, world: World) -> Limits:
     """The limits as all ranks take them: some processes may have read the file before it was edited in place."""
-    rows = world.gather_json([limits.non_finite_in_a_row, sorted(limits.skip_steps)])
-    skip_steps = frozenset(step for _, steps in rows for step in steps)
-    return replace(limits, non_finite_in_a_row=max(number for number, _ in rows), skip_steps=skip_steps)
+    rows = world.gather_json([limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every])
+    skip_steps = frozenset(step for _, steps, _ in rows for step in steps)
+    in_a_row = max(number for number, _, _ in rows)
+    # Rank 0's: a comparison that only some make would wait for the others for ever.
+    return replace(limits, non_finite_in_a_row=in_a_row, skip_steps=skip_steps, compare_every=rows[0][2])
 
 
 def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
@@ -322,8 +327,9 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     step = run.progress.finished_steps
     if run.progress.saved_step == step or step == 0:
         return
-    # Every rank writes a part: replicas that differ would make a checkpoint of several states.
-    run.compare(step)
+    if run.is_comparing:
+        # Every rank writes a part: replicas that differ would make a checkpoint of several states.
+        run.compare(step)
     run.checkpoints.save(step, run.state(), extra=run.extra(), best=best, wait=wait)
     run.progress.saved_step = step
 

@@ -282,7 +282,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         directory=session.directory,
         tokens_per_step=numbers.tokens_per_step,
         is_signalled=session.is_signalled,
-        compare=build_comparison(training, machinery, session.membership),
+        compare=build_comparison(machinery, session.membership),
         on_first_step=lambda: _after_first_step(session),
         model=session.plan.model.describe(),
         progress=session.progress,
