@@ -1,5 +1,6 @@
 """What the kernel says of a process."""
 
+import os
 from pathlib import Path
 
 
@@ -19,3 +20,15 @@ def children_of(pid: int) -> list[int]:
     except OSError:
         return []
     return [int(word) for word in text.split()]
+
+
+def workers_of(pid: int) -> list[int]:
+    """The children of a node but for its own helpers, which are in its process group."""
+    found = []
+    for child in children_of(pid):
+        try:
+            if os.getpgid(child) != os.getpgid(pid):
+                found.append(child)
+        except ProcessLookupError:
+            pass
+    return found

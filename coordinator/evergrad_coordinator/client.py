@@ -5,6 +5,7 @@ import contextlib
 import random
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 
 from evergrad_coordinator.protocol import (
@@ -24,7 +25,8 @@ from evergrad_coordinator.protocol import (
 )  # fmt: skip
 
 PING_SECONDS = 0.5
-SILENCE_SECONDS = 3.0
+SILENCE_SECONDS = 5.0
+"""Longer than a coordinator on a busy machine stands still, and short enough to reach its successor within a lease."""
 CONNECT_SECONDS = 3.0
 COMMIT_SECONDS = 2.0
 UNSENT_BYTES = 1024 * 1024
@@ -55,7 +57,9 @@ class CoordinatorClient:
         self._writer: asyncio.StreamWriter | None = None
         self._is_welcome = False
         self._is_over = False
-        self._heard_at: float | None = None
+        self._contact_at: float | None = None
+        self._pings: deque[float] = deque()
+        """When those that have no answer yet were sent."""
         self._session_heard_at = 0.0
         self._commits: dict[int, asyncio.Future[bool]] = {}
         self._num_commits = 0
@@ -68,8 +72,11 @@ class CoordinatorClient:
 
     @property
     def seconds_since_contact(self) -> float:
-        """Since anything was heard from it; infinite if never."""
-        return float("inf") if self._heard_at is None else time.monotonic() - self._heard_at
+        """Since the newest question was sent that it has answered; infinite if never.
+
+        An answer that was read late must not make the lease longer than the coordinator believes it to be.
+        """
+        return float("inf") if self._contact_at is None else time.monotonic() - self._contact_at
 
     def fileno(self) -> int:
         """The connection's descriptor, -1 without one. A forked child closes it, or the end of its parent stays hidden."""
@@ -124,7 +131,8 @@ class CoordinatorClient:
         pinger: asyncio.Task[None] | None = None
         try:
             writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._session_heard_at = time.monotonic()
+            self._session_heard_at = hello_at = time.monotonic()
+            self._pings = deque([hello_at])  # the welcome answers the hello
             self._write(self._hello())
             pinger = asyncio.create_task(self._ping())
             while not self._is_over and (line := await reader.readline()):
@@ -139,15 +147,17 @@ class CoordinatorClient:
         misses = 0
         while True:
             await asyncio.sleep(PING_SECONDS)
-            if self._is_welcome:
-                self._write(Ping())
+            if self._is_welcome and self._write(Ping()):
+                self._pings.append(time.monotonic())
             misses = misses + 1 if time.monotonic() - self._session_heard_at > SILENCE_SECONDS else 0
             if misses > 1 and self._writer is not None:
                 self._writer.transport.abort()
 
     def _take(self, line: bytes) -> None:
         message = decode_from_coordinator(line)
-        self._heard_at = self._session_heard_at = time.monotonic()
+        self._session_heard_at = time.monotonic()
+        if isinstance(message, Pong | Welcome) and self._pings:
+            self._contact_at = max(self._pings.popleft(), self._contact_at or 0.0)
         if isinstance(message, Permit):
             answer = self._commits.get(message.request)
             if answer is not None and not answer.done():

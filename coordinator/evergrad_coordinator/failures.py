@@ -4,10 +4,12 @@ from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Recovery
-from evergrad_coordinator.state import Training
+from evergrad_coordinator.state import Key, Training
 
 MAX_FAILURES = 2**31
 """Nobody allows more."""
+LOSSES_PER_FAILURE = 10
+"""Preemptions come in storms and say nothing about the run; but a group that nodes vanish from for ever trains nothing."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +21,37 @@ class Failure:
     report: Broken
 
     @property
+    def is_of_host(self) -> bool:
+        """Whether it is trouble of one host or one moment, which its node bounds by itself."""
+        return self.report.cause == "environment"
+
+    @property
     def is_consequence(self) -> bool:
         """Whether it only saw others fail."""
         return self.report.cause == "peer_lost"
+
+
+@dataclass(frozen=True)
+class Break:
+    """The end of a generation that broke, as known when the next begins. ``lost``: members that are gone and not back.
+
+    ``has_left``: a member was asked to go.
+    """
+
+    generation: int
+    at: float
+    lost: frozenset[Key] = frozenset()
+    has_left: bool = False
+
+
+@dataclass
+class _Away:
+    """A break that counted as a loss of nodes. ``before``: the unexplained break before it."""
+
+    ending: Break
+    reached: int
+    keys: set[Key]
+    before: tuple[int, float] | None
 
 
 def find_root_cause(failures: list[Failure]) -> Failure | None:
@@ -33,8 +63,16 @@ def find_root_cause(failures: list[Failure]) -> Failure | None:
 class FailureBudget:
     """Failures in a row without progress. A broken generation counts once, however many nodes report it.
 
-    One that broke only by the loss of peers is what a lost node leaves behind, and free. If nobody was lost, the first is free
-    too (a node may have been away for a moment), and the next counts: peers that cannot reach each other break every group.
+    =====================================  ==========================================================================
+    a generation broke                     it counts
+    =====================================  ==========================================================================
+    a report names a cause of the run      as one failure
+    a member was asked to go               for nothing
+    a member is gone and not back, or      a tenth: ten in a row without progress are one failure
+    its host failed (``environment``)
+    all members are here (one may have     for nothing the first time; as one failure when it happens again without
+    been away, and is back as it was)      progress: such nodes are slow, or do not reach each other
+    =====================================  ==========================================================================
     """
 
     limit: int
@@ -50,6 +88,13 @@ class FailureBudget:
     _counted_at: float = float("-inf")
     _unexplained: tuple[int, float] | None = None
     """Where training was, and when, as the last whole group broke that nobody gave a cause for."""
+    _told: str = ""
+    """What to say of the last failure that counted, where no report does."""
+    _away: _Away | None = None
+    _losses: int = 0
+    """Breaks in a row, without progress, that lost a node."""
+    _loss_mark: tuple[int, float] = (-1, float("-inf"))
+    """Where training was at the first of them, and when the last was."""
 
     def report(self, failure: Failure, training: Training) -> None:
         """Note one report; the first of a generation that is no consequence is counted."""
@@ -59,30 +104,85 @@ class FailureBudget:
         if len(self._reports) < 64:
             self._reports.append(failure)
         self.last = find_root_cause(self._reports)
-        if not failure.is_consequence and self._counted != generation:
+        if not failure.is_consequence and not failure.is_of_host and self._counted != generation:
             self._count(failure, training)
 
-    def conclude(self, generation: int, training: Training, *, is_whole: bool) -> None:
-        """All members are out of ``generation``, and the next is about to begin. ``is_whole``: not one was lost or left."""
-        reports = [one for one in self._reports if one.report.generation == generation]
-        if not is_whole:
+    def conclude(self, ending: Break, training: Training) -> None:
+        """All members are out of a generation that broke, and the next is about to begin."""
+        before, self._away = self._unexplained, None
+        if ending.lost or ending.has_left:
             self._unexplained = None
-        if not is_whole or not reports or self._counted == generation:
+        if ending.has_left or self._counted == ending.generation:
             return
-        first, before = min(reports, key=lambda one: one.at), self._unexplained
-        step = max(training.step, *(one.report.step for one in reports))
-        reached = training.checkpoint_step if self.recovery == "fresh" else step
-        self._unexplained = (reached, first.at)
+        steps = [one.report.step for one in self._reports if one.report.generation == ending.generation]
+        reached = training.checkpoint_step if self.recovery == "fresh" else max(training.step, *steps, -1)
+        hosts = {one.node for one in self._reports if one.report.generation == ending.generation and one.is_of_host}
+        if ending.lost and not hosts:
+            self._away = _Away(ending, reached, set(ending.lost), before)
+        if ending.lost or hosts:
+            self._add_loss(ending, reached, training, names=hosts | {name for name, _ in ending.lost})
+        else:
+            self._judge_unexplained(ending, reached, before, training)
+
+    def note_return(self, key: Key, training: Training) -> None:
+        """The same process of a node is back. If all that the last break lost are, they were silent and not lost."""
+        away = self._away
+        if away is None or key not in away.keys:
+            return
+        away.keys.discard(key)
+        if not away.keys:
+            self._away = None
+            self._losses = max(0, self._losses - 1)
+            self._judge_unexplained(away.ending, away.reached, away.before, training, silent=key[0])
+
+    def _add_loss(self, ending: Break, reached: int, training: Training, *, names: set[str]) -> None:
+        mark, last_at = self._loss_mark
+        is_told = max(training.step, training.checkpoint_step) >= 0
+        if reached > mark or (not is_told and ending.at - last_at >= UNDISTURBED_SECONDS):
+            self._losses, mark = 0, reached
+        self._losses, self._loss_mark = self._losses + 1, (mark, ending.at)
+        if self._losses % LOSSES_PER_FAILURE == 0:
+            last = min(names)
+            text = (
+                f"nodes or their hosts were lost {self._losses} times in a row without progress; {LOSSES_PER_FAILURE} such "
+                f"losses are one failure, {self.limit} allowed. Last: node {last}. Look at why its pods end."
+            )
+            self._count_silent(ending, last, text, training)
+
+    def _judge_unexplained(
+        self, ending: Break, reached: int, before: tuple[int, float] | None, training: Training, silent: str = ""
+    ) -> None:
+        """Count a break of a whole group that has no cause, unless it is the first at this place."""
+        reports = [one for one in self._reports if one.report.generation == ending.generation]
+        at = min((one.at for one in reports), default=ending.at)
+        self._unexplained = (reached, at)
         if before is None or reached > before[0]:
             return
-        is_told = max(step, training.checkpoint_step) >= 0
-        if is_told or first.at - before[1] < UNDISTURBED_SECONDS:
-            self._count(first, training)
+        is_told = max(training.step, training.checkpoint_step, *(one.report.step for one in reports), -1) >= 0
+        if not is_told and at - before[1] >= UNDISTURBED_SECONDS:
+            return
+        if reports:
+            self._count(min(reports, key=lambda one: one.at), training)
+            return
+        where = f"node {silent}" if silent else "a node"
+        text = (
+            f"the group broke again without progress although every node is there; {self.limit} such failures are allowed. Last: "
+            f"{where} was silent for a while and came back. Check that the nodes get enough CPU time and reach the coordinator."
+        )
+        self._count_silent(ending, silent, text, training)
+
+    def _count_silent(self, ending: Break, node: str, text: str, training: Training) -> None:
+        """Count a break that no node has reported."""
+        report = Broken(ending.generation, "peer_lost", step=training.step, message=text)
+        self.last = Failure(node, ending.at, report)
+        self._count(self.last, training)
+        self._told = text
 
     def _count(self, failure: Failure, training: Training) -> None:
         is_told = max(training.step, training.checkpoint_step, failure.report.step) >= 0
         if not is_told and failure.at - self._counted_at >= UNDISTURBED_SECONDS:
             self.used = 0
+        self._told = ""
         self._counted, self._counted_at = failure.report.generation, failure.at
         self.used += 1
         self.step = max(self.step, training.step, failure.report.step)
@@ -108,6 +208,8 @@ class FailureBudget:
         """Count and root cause, for the run's message."""
         if self.last is None:
             return ""
+        if self._told:
+            return self._told
         report = self.last.report
         if self.last.is_consequence:
             return self._describe_unexplained(self.last)

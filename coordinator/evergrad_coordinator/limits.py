@@ -23,7 +23,8 @@ def check_limits(group: Membership, now: float) -> None:
 def _check_nodes(group: Membership, now: float) -> None:
     silence, leaving = group.settings.silence_seconds, group.settings.soft_limit_seconds
     for node in list(group.nodes.values()):
-        if now - node.seen > silence:
+        # One that beats is slow, not lost; but its workers stop by themselves when it has said nothing itself for a lease.
+        if now - max(node.seen, node.beat_at) > silence or now - node.seen > max(group.lease_end, silence):
             group.drop(node, "silent", now)
         elif node.released_at is not None and now - node.released_at > leaving:
             group.drop(node, "told to leave and did not", now)

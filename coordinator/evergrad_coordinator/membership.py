@@ -47,6 +47,7 @@ from evergrad_coordinator.state import (
     Close,
     Effect,
     Finish,
+    Key,
     Log,
     Node,
     Persist,
@@ -76,7 +77,7 @@ class Membership:
         self.accounting = Accounting()
         self.budget = FailureBudget(settings.max_failures_without_progress, settings.recovery)
         may_run = planning.may_run_unseen(settings, generation)
-        self.gathering: Gathering | None = Gathering(adopts_until=now + self._lease_end if may_run else None)
+        self.gathering: Gathering | None = Gathering(adopts_until=now + self.lease_end if may_run else None)
         self.finished: End | None = None
         self.departures = Departures()
         self.joins = JoinHold()
@@ -141,6 +142,12 @@ class Membership:
             handle_report(self, node, message, now)
         return self._take()
 
+    def beat(self, key: Key, *, now: float) -> None:
+        """The process beside a node's own is heard: the node is there, however slow it is."""
+        node = self.nodes.get(key[0])
+        if node is not None and node.key == key:
+            node.beat_at = now
+
     def lost(self, peer: int, why: str, *, now: float) -> list[Effect]:
         """The connection has ended."""
         node = self._roster.peers.get(peer)
@@ -157,6 +164,7 @@ class Membership:
             for node in self.nodes.values():
                 adoption.note_absence(self, node, now - node.seen)
                 node.seen += gap
+                node.beat_at += gap
         check_limits(self, now)
         if self._review_at is not None and self._review_at <= now and not self.finished:
             self._review(now)
@@ -209,8 +217,9 @@ class Membership:
         self._roster.remove(node)
         self.log("gone", node=node.name, why=why)
         world, proposal = self.world, self.proposal
-        if world and node.key in world.places:
-            world.has_lost |= node.key not in world.done
+        if world and node.key in world.places and node.key not in world.done:
+            world.has_left |= node.is_leaving
+            world.lost |= set() if node.is_leaving else {node.key}
         if world and node.key in world.places and node.key not in world.out:
             world.last_contact[node.key] = node.seen
             if not world.is_over and node.key not in world.done:
@@ -257,9 +266,9 @@ class Membership:
         if is_going and self.departures.is_awaited(members):
             return
         if is_going:
-            if world := self.world:  # only now is known what became of its members: each has answered, or was lost
-                is_whole = planning.is_whole(world, self.nodes.values())
-                self.budget.conclude(world.generation, self.training, is_whole=is_whole)
+            # Only now is known what became of its members: each has answered, or was lost.
+            if self.world and (ending := planning.find_break(self.world, self.nodes.values(), now=now)):
+                self.budget.conclude(ending, self.training)
             if not self._has_failed_too_often():
                 self._go(members, now)
             return
@@ -303,6 +312,7 @@ class Membership:
         self._heard = max(self._heard, hello.known_generation, node.group)
         self.log("hello", node=node.name, workers=node.workers, had=node.group)
         self.send(peer, Welcome(self.generation, self.settings.lease_seconds, self.settings.silence_seconds))
+        self.budget.note_return(node.key, self.training)
         self._place_again(node, now)
         if self.gathering and node.is_candidate:
             self.gathering.first_seen = now if self.gathering.first_seen is None else self.gathering.first_seen
@@ -314,7 +324,7 @@ class Membership:
         is_member = world is not None and node.key in world.places and node.key not in world.out
         if world and is_member and not self.gathering and not planning.holds_its_place(world, node):
             world.out.add(node.key)
-            world.is_broken = world.has_lost = True
+            world.is_broken = True
             self.accounting.begin("node_lost", at=now)
         if proposal:
             if node.key in proposal.members or node.group:
@@ -328,7 +338,7 @@ class Membership:
         self.departures.was_left = last.is_leaving or last.released_at is not None
         is_gone = self.world is None or self.world.places.keys() <= self.world.out
         # All connections at once: more likely ours failed than all nodes. They may come back as they were.
-        self.gathering = Gathering(adopts_until=None if is_gone else now + self._lease_end)
+        self.gathering = Gathering(adopts_until=None if is_gone else now + self.lease_end)
         if self.world:
             self.world.is_over |= is_gone
             self.world.done.clear()  # whoever comes now starts from a checkpoint, with all that it takes
@@ -342,7 +352,7 @@ class Membership:
     # ---- review ------------------------------------------------------------------------------------------------------
 
     @property
-    def _lease_end(self) -> float:
+    def lease_end(self) -> float:
         """So long after its last contact no worker runs any more; a second is for those that look at the time now and then."""
         return self.settings.lease_seconds + 1
 
@@ -432,7 +442,7 @@ class Membership:
         if world and not any(node.key in world.places for node in members):
             # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last contact.
             contacts = [world.last_contact.get(key, now) for key in planning.find_lost(world, self.nodes.values())]
-            self.fence_until = max(contacts, default=float("-inf")) + self._lease_end
+            self.fence_until = max(contacts, default=float("-inf")) + self.lease_end
         if self.departures.is_awaited(members):
             return float("inf")
         delay = 0.0

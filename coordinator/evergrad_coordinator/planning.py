@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
+from evergrad_coordinator.failures import Break
 from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.state import Key, Node, Place, Proposal, Settings, World, node_order
 
@@ -35,9 +36,13 @@ def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
     return world.places.keys() - {node.key for node in connected} - world.out - world.done
 
 
-def is_whole(world: World, connected: Collection[Node]) -> bool:
-    """Whether not one member was lost or has left since it was told to go."""
-    return not world.has_lost and not find_lost(world, connected)
+def find_break(world: World, connected: Collection[Node], *, now: float) -> Break | None:
+    """How a generation ended, for the budget of failures; None if it did not break."""
+    lost = world.lost | find_lost(world, connected)
+    if not lost and not world.is_broken:
+        return None
+    gone = frozenset(lost - {node.key for node in connected})
+    return Break(world.generation, now, lost=gone, has_left=world.has_left)
 
 
 def must_be_hard(world: World | None, connected: Collection[Node]) -> bool:

@@ -87,6 +87,20 @@ class Ping(Message):
 
 
 @dataclass(frozen=True)
+class Beat(Message):
+    """First message, in place of ``hello``, of a node's second connection, from a process beside its own. Only pings follow.
+
+    While they come the node is slow at most, not lost. An incarnation that is not here yet, or no more, is none.
+    """
+
+    TYPE = "beat"
+    run: str
+    node: str
+    incarnation: str
+    token: str = ""
+
+
+@dataclass(frozen=True)
 class Capacity(Message):
     """The number of this node's warm workers has changed."""
 
@@ -294,7 +308,7 @@ class Permit(Message):
 
 
 FROM_NODES: tuple[type[Message], ...] = (
-    Hello, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress, Commit,
+    Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress, Commit,
 )  # fmt: skip
 FROM_COORDINATOR: tuple[type[Message], ...] = (Welcome, Refused, Plan, Go, Leave, End, Pong, Permit)
 

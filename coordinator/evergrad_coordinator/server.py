@@ -17,6 +17,7 @@ from evergrad_coordinator.journal import GenerationStore, JournalError
 from evergrad_coordinator.membership import Membership
 from evergrad_coordinator.protocol import (
     MAX_LINE_BYTES,
+    Beat,
     Hello,
     Message,
     Ping,
@@ -25,7 +26,8 @@ from evergrad_coordinator.protocol import (
     decode_from_node,
     encode,
 )  # fmt: skip
-from evergrad_coordinator.state import Close, Effect, Finish, Log, Persist, Send
+from evergrad_coordinator.secret import is_token
+from evergrad_coordinator.state import Close, Effect, Finish, Key, Log, Persist, Send
 
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()
@@ -73,6 +75,8 @@ class Peer(asyncio.Protocol):
         self._allowed_at = time.monotonic()
         self.number = 0
         self.has_joined = False
+        self.beats_for: Key | None = None
+        """The node that the process on the other side is beside."""
         self.connected_at = self._allowed_at
         self.is_closing = False
 
@@ -158,8 +162,8 @@ class Server:
 
     @property
     def num_connections(self) -> int:
-        """Open connections, with those that have not said hello."""
-        return len(self._peers)
+        """Open connections, with those that have not said hello; of the processes beside nodes none."""
+        return sum(peer.beats_for is None for peer in self._peers.values())
 
     async def listen(self, host: str, port: int) -> int:
         """Begin to serve; the port. Raises OSError."""
@@ -224,7 +228,9 @@ class Server:
             self.reject(peer, "malformed", str(error))
             return
         self.counters.messages += 1
-        if isinstance(message, Hello) == peer.has_joined:
+        if isinstance(message, Beat) or peer.beats_for is not None:
+            self._take_beat(peer, message, now)
+        elif isinstance(message, Hello) == peer.has_joined:
             self.reject(peer, "malformed", f"{message.TYPE}: {'said twice' if peer.has_joined else 'before hello'}")
         elif isinstance(message, Hello):
             peer.has_joined = True
@@ -236,6 +242,22 @@ class Server:
                 self._write(peer, self._pong)
             else:
                 self._apply(effects)
+
+    def _take_beat(self, peer: Peer, message: Message, now: float) -> None:
+        """Note that a node is alive. It says who it is once, and pings from then on."""
+        settings = self.membership.settings
+        if isinstance(message, Beat) and peer.beats_for is None and not peer.has_joined:
+            if not is_token(message.token, settings.token) or message.run != settings.run:
+                self.reject(peer, "wrong_token")
+                return
+            self._unknown.pop(peer.number, None)
+            peer.beats_for = (message.node, message.incarnation)
+        elif not isinstance(message, Ping):
+            self.reject(peer, "malformed", f"{message.TYPE}: on a connection that only beats, or beside another first message")
+            return
+        if peer.beats_for is not None:
+            self.membership.beat(peer.beats_for, now=now)
+            self._write(peer, self._pong)
 
     def reject(self, peer: Peer, reason: str, detail: str = "") -> None:
         """End a connection that breaks the rules."""

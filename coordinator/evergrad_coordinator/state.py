@@ -102,6 +102,8 @@ class Node:
     workers: int
     seen: float
     had: Had | None = None
+    beat_at: float = float("-inf")
+    """When the process beside the node's own was last heard."""
     group: int = 0
     """Generation that this node's workers are in; 0 for none."""
     ready: Ready | None = None
@@ -150,8 +152,10 @@ class World:
     out: set[Key] = field(default_factory=set)
     """Members whose workers are known to be gone from it."""
     done: set[Key] = field(default_factory=set)
-    has_lost: bool = False
-    """A member was lost, replaced or has left, before or after its workers were out; one that had ended well is none."""
+    lost: set[Key] = field(default_factory=set)
+    """Members that went away unasked, before or after their workers were out; one that had ended well is none."""
+    has_left: bool = False
+    """A member went away as it was asked to."""
     last_contact: dict[Key, float] = field(default_factory=dict)
     """Of members that were lost, until they are back."""
     unwatched: set[Key] = field(default_factory=set)

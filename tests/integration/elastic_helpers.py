@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import run_helpers
-from process_state import children_of, is_alive
+from process_state import is_alive, workers_of
 from run_helpers import DONE, Experiment, checkpoints, curve, merge, metric_rows, read_lines, recipe
 
 SECONDS = 200.0
@@ -143,7 +143,7 @@ class Process:
 
     def workers(self) -> list[int]:
         """Process ids of a node's workers, the first started first."""
-        return sorted(children_of(self.pid))
+        return sorted(workers_of(self.pid))
 
 
 @dataclass

@@ -163,10 +163,10 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
 
 
 @pytest.mark.timeout(120)
-def test_who_is_not_wanted_is_told_why_and_ends_with_64(make_cluster: MakeCluster) -> None:
+def test_a_refused_agent_ends_with_70_and_wrong_arguments_with_64(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "1")
     cluster.start_agent("0", options=["--rdzv-id=another"])
-    assert cluster.wait_exit("0") == 64
+    assert cluster.wait_exit("0") == 70, "it concerns that node, never the run"
     assert "another" in cluster.log("agent-0")
     cluster.start_agent("1", options=["--rdzv-endpoint=nonsense", "--rdzv-conf=colour=red"])
     assert cluster.wait_exit("1") == 64

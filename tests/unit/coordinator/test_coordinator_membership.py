@@ -485,6 +485,21 @@ def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
         ]
 
 
+def test_a_node_that_beats_is_lost_only_when_it_says_nothing_itself_for_a_lease() -> None:
+    cluster, nodes = start_running(silence_seconds=0.6, lease_seconds=3)
+    slow, mute = nodes[1], nodes[2]
+    slow.is_frozen = mute.is_frozen = True
+    for _ in range(15):
+        cluster.group.beat(slow.key, now=cluster.now)
+        cluster.group.beat((mute.name, "another process of it"), now=cluster.now)
+        cluster.run(0.1)
+    assert set(cluster.group.nodes) == {"0", "1"}
+    while "1" in cluster.group.nodes:
+        assert cluster.now < 1100
+        cluster.group.beat(slow.key, now=cluster.now)
+        cluster.run(0.1)
+
+
 def test_a_crowd_is_refused() -> None:
     cluster, _ = start_running(max_members=3)
     answer = hello(cluster)
@@ -549,6 +564,92 @@ def test_a_break_that_lost_a_node_is_free_even_if_the_loss_is_seen_later(delay: 
         cluster.run(delay)
         victim.die()
         cluster.start("1")
+        cluster.run_until_running()
+    assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
+
+
+def test_a_group_whose_nodes_fall_silent_again_and_again_and_come_back_uses_up_the_failures() -> None:
+    cluster, nodes = start_running(max_failures_without_progress=2)
+    nodes[0].say(Progress(1, 5))
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    for number in range(1, 20):
+        slow = nodes[number % 3]
+        slow.is_cut = True
+        cluster.run(1)
+        assert slow.name not in cluster.group.nodes, "silent"
+        slow.is_cut = False
+        cluster.run(1)
+        if cluster.exit_code is not None:
+            break
+        cluster.run_until_running()
+    assert (cluster.exit_code, number) == (70, 4), "the first is free, two are allowed"
+    message = of_kind(nodes[0], End)[-1].message
+    for words in ("although every node is there", "2 such failures are allowed", "was silent for a while and came back", "CPU"):
+        assert words in message
+
+
+def test_silences_with_progress_between_them_are_free() -> None:
+    cluster, nodes = start_running(max_failures_without_progress=0)
+    for number in range(8):
+        nodes[1].is_cut = True
+        cluster.run(1)
+        nodes[1].is_cut = False
+        cluster.run_until_running()
+        cluster.run(1)
+        assert nodes[0].group
+        nodes[0].say(Progress(nodes[0].group.generation, nodes[0].step))
+        assert cluster.exit_code is None, number
+
+
+def lose_for_good(cluster: Cluster, name: str) -> None:
+    victim = cluster.newest(name)
+    assert victim
+    victim.die()
+    cluster.run(0.5)
+    cluster.start(name)
+    cluster.run(0.5)
+
+
+def test_fifty_preemptions_in_a_row_with_progress_between_them_are_free() -> None:
+    cluster, _ = start_running("0123", max_failures_without_progress=0, min_nodes=1)
+    for number in range(50):
+        lose_for_good(cluster, str(number % 4))
+        cluster.run_until_running()
+        first = next(node for node in cluster.nodes if node.group)
+        assert first.group
+        first.say(Progress(first.group.generation, first.step))
+    assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
+
+
+def test_nodes_that_are_lost_for_ever_without_progress_end_the_run_in_the_end() -> None:
+    cluster, nodes = start_running("0123", max_failures_without_progress=1)
+    nodes[0].say(Progress(1, 5))
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    losses = 0
+    while cluster.exit_code is None:
+        assert losses < 100
+        lose_for_good(cluster, str(losses % 4))
+        losses += 1
+        while cluster.condition.phase not in ("Running", "Failed"):
+            cluster.run(0.1)
+    assert (cluster.exit_code, losses) == (70, 20), "ten are one failure"
+    assert (
+        cluster.group.finished
+        and "nodes or their hosts were lost 20 times in a row without progress" in cluster.group.finished.message
+    )
+
+
+def test_nodes_that_are_asked_to_go_again_and_again_are_free() -> None:
+    cluster, _ = start_running("0123", max_failures_without_progress=0)
+    cluster.train = lambda: None  # type: ignore[method-assign]
+    for number in range(30):
+        leaver = cluster.newest(str(number % 4))
+        assert leaver
+        leave(leaver)
+        cluster.run(1)
+        if leaver.is_alive:
+            leaver.die()
+        cluster.start(leaver.name)
         cluster.run_until_running()
     assert (cluster.exit_code, cluster.group.budget.used) == (None, 0)
 

@@ -4,7 +4,7 @@ import pytest
 
 from evergrad_coordinator.accounting import Accounting
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
-from evergrad_coordinator.failures import Failure, FailureBudget, find_root_cause
+from evergrad_coordinator.failures import LOSSES_PER_FAILURE, Break, Failure, FailureBudget, find_root_cause
 from evergrad_coordinator.planning import assign_places, choose_members, choose_saver, find_running
 from evergrad_coordinator.protocol import Broken, Cause, Had
 from evergrad_coordinator.state import Node, Place, Training, World, node_order
@@ -121,7 +121,8 @@ def test_what_reports_nothing_makes_progress_by_running_long() -> None:
 def conclude(budget: FailureBudget, generation: int, training: Training, *, at: float = 0.0, is_whole: bool = True) -> None:
     """One more group that broke by the loss of peers, and nothing else."""
     budget.report(build_failure("peer_lost", at, generation=generation, step=-1), training)
-    budget.conclude(generation, training, is_whole=is_whole)
+    lost = frozenset() if is_whole else frozenset({("7", "x")})
+    budget.conclude(Break(generation, at, lost=lost), training)
 
 
 def test_a_loss_of_a_node_begins_the_count_of_unexplained_breaks_anew() -> None:
@@ -150,12 +151,23 @@ def test_unexplained_breaks_long_apart_are_free_where_nothing_is_reported() -> N
     assert "before a step was reported although no node was lost; 1 failure without" in budget.describe()
 
 
+def test_trouble_of_a_host_counts_a_tenth_also_where_others_only_saw_it_fail() -> None:
+    budget = FailureBudget(0, "in-process")
+    for generation in range(1, LOSSES_PER_FAILURE + 1):
+        assert not budget.is_exhausted
+        budget.report(build_failure("peer_lost", 0.0, generation=generation), Training(step=3))
+        budget.report(build_failure("environment", 1.0, generation=generation), Training(step=3))
+        budget.conclude(Break(generation, 2.0), Training(step=3))
+    assert budget.is_exhausted
+    assert "nodes or their hosts were lost 10 times in a row without progress" in budget.describe()
+
+
 def test_a_generation_that_has_a_cause_counts_once_and_only_for_that() -> None:
     budget = FailureBudget(3, "in-process")
     for generation in (1, 2):
         budget.report(build_failure("peer_lost", 0.0, generation=generation), Training(step=3))
         budget.report(build_failure("worker_crash", 1.0, generation=generation), Training(step=3))
-        budget.conclude(generation, Training(step=3), is_whole=True)
+        budget.conclude(Break(generation, 2.0), Training(step=3))
     assert budget.used == 2
     assert "worker_crash" in budget.describe()
 

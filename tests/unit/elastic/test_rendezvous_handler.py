@@ -136,6 +136,7 @@ def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[EvergradRendezvousHandl
     for name in ("EVERGRAD_GENERATION", "EVERGRAD_BOARD", "TORCH_ELASTIC_WORKER_IDENTICAL"):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(agent_link, "CoordinatorClient", FakeClient)
+    monkeypatch.setattr(agent_link.Heartbeat, "start", lambda self: None)
     before = signal.set_wakeup_fd(-1)
     one = EvergradRendezvousHandler(parse_settings(parameters(), {}))
     yield one

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from evergrad_coordinator.client import CoordinatorClient
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import (
+    Beat,
     Done,
     End,
     Go,
@@ -253,10 +255,15 @@ class AgentLink:
         self._client = CoordinatorClient(
             self.settings.host, self.settings.port, hello=self._hello, on_message=self._take, on_connected=self._greet
         )
+        settings = self.settings
+        beat = Beat(settings.run, settings.node, self._incarnation, token=settings.token_file.read_text().strip())
+        heartbeat = Heartbeat(settings.host, settings.port, beat)
+        heartbeat.start()
         self._loop.add_reader(self.wakeup_read, self._take_signals)
         self._is_started.set()
         client = asyncio.create_task(self._client.run())
         ticks = asyncio.create_task(self._tick())
+        beats = asyncio.create_task(heartbeat.keep())
         stopped = asyncio.create_task(self._wait_stopped())
         try:
             await asyncio.wait((client, ticks, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -266,10 +273,11 @@ class AgentLink:
                     raise RuntimeError("the conversation with the coordinator ended early")
                 await stopped
         finally:
+            heartbeat.close()
             self._client.close()
-            for task in (client, ticks, stopped):
+            for task in (client, ticks, beats, stopped):
                 task.cancel()
-            await asyncio.gather(client, ticks, stopped, return_exceptions=True)
+            await asyncio.gather(client, ticks, beats, stopped, return_exceptions=True)
             await self.board.close()
 
     async def _wait_stopped(self) -> None:

@@ -156,10 +156,11 @@ class DisturbedNodes(LocalNodes):
         }
 
     def workers(self, index: int) -> list[int]:
-        """Process ids of a node's workers."""
-        pid = self.nodes[index].process.pid
+        """Process ids of a node's workers: its children but for its own helpers, which are in its process group."""
+        pid = self.nodes[index].process.pid or 0
         with contextlib.suppress(OSError):
-            return sorted(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split()))
+            children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split())
+            return sorted(child for child in children if os.getpgid(child) != os.getpgid(pid))
         return []
 
     def _thaw(self, pid: int) -> None:

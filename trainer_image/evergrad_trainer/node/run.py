@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 
 from evergrad.board_file import STOP_SECONDS_VARIABLE
-from evergrad_coordinator.protocol import Recovery
+from evergrad_coordinator.heartbeat import Heartbeat
+from evergrad_coordinator.protocol import Beat, Recovery
 from evergrad_trainer import __version__, torch_private
 from evergrad_trainer.config.identity import config_hash
 from evergrad_trainer.config.manifest import TrainingRun
@@ -113,11 +114,18 @@ def run_script_node(script: Script, base_directory: Path, settings: NodeSettings
 async def _run(supervisor: Supervisor, crew: Crew, settings: NodeSettings) -> int:
     """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
     address = f"{settings.coordinator_host}:{settings.coordinator_port}"
-    warnings = asyncio.create_task(warn_of_silence(lambda: supervisor.seconds_since_contact, address=address))
+    # Before anything is forked: it beats while this process imports, forks and waits for disks.
+    beat = Beat(settings.run, settings.node, supervisor.incarnation, token=settings.token)
+    heartbeat = Heartbeat(settings.coordinator_host, settings.coordinator_port, beat)
+    heartbeat.start()
+    watches = [heartbeat.keep(), warn_of_silence(lambda: supervisor.seconds_since_contact, address=address)]
+    tasks = [asyncio.create_task(watch) for watch in watches]
     try:
         return await supervisor.run(crew)
     finally:
-        warnings.cancel()
+        for task in tasks:
+            task.cancel()
+        heartbeat.close()
 
 
 async def _serve_in_process(

@@ -113,7 +113,7 @@ class Supervisor:
         self._settings = settings
         self._on_tick = on_tick
         self._metrics = metrics
-        self._incarnation = uuid.uuid4().hex
+        self.incarnation = uuid.uuid4().hex
         self._client = CoordinatorClient(
             settings.coordinator_host,
             settings.coordinator_port,
@@ -337,7 +337,7 @@ class Supervisor:
         return Hello(
             run=settings.run,
             node=settings.node,
-            incarnation=self._incarnation,
+            incarnation=self.incarnation,
             address=settings.address,
             workers=self._crew.capacity,
             recovery=settings.recovery,

@@ -1,0 +1,86 @@
+"""The process that says, twice a second, that its node is alive, whatever keeps the node's own process from saying so.
+
+``heartbeat`` starts it by its path, so that it imports only what stands here: it is small and begins at once on a busy machine.
+It reads one line of JSON from its standard input: where the coordinator is, and the ``beat`` that begins a connection. It ends
+with the process that started it, and is silent while that process is stopped: a node that is frozen is to be noticed.
+"""
+
+import json
+import os
+import select
+import socket
+import time
+from typing import Any
+
+_PING = b'{"type":"ping"}\n'
+_BEAT_SECONDS = 0.5
+_SILENCE_SECONDS = 3.0
+"""Without an answer for so long the connection is of no use, whatever the kernel thinks of it."""
+_CONNECT_SECONDS = 3.0
+_RETRY_SECONDS = 0.5
+
+
+def read_order() -> dict[str, Any]:
+    """The first line of standard input. Raises ValueError if there is none."""
+    data = b""
+    while not data.endswith(b"\n"):
+        more = os.read(0, 65536)
+        if not more:
+            raise ValueError("no order")
+        data += more
+    order: dict[str, Any] = json.loads(data)
+    return order
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger. False where the system does not say."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            return stat.read().rpartition(b")")[2].split()[0] in (b"T", b"t")
+    except (OSError, IndexError):
+        return False
+
+
+def wait_for_end(seconds: float) -> bool:
+    """Wait; whether the node has closed this process's input meanwhile."""
+    return bool(select.select([0], [], [], seconds)[0])
+
+
+def beat(connection: socket.socket, hello: bytes, *, parent: int) -> bool:
+    """Say hello, then one ping after the other. False once the connection is of no use; True at the node's end."""
+    connection.sendall(hello)
+    heard = time.monotonic()
+    while os.getppid() == parent:
+        begun = time.monotonic()
+        if is_stopped(parent):
+            heard = begun
+        else:
+            connection.sendall(_PING)
+        if wait_for_end(_BEAT_SECONDS):
+            return True
+        if select.select([connection], [], [], 0)[0]:
+            if not connection.recv(4096):
+                return False
+            heard = time.monotonic()
+        if time.monotonic() - heard > _SILENCE_SECONDS:
+            return False
+    return True
+
+
+def main() -> None:
+    """Beat until the node ends."""
+    parent, order = os.getppid(), read_order()
+    hello = json.dumps(order["beat"]).encode("ascii") + b"\n"
+    while os.getppid() == parent:
+        try:
+            with socket.create_connection((order["host"], order["port"]), timeout=_CONNECT_SECONDS) as connection:
+                if beat(connection, hello, parent=parent):
+                    return
+        except OSError:
+            pass
+        if wait_for_end(_RETRY_SECONDS):
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Starts and ends a node's ``beat`` process: slowness of the node, which imports, forks and waits for disks, is no silence."""
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from evergrad_coordinator.protocol import Beat, encode
+
+_PROGRAM = Path(__file__).with_name("beat.py")
+_RESTART_SECONDS = 1.0
+"""Whatever ended it may end it again."""
+
+
+class Heartbeat:
+    """One process beside a node's own, in its process group."""
+
+    def __init__(self, host: str, port: int, beat: Beat) -> None:
+        self._order = {"host": host, "port": port, "beat": json.loads(encode(beat))}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start it. Raises OSError where no process can be started."""
+        # What it needs comes by its input: arguments and variables are seen by others.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_PROGRAM)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",  # it keeps no volume busy
+        )
+        with contextlib.suppress(BrokenPipeError):  # it has ended already: ``keep`` starts another
+            assert self._process.stdin is not None  # noqa: S101 - a pipe was asked for
+            self._process.stdin.write(json.dumps(self._order).encode("ascii") + b"\n")
+            self._process.stdin.flush()
+
+    async def keep(self) -> None:
+        """Until cancelled: start it anew when it has ended, for example because memory was short."""
+        while True:
+            await asyncio.sleep(_RESTART_SECONDS)
+            process = self._process
+            if process is not None and process.poll() is not None:
+                self._forget(process)
+                with contextlib.suppress(OSError):
+                    self.start()
+
+    def close(self) -> None:
+        """End it."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # Its input may still be open in workers that this process has forked.
+        self._forget(process)
+        process.kill()
+        process.wait()
+
+    def _forget(self, process: "subprocess.Popen[bytes]") -> None:
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
