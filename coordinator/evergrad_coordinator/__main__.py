@@ -29,6 +29,7 @@ _TIMES = {
     "soft_limit": "for a group to reach a step boundary",
     "up_limit": "for a group to come up, with all that its members restore or hand over",
     "longest_hold": "that a join waits for a checkpoint",
+    "save_patience": "that a join waits for a save in flight",
 }
 
 

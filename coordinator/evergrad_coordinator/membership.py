@@ -478,13 +478,13 @@ class Membership:
         is_member = node.key in proposal.members
         is_hard = proposal.hard or (node.group > 0 and not self.has_boundary_ahead(node))
         is_only_holder = self._num_holders <= int(node.step is not None and node.step >= 0)
-        self.send(node.peer, Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder))
+        patience = planning.choose_patience(proposal, self.settings)
+        self.send(node.peer, Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder, patience))
 
     def _go(self, members: list[Node], now: float) -> None:
         places = planning.assign_places(members)
         self.world = World(self.generation, places, started_at=now)
-        self.proposal, self.gathering = None, None
-        self.joins = JoinHold()
+        self.proposal, self.gathering, self.joins = None, None, JoinHold()
         self._roster.steps.clear()
         self.log("go", nodes=len(places), worldSize=self.world.size)
         for node, message in planning.build_go(self.generation, members, places):

@@ -145,6 +145,13 @@ def choose_saver(leavers: Sequence[Node], *, staying: Sequence[Node], saved_step
     return min((node for node in leavers if node.step == newest), key=lambda node: node_order(node.name))
 
 
+def choose_patience(proposal: Proposal, settings: Settings) -> float:
+    """How long the running group may go on for a save in flight: a newcomer can wait; who leaves, or was lost, cannot."""
+    if proposal.hard or proposal.cause != "node_joined":
+        return 0.0
+    return min(settings.save_patience_seconds, settings.soft_limit_seconds / 2)
+
+
 def describe_change(world: World | None, members: Sequence[Node], nodes: Iterable[Node]) -> tuple[str, str]:
     """Cause (as accounted) and reason (for people) of a plan that makes ``members`` out of ``world``."""
     nodes = list(nodes)

@@ -245,7 +245,8 @@ class Plan(Message):
     """Leave the running group and say ready for ``generation``. ``hard``: now, a member is gone; else at a step boundary.
 
     ``is_member`` is False for nodes that will not be in it: spares, and those that leave. ``is_only_holder``: no other node has
-    said that it holds a state, so that a worker that does not answer must be waited for, not replaced.
+    said that it holds a state, so that a worker that does not answer must be waited for, not replaced. ``patience_seconds``: how
+    long the group may go on so that a save in flight ends: above 0 where nodes only join.
     """
 
     TYPE = "plan"
@@ -254,6 +255,7 @@ class Plan(Message):
     is_member: bool
     reason: str
     is_only_holder: bool = False
+    patience_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

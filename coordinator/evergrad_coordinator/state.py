@@ -30,6 +30,8 @@ class Settings:
     soft_limit_seconds: float = float(SOFT_LIMIT_SECONDS)
     up_limit_seconds: float = 600.0
     """With all that a member does before it is up: it may restore a large state, or get it from another node."""
+    save_patience_seconds: float = 60.0
+    """Below ``soft_limit_seconds``: the step boundary comes after the save."""
     hold_joins: bool = False
     longest_hold_seconds: float = 600.0
     max_failures_without_progress: int = 3

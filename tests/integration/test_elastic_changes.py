@@ -106,10 +106,30 @@ def evaluations(directory: Path) -> dict[int, float]:
     return losses
 
 
-def test_a_save_under_way_does_not_hold_a_join_and_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (6, 9)]
+    cluster = make_elastic(expect=2).start(faults=[fault("hold", "shard", node=1, name="saving"), *holds])
+    cluster.until_held("saving")
+    cluster.until_held("held-6")
+    cluster.start_node(2)
+    cluster.until_planned("node 2 joined")
+    cluster.release("held-6")
+    cluster.until_held("held-9")
+    assert (cluster.steps(2), checkpoints(cluster.directory)) == ([], [])
+    cluster.release("saving")
+    cluster.until(lambda: checkpoints(cluster.directory), "the save that was under way")
+    assert cluster.steps(2) == [], "it is the save of the old world"
+    cluster.release("held-9")
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"))
+    assert cluster.steps(2)
+    assert not events(cluster.directory, "save_failed")
+
+
+def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
     """Rank 1's part of the save of step 5 is not written while a newcomer joins; written late, it harms nobody."""
     holds = [fault("hold", "shard", node=1, name="saving"), fault("hold", "slot", node=0, step=6, name="held")]
-    cluster = make_elastic(expect=2).start(faults=holds)
+    cluster = make_elastic(expect=2, options=("--save-patience", "0.01")).start(faults=holds)
     cluster.until_held("saving")
     cluster.until_held("held")
     cluster.start_node(2)

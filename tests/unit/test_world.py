@@ -179,3 +179,6 @@ def test_a_membership_moves_and_passes_the_wish_on() -> None:
     membership.move_to(second)
     assert membership.world is second and membership.is_changing()
     assert not Membership(first).is_changing()
+    patient = Membership(first, is_changing=lambda: True, can_wait=lambda: True)
+    assert patient.is_changing() and not patient.is_changing(is_saving=True)
+    assert membership.is_changing(is_saving=True), "a wish that cannot wait"

@@ -52,6 +52,8 @@ from evergrad_trainer.transports import Transport, choose_transport
 from evergrad_trainer.world import Interrupt, Membership, World
 
 _log = logging.getLogger(__name__)
+_LANDING_SECONDS = 0.5
+"""From the end of a save, as one rank sees it, until every rank does."""
 _MANY_SAVES = 1_000_000
 """More than one world ever makes: ranks that save alone under the number of the same world do not share a name."""
 
@@ -86,7 +88,7 @@ def _build(
     device = choose_device(training.runtime.device, local_rank=local_rank)
     choose_transport(device).prepare()
     alone = World(0, rank=0, size=1, device=device)
-    membership = Membership(alone, is_changing=guard.is_changing)
+    membership = Membership(alone, is_changing=guard.is_changing, can_wait=guard.can_wait)
     session = Session(plan, directory, lambda: False, membership, BaseObserver(), open_data(plan), marks=dict(plan.marks))
     has_weights = not has_checkpoints(directory)
     machinery = build_machinery(training, plan.model, alone, with_weights=has_weights)
@@ -323,6 +325,9 @@ class _Worker:
         if broken_by is not None:
             # Peers that are well must not wait for this process, nor its own operations for theirs.
             self._guard.cut()
+        else:
+            # Another rank may have seen the end of a save, for which all have waited, a moment before this one.
+            self._checkpoints.leave_world(patience_seconds=_LANDING_SECONDS)
         was_buried = abandon_world(world, transport)
         self._guard.leave()
         self._run.stepper.pulse.rest()

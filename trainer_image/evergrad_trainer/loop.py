@@ -218,7 +218,8 @@ def _own_flags(run: Run) -> tuple[bool, ...]:
     """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to watch."""
     is_main = run.membership.world.is_main
     flags = [False] * NUM_FLAGS
-    flags[FLAG_CHANGE] = run.membership.is_changing()
+    # A save that a join abandons is made again from its beginning: with a join a minute, a large one would never stand.
+    flags[FLAG_CHANGE] = run.membership.is_changing(is_saving=run.checkpoints.is_saving)
     flags[FLAG_SIGNAL] = run.is_signalled()
     flags[FLAG_STOP_FILE] = is_main and run.directory.stop_requested()
     flags[FLAG_FENCED] = is_main and run.checkpoints.is_fenced()
@@ -286,7 +287,7 @@ def _evaluate(run: Run) -> StopReason | None:
         result = run.evaluator.run(
             one,
             world,
-            is_stopping=lambda: run.is_signalled() or run.membership.is_changing(),
+            is_stopping=lambda: run.is_signalled() or run.membership.is_changing(is_saving=run.checkpoints.is_saving),
             on_progress=lambda done, total, name=one.name: run.observers.evaluation_progress(name, done, total),  # type: ignore[misc]
         )
         if result is None:

@@ -213,9 +213,15 @@ class World:
 class Membership:
     """The one place that knows the current world. Changes only between two steps."""
 
-    def __init__(self, world: World, *, is_changing: Callable[[], bool] = lambda: False) -> None:
-        """``is_changing``: whether this process was asked to leave the world at the next step boundary."""
+    def __init__(
+        self, world: World, *, is_changing: Callable[[], bool] = lambda: False, can_wait: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``is_changing``: whether this process was asked to leave the world at the next step boundary.
+
+        ``can_wait``: whether that may be a later one, so that a save in flight ends.
+        """
         self._world = world
+        self._can_wait = can_wait
         self._is_changing = is_changing
 
     @property
@@ -226,6 +232,9 @@ class Membership:
         """Go on in another world. Only between two steps."""
         self._world = world
 
-    def is_changing(self) -> bool:
-        """Whether this process knows of a wish to go on in another world; the loop folds it into its agreed flags."""
-        return self._is_changing()
+    def is_changing(self, *, is_saving: bool = False) -> bool:
+        """Whether this process knows of a wish to go on in another world; the loop folds it into its agreed flags.
+
+        With ``is_saving`` a wish that can wait is none yet.
+        """
+        return self._is_changing() and not (is_saving and self._can_wait())

@@ -827,6 +827,20 @@ def test_nobody_is_held_while_nodes_are_missing() -> None:
     assert len(cluster.go_members[3]) == 3
 
 
+def test_only_a_plan_for_newcomers_leaves_time_for_a_save_in_flight() -> None:
+    cluster, nodes = start_running(save_patience_seconds=1.0)
+    cluster.start(7)
+    cluster.run(1)
+    cluster.run_until_running()
+    leave(nodes[1])
+    cluster.run(1)
+    cluster.run_until_running()
+    nodes[2].die()
+    cluster.run(1)
+    plans = of_kind(nodes[0], Plan)[1:]
+    assert [(plan.hard, plan.patience_seconds) for plan in plans] == [(False, 1.0), (False, 0.0), (True, 0.0)]
+
+
 # ---- restart of the coordinator --------------------------------------------------------------------------------------
 
 

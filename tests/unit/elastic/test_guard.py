@@ -117,6 +117,22 @@ def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pa
     assert not pair.guard.is_changing()
 
 
+def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(pair: Pair) -> None:
+    pair.guard.enter(1, Interrupt())
+    pair.supervisor.send(say.Change(2, hard=False, patience_seconds=3600.0))
+    pair.settle()
+    assert pair.guard.is_changing() and pair.guard.can_wait()
+    pair.supervisor.send(say.Change(3, hard=False, patience_seconds=0.0))
+    pair.supervisor.send(say.Change(4, hard=False, patience_seconds=3600.0))
+    pair.settle()
+    assert not pair.guard.can_wait(), "the first end of its patience counts"
+    pair.guard.leave()
+    pair.guard.enter(4, Interrupt())
+    pair.supervisor.send(say.Change(5, hard=False, patience_seconds=3600.0))
+    pair.settle()
+    assert pair.guard.can_wait(), "another group, another patience"
+
+
 def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
     interrupt = Interrupt()
     pair.guard.enter(1, interrupt)

@@ -95,9 +95,14 @@ class CheckpointManager:
         self._serial = saves
         self._failures = failures
 
-    def leave_world(self) -> None:
+    def leave_world(self, *, patience_seconds: float = 0.0) -> None:
         """Give up a save that has not ended with its world. It is no failure: the next world saves again."""
-        self.abandon(patience_seconds=0.0)
+        self.abandon(patience_seconds=patience_seconds)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight."""
+        return self._flight is not None and not self._flight.background.is_done
 
     @property
     def failures(self) -> int:

@@ -19,10 +19,14 @@ MAX_TEXT = 4096
 
 @dataclass(frozen=True)
 class Change:
-    """Leave the running group and say ready for ``generation``; ``hard``: at once, a member is gone."""
+    """Leave the running group and say ready for ``generation``; ``hard``: at once, a member is gone.
+
+    ``patience_seconds``: how long it may go on first so that a save in flight ends.
+    """
 
     generation: int
     hard: bool
+    patience_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

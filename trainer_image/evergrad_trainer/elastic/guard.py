@@ -11,6 +11,7 @@ The main thread calls :meth:`Guard.await_order` when it is out of every group, :
 import logging
 import os
 import threading
+import time
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.elastic.channel import Begin, Change, Channel, Depart, Finish, Ping, Pong, Ready
@@ -31,6 +32,7 @@ class Guard:
         self._channel = channel
         self._changed = threading.Condition()
         self._newest = Change(generation=-1, hard=False)
+        self._patient_until = float("inf")
         self._order: Order | None = None
         self._inside: int | None = None
         self._interrupt: Interrupt | None = None
@@ -43,6 +45,10 @@ class Guard:
     def is_changing(self) -> bool:
         """Whether the running group is to be left at the next step boundary."""
         return self._inside is not None and self._newest.generation > self._inside
+
+    def can_wait(self) -> bool:
+        """Whether it may go on for the sake of a save in flight: not for long, however often the plan is made anew."""
+        return time.monotonic() < self._patient_until
 
     def is_changing_from(self, generation: int) -> bool:
         """Whether a newer generation than that is planned, or the run is over."""
@@ -67,6 +73,8 @@ class Guard:
         with self._changed:
             self._outside_sockets = connected_sockets()
             self._inside, self._interrupt = generation, interrupt
+            if self._newest.generation <= generation:
+                self._patient_until = float("inf")
             if self._newest.hard and self._newest.generation > generation:
                 interrupt.set()
 
@@ -110,6 +118,7 @@ class Guard:
     def _note(self, change: Change) -> None:
         if change.generation > self._newest.generation or (change.generation == self._newest.generation and change.hard):
             self._newest = change
+            self._patient_until = min(self._patient_until, time.monotonic() + change.patience_seconds)
         if change.hard and self._interrupt is not None and self._inside is not None and change.generation > self._inside:
             self._interrupt.set()
 

@@ -129,11 +129,13 @@ class InProcessCrew:
         for local_rank in range(self._num_workers):
             self._start(local_rank)
 
-    def change(self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False) -> None:
+    def change(
+        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
+    ) -> None:
         """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
         if generation < self._change.generation:
             return
-        self._change = say.Change(generation, hard)
+        self._change = say.Change(generation, hard, patience_seconds)
         self._cause, self._is_only_holder = cause, is_only_holder
         self._asked_at = time.monotonic()
         # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be lost.

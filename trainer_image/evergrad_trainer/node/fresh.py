@@ -80,7 +80,9 @@ class FreshCrew:
     def start(self) -> None:
         """Nothing to start before a group begins."""
 
-    def change(self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False) -> None:
+    def change(
+        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
+    ) -> None:
         """Leave the running group: in order if it is whole and its workers know how, at once otherwise."""
         self._generation = max(generation, self._generation)
         self._answered = min(self._answered, generation - 1)

@@ -95,7 +95,9 @@ class Crew(Protocol):
     @property
     def is_empty(self) -> bool: ...
     def start(self) -> None: ...
-    def change(self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False) -> None: ...
+    def change(
+        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
+    ) -> None: ...
     def begin(self, go: Go) -> None: ...
     def depart(self, generation: int | None, *, save: bool) -> None: ...
     def finish(self, exit_code: int) -> None: ...
@@ -373,7 +375,11 @@ class Supervisor:
                 self._is_draining = not message.hard
                 self._on_tick()
                 self._crew.change(
-                    message.generation, hard=message.hard, cause=message.reason, is_only_holder=message.is_only_holder
+                    message.generation,
+                    hard=message.hard,
+                    cause=message.reason,
+                    is_only_holder=message.is_only_holder,
+                    patience_seconds=message.patience_seconds,
                 )
             case Go():
                 self._is_draining = False
