@@ -33,13 +33,13 @@ class ServerThread:
 
     def __enter__(self) -> "ServerThread":
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self.server.listen(), self.loop).result(10)
+        asyncio.run_coroutine_threadsafe(self.server.listen(), self.loop).result(100)
         return self
 
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(20)
+        asyncio.run_coroutine_threadsafe(self._close(), self.loop).result(100)
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(100)
         self.loop.close()
 
     async def _close(self) -> None:
@@ -60,7 +60,7 @@ class ServerThread:
                 done.set_exception(error)
 
         self.loop.call_soon_threadsafe(run)
-        return done.result(10)
+        return done.result(100)
 
     def create_run(self, name: str, **spec: Any) -> None:
         body = {"metadata": {"name": name, "namespace": "ns"}, "spec": {**SPEC, **spec}}

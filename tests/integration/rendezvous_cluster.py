@@ -73,7 +73,7 @@ class Cluster:
     def status(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {(self.directory / 'token').read_text().strip()}"}
         request = urllib.request.Request(f"http://127.0.0.1:{self._ports['statusPort']}/status", headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as answer:
+        with urllib.request.urlopen(request, timeout=100) as answer:
             return dict(json.load(answer))
 
     def count(self, state: str) -> int:

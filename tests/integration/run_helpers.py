@@ -60,7 +60,8 @@ WORDS = [
 
 
 def fault(at: str, *, call: int, action: str, rank: int | None = 0, to: str = "self", seconds: float = 0.05) -> Fault:
-    """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …), or ``sleep``.
+    """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …), ``sleep``, or
+    ``hold``: stand still until the file ``go-on`` is in the experiment's folder.
 
     ``to``: this process (``self``) or its ``parent`` (the launcher). ``call`` 0 means every call. After SIGTERM the process
     stands still until it has noticed, so that its next step is certain to know; ``seconds`` is how long it sleeps.
@@ -432,6 +433,8 @@ def _plan_fault(planned: Fault) -> None:
         if is_here and planned["call"] in (0, calls):
             if planned["action"] == "sleep":
                 time.sleep(planned["seconds"])
+            elif planned["action"] == "hold":
+                wait_until(Path("go-on").exists, what="the test has not let go of what it held")
             else:
                 os.kill(os.getpid() if planned["to"] == "self" else os.getppid(), signal.Signals[planned["action"]])
                 wait_until(lambda: _signals[-1].is_requested, what="the signal was never noticed")

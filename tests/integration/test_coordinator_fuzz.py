@@ -79,7 +79,7 @@ async def send(port: int, data: bytes, *, pieces: int = 1) -> None:
             writer.write(data[begin : begin + size])
             await writer.drain()
         writer.write_eof()
-        await asyncio.wait_for(asyncio.shield(draining), 20)
+        await asyncio.wait_for(asyncio.shield(draining), 200)
     writer.close()
     draining.cancel()
     with contextlib.suppress(asyncio.CancelledError, OSError):

@@ -151,14 +151,29 @@ def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) 
     assert output.startswith("docs   20,001 documents")
 
 
+HELD = """
+import time
+from evergrad_trainer.data.preparation import pool
+
+original = pool.ProcessPool.run
+
+def run(self, jobs):
+    for outcome in original(self, jobs):
+        while True:  # until it is interrupted
+            time.sleep(0.01)
+
+pool.ProcessPool.run = run
+"""
+
+
 def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> None:
     (manifest.parent / "docs.jsonl").write_text(json.dumps({"text": "words and more " * 50}) + "\n")
     with (manifest.parent / "docs.jsonl").open("a") as file:
-        file.write((json.dumps({"text": "words and more " * 50}) + "\n") * 30_000)
+        file.write((json.dumps({"text": "words and more " * 50}) + "\n") * 3_000)
     arguments = [
         sys.executable,
         "-c",
-        SCRIPT,
+        HELD + SCRIPT,
         str(manifest),
         "--prepared-directory",
         str(manifest.parent / "prepared"),

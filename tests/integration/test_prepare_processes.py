@@ -16,11 +16,11 @@ import pytest
 from process_state import children_of, is_alive
 
 PREPARE = """
-import json, sys
+import json, sys, time
 from pathlib import Path
 from evergrad_trainer.config.training import Training
 from evergrad_trainer.data import prepare as entry
-from evergrad_trainer.data.preparation import lock, sources
+from evergrad_trainer.data.preparation import lock, pool, sources
 from evergrad_trainer.errors import EvergradError
 
 options = json.loads(sys.argv[1])
@@ -30,13 +30,27 @@ if not options["has_locks"]:
     def flock(*_):
         raise OSError(37, "No locks available")
     lock.fcntl.flock = flock
+folder = Path(options["folder"])
+if options["hold"]:
+    kind, count = options["hold"]
+    original = pool.ProcessPool.run
+    def run(self, jobs):
+        kinds = []
+        def noted():
+            for job in jobs:
+                kinds.append(job.to_json()["kind"])
+                yield job
+        for number, outcome in enumerate(original(self, noted()), 1):
+            while (kinds[0], number) == (kind, count) and not (folder / "go-on").exists():
+                time.sleep(0.01)
+            yield outcome
+    pool.ProcessPool.run = run
 recipe = Training.model_validate(options["training"])
 phases = []
 def show(progress):
     if not phases or phases[-1] != progress.phase:
         phases.append(progress.phase)
         print(progress.phase, flush=True)
-folder = Path(options["folder"])
 try:
     prepared = entry.prepare(
         recipe, base_directory=folder, prepared_directory=Path(options["prepared"]), workers=options["workers"], on_progress=show
@@ -69,6 +83,7 @@ class Preparers:
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, *, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
+        """``hold``: a kind of job and a number; after so many of them it stands still until the file go-on is there."""
         data = {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16, "heldOut": {"fraction": 0.1}}
         training = {
             "model": {"config": {"model_type": "llama"}},
@@ -77,7 +92,14 @@ class Preparers:
             "optimizer": {"learningRate": 1e-3},
             "horizon": {"steps": 10},
         }
-        defaults = {"chunk": 65536, "inline_below": 0, "workers": 2, "has_locks": True, "prepared": str(self.folder / "prepared")}
+        defaults = {
+            "chunk": 65536,
+            "inline_below": 0,
+            "workers": 2,
+            "has_locks": True,
+            "hold": None,
+            "prepared": str(self.folder / "prepared"),
+        }
         options = {**defaults, "folder": str(self.folder), "training": training, **options}
         command = [*prefix, sys.executable, "-c", PREPARE, json.dumps(options)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -86,7 +108,7 @@ class Preparers:
 
     def finish(self, process: subprocess.Popen[str]) -> dict[str, Any]:
         """Its last line, once it has ended well."""
-        output, _ = process.communicate(timeout=90)
+        output, _ = process.communicate(timeout=200)
         assert process.returncode == 0, output
         facts: dict[str, Any] = json.loads(output.splitlines()[-1])
         return facts
@@ -147,7 +169,7 @@ def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the
     preparers: Preparers, expected: dict[str, bytes], kind: str
 ) -> None:
     folder = preparers.folder
-    process = preparers.start()
+    process = preparers.start(hold=[kind, 3])
     wait_for(lambda: len(records(folder, kind)) >= 3, what=f"{kind} record")
     helpers = children_of(process.pid)
     process.kill()
@@ -157,7 +179,7 @@ def test_a_killed_preparation_goes_on_with_its_finished_chunks_and_publishes_the
     done = {record.name: record.stat().st_ino for record in (attempt / "chunks").glob("*.json")}
     assert done
     assert not list((folder / "prepared").glob("[0-9a-f]*")), "killed too late: it was published already"
-    stopped = preparers.start()
+    stopped = preparers.start(hold=["split", 1])
     wait_for(lambda: len(records(folder, "split")) >= (1 if kind == "tokenize" else 4), what="further record")
     stopped.kill()
     stopped.communicate()
@@ -172,7 +194,7 @@ def test_of_two_preparers_one_works_and_the_other_takes_what_it_published(
     preparers: Preparers, expected: dict[str, bytes]
 ) -> None:
     folder = preparers.folder
-    first = preparers.start()
+    first = preparers.start(hold=["tokenize", 1])
     wait_for(lambda: records(folder, "tokenize"), what="finished chunk")
     first.send_signal(signal.SIGSTOP)
     second = preparers.start()
@@ -182,6 +204,7 @@ def test_of_two_preparers_one_works_and_the_other_takes_what_it_published(
         seen.append(second.stdout.readline().strip())
         assert seen[-1], seen
     first.send_signal(signal.SIGCONT)
+    (folder / "go-on").touch()
     assert preparers.finish(first)["prepared"] == preparers.finish(second)["prepared"]
     assert preparers.published() == expected
 
@@ -194,11 +217,12 @@ def test_without_locks_two_preparers_at_once_still_publish_the_same(preparers: P
 
 
 def test_a_helper_that_is_killed_ends_the_preparation_with_a_reason(preparers: Preparers) -> None:
-    process = preparers.start(workers=1)
+    process = preparers.start(workers=1, hold=["tokenize", 1])
     wait_for(lambda: records(preparers.folder, "tokenize"), what="finished chunk")
-    for helper in children_of(process.pid):
-        os.kill(helper, signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    (helper,) = children_of(process.pid)
+    os.kill(helper, signal.SIGKILL)
+    (preparers.folder / "go-on").touch()
+    output, _ = process.communicate(timeout=200)
     assert process.returncode == 70
     assert "was killed (signal 9), probably for memory. Use fewer with --workers" in output
 
@@ -207,7 +231,7 @@ def test_errors_of_helpers_are_the_users_errors(preparers: Preparers) -> None:
     with (preparers.folder / "docs.jsonl").open("a") as file:
         file.write('bad\n{"text": "torn')
     process = preparers.start()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     error = json.loads(output.splitlines()[-1])
     assert (process.returncode, error["class"]) == (64, "DataError")
     path = preparers.folder / "docs.jsonl"
@@ -220,7 +244,7 @@ def test_malformed_lines_of_every_chunk_are_counted_by_helpers(preparers: Prepar
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join(line if number % 50 else b"bad" for number, line in enumerate(lines)))
     process = preparers.start()
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     problems = json.loads(output.splitlines()[-1])["error"].splitlines()
     assert [problem.partition(": ")[0] for problem in problems[:5]] == [f"{path}:{line}" for line in (1, 51, 101, 151, 201)]
     assert problems[5].startswith(f"{path}: 81 of 4001 lines are malformed")
@@ -242,7 +266,7 @@ def test_a_full_disk_is_an_error_that_says_what_to_free(preparers: Preparers, in
     process = preparers.start(
         prefix=small_file_system(small, "600k"), prepared=str(small / "prepared"), inline_below=inline_below
     )
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=200)
     error = json.loads(output.splitlines()[-1])
     assert (process.returncode, error["class"]) == (64, "DataError")
     assert error["error"].startswith(f"{small / 'prepared'}")

@@ -290,10 +290,12 @@ def test_a_volume_too_small_for_two_checkpoints_is_refused(experiment: Experimen
 
 
 def start_and_fill(experiment: Experiment, volume: Path, *, leave: int, steps: int = 3) -> tuple[Any, Path]:
-    """A slow run whose volume becomes full after its first checkpoint."""
-    run = experiment.start(faults=[SLOW])
+    """A slow run whose volume becomes full after its first checkpoint, while it stands still."""
+    run = experiment.start(faults=[SLOW, fault("step", call=steps + 1, action="hold")])
     wait_until(lambda: checkpoints(experiment.at()) and len(steps_of(experiment.at())) >= steps)
-    return run, fill(volume, leave=leave)
+    ballast = fill(volume, leave=leave)
+    (experiment.path / "go-on").touch()
+    return run, ballast
 
 
 def test_training_goes_on_while_saves_fail_and_says_at_the_end_that_the_state_is_not_saved(
@@ -414,7 +416,7 @@ def test_a_run_none_of_whose_checkpoints_validates_stops_and_never_begins_again(
 def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more(experiment: Experiment, workers: str) -> None:
     experiment.write(recipe(horizon={"steps": 60}))
     experiment.run(directory="undisturbed")
-    slow = fault("step", call=0, action="sleep", rank=None, seconds=0.2)
+    slow = fault("step", call=0, action="sleep", rank=None, seconds=0.5)
     older = experiment.start("--workers", workers, faults=[slow])
     wait_until(lambda: checkpoints(experiment.at()))
     experiment.run()

@@ -169,10 +169,10 @@ def test_a_signal_from_outside_at_any_moment_loses_nothing(experiment: Experimen
     """No planned fault: a real kill from another process, whenever it lands."""
     import signal
 
-    experiment.write(recipe(horizon={"steps": 24}))
+    experiment.write(recipe(horizon={"steps": 60}))
     experiment.run(directory="undisturbed")
     for number, seen in ((signal.SIGKILL, 4), (signal.SIGTERM, 9), (signal.SIGKILL, 15)):
-        run = experiment.start(faults=[fault("step", call=0, action="sleep", seconds=0.01)])
+        run = experiment.start(faults=[fault("step", call=0, action="sleep", seconds=0.1)])
         wait_until(lambda seen=seen: max(steps_of(experiment.at()), default=0) >= seen)  # type: ignore[misc]
         run.send(number)
         assert run.wait().code == (STOPPED_SAVED if number == signal.SIGTERM else -9)

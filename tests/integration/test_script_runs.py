@@ -174,7 +174,7 @@ def free_port() -> int:
 
 def series(port: int, name: str) -> float | None:
     """A value of node 0's endpoint; None before it is there."""
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer:
         found = re.search(rf'^{name}{{node="0",run="script"}} (\S+)$', answer.read().decode(), re.MULTILINE)
         return float(found[1]) if found else None
     return None

@@ -36,7 +36,7 @@ def run_with_board(directory: Path, body: Callable[[NodeBoard, list[dict[str, ob
         finally:
             await board.close()
 
-    asyncio.run(asyncio.wait_for(main(), 20))
+    asyncio.run(asyncio.wait_for(main(), 200))
 
 
 async def ask(directory: Path, *messages: dict[str, object] | bytes) -> dict[str, object]:

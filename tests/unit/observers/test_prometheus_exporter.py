@@ -40,7 +40,7 @@ def exporter() -> Iterator[PrometheusExporter]:
 
 
 def _scrape(exporter: PrometheusExporter) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=100) as answer:
         return str(answer.read().decode())
 
 
@@ -298,7 +298,7 @@ def test_the_endpoint_stays_for_the_lingering_time_and_shows_the_exit_code() -> 
     assert _samples(exporter)["evergrad_exit_code", ()] == 75
     assert closing.is_alive()
     stop.set()
-    closing.join(timeout=10)
+    closing.join(timeout=100)
     assert not closing.is_alive()
     with pytest.raises(OSError, match="refused"):
         _scrape(exporter)

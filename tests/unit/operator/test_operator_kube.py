@@ -16,7 +16,7 @@ from evergrad_operator.connection import Connection, connect
 from evergrad_operator.errors import ApiError, LeaseLostError, SettingsError
 from evergrad_operator.kube import CONFIG_MAP, POD, RUN, Kube, Limits, build_trace
 
-FAST = Limits(first_pause=0.005, longest_pause=0.02, request_seconds=1.0)
+FAST = Limits(first_pause=0.005, longest_pause=0.02, request_seconds=100.0)
 
 
 def config_map(name: str = "c", **data: str) -> dict[str, Any]:

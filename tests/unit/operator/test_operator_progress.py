@@ -162,7 +162,7 @@ def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
 def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answers() -> None:
     async def main() -> None:
         coordinator = Coordinator(b'{"step": 1}')
-        known = Coordinators(PollSettings(port=await coordinator.listen(), timeout=0.2))
+        known = Coordinators(PollSettings(port=await coordinator.listen(), timeout=SECONDS))
         await known.ask(KEY)
         assert known.answer(KEY) is None and not coordinator.requests  # nobody is followed
         known.follow(KEY, "127.0.0.1", 3, token="t")
