@@ -52,7 +52,7 @@ def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
     return [*before, *after]
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(make_cluster: MakeCluster) -> None:
     rows = train_through_a_kill(make_cluster("--min", "1", "--max", "2"), "ddp.py")
     assert all(row.first_sample == (row.step - 1) * 32 for row in rows)
@@ -66,7 +66,7 @@ def test_plain_ddp_takes_the_same_samples_and_comes_to_the_same_losses(make_clus
     assert rows[-1].loss < rows[0].loss / 2
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
     rows = train_through_a_kill(cluster, "accelerate_loop.py")
@@ -75,14 +75,14 @@ def test_accelerate_goes_on_from_its_newest_state(make_cluster: MakeCluster) -> 
     assert (cluster.directory / "output" / f"step-{STEPS}").is_dir()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_transformers_trainer_goes_on_from_its_last_checkpoint(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
     train_through_a_kill(cluster, "hf_trainer.py")
     assert (cluster.directory / "output" / f"checkpoint-{STEPS}" / "model.safetensors").is_file()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(make_cluster: MakeCluster) -> None:
     cluster = make_cluster("--min", "1", "--max", "2")
     page = (SCRIPTS.parents[1] / "docs" / "elastic-scripts.md").read_text()

@@ -429,7 +429,7 @@ def test_lower_precisions_stay_near_the_full_one(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_compiled_model_has_the_same_curve(plain: Experiment) -> None:
     # A process of its own: the compiler's helpers do not belong into a forked one.
     options = ("--set", "spec.training.horizon.steps=3", "--run-directory", "runs/compiled")

@@ -106,7 +106,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         run.close()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["ddp.py", "hf_trainer.py", "accelerate_loop.py"])
 def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> None:
     command = [str(SCRIPTS / name), "--output", "out", "--steps", "60", "--save-every", "5", "--step-seconds", "0.1"]
@@ -125,7 +125,7 @@ def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> No
     assert "is complete" in run.output
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_go(make: Make, tmp_path: Path) -> None:
     code = (ROOT / "docs/elastic-scripts.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
     code = code.replace("STEPS, checkpoint = 300", "STEPS, checkpoint = 10_000_000")
@@ -180,7 +180,7 @@ def series(port: int, name: str) -> float | None:
     return None
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_script_may_report_anything_and_only_that_value_is_lost(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(REPORTS_ANYTHING, "utf-8")
     port = free_port()
@@ -232,7 +232,7 @@ def test_a_second_signal_ends_a_run_at_once(make: Make, tmp_path: Path) -> None:
     assert not any(map(is_alive, processes))
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import os, time, torch.distributed as dist\n"
@@ -250,7 +250,7 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_pa
     assert "train.py" in said, "the last frames"
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_peer(
     make: Make, tmp_path: Path, nodes: int
@@ -268,7 +268,7 @@ def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_p
     assert "[node 0] rank 0 ConnectionResetError: [Errno 104] Connection reset by peer" in run.output
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(make: Make, tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(

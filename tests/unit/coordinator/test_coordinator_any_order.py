@@ -164,7 +164,7 @@ def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 @given(events=EVENTS)
 def test_any_order_of_events_ends_in_one_group_or_a_named_wait(events: list[tuple[str, Any]]) -> None:
@@ -172,7 +172,7 @@ def test_any_order_of_events_ends_in_one_group_or_a_named_wait(events: list[tupl
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 @given(events=EVENTS)
 def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wait(events: list[tuple[str, Any]]) -> None:
@@ -184,7 +184,7 @@ def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wai
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
 @given(events=EVENTS)
 def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wait(events: list[tuple[str, Any]]) -> None:
