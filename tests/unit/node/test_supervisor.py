@@ -168,7 +168,7 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
-        await until(lambda: scene.crew.was_told("change") == [(7, False, "3 nodes are here", False)])
+        await until(lambda: scene.crew.was_told("change") == [(7, False, "3 nodes are here", False, 0.0)])
         scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
         again = await scene.accept()
