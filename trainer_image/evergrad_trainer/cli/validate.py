@@ -97,7 +97,7 @@ def _describe_size(loaded: LoadedManifest) -> str:
     except InputError:
         # Paths of a cluster's volume mean nothing here, and what cannot be built is preflight's to explain.
         return ""
-    gib = facts.training_bytes(training) / 2**30
+    gib = (facts.state_bytes(training) + facts.activation_bytes(training)) / 2**30
     return f"; {facts.parameters:,} parameters, about {gib:.3g} GiB to train them on each worker"
 
 
