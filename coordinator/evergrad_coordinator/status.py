@@ -41,7 +41,7 @@ def describe_condition(group: Membership, *, now: float) -> Condition:
 
 
 def _camel_reason(reason: str) -> str:
-    return "".join(part[:1].upper() + part[1:] for part in reason.replace("-", " ").split())
+    return "".join(part[:1].upper() + part[1:] for part in reason.replace("-", " ").replace("_", " ").split())
 
 
 def _describe_world(group: Membership) -> Condition:

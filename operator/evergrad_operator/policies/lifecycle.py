@@ -118,7 +118,7 @@ def stop_if_asked(situation: Situation) -> Decision | None:
         return _drain(replace(situation, memory=replace(memory, stop_reason="")), Reason.SUSPENDED)
     has_stopped = progress is not None and progress.phase == "Stopped" and progress.reason not in _NOT_ASKED
     if progress is not None and has_stopped and not memory.is_stopped:
-        is_non_finite = progress.reason.replace("_", "").lower() == "nonfinite"
+        is_non_finite = progress.reason == Reason.NON_FINITE
         memory = replace(memory, stop_reason=Reason.NON_FINITE if is_non_finite else Reason.STOPPED)
     return _drain(replace(situation, memory=memory), Reason(memory.stop_reason)) if memory.is_stopped else None
 

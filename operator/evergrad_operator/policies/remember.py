@@ -26,7 +26,7 @@ from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
 from evergrad_operator.policies.root_cause import CAUSES, note_verdict
 
-IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed")
+IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
 _FORMED = ("Running", "Draining")
 """Phases of a coordinator whose group is up."""

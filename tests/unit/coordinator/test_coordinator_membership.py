@@ -29,6 +29,7 @@ from evergrad_coordinator.protocol import (
     Up,
 )
 from evergrad_coordinator.state import Finish, Send, Settings
+from evergrad_coordinator.status import build_status
 
 
 def start_running(names: str = "012", **changes: Any) -> tuple[Cluster, list[FakeNode]]:
@@ -1006,6 +1007,16 @@ def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_agai
         node.connect()
     nodes[0].say(Result(generation, 500, exit_code=75, reason="stop_file"))
     assert cluster.exit_code == 75
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"), [("non_finite", "NonFinite"), ("stop_file", "StopFile"), ("after-step", "AfterStep")]
+)
+def test_why_a_run_stopped_is_told_as_kubernetes_writes_reasons(reason: str, told: str) -> None:
+    cluster, nodes = start_running("01")
+    nodes[0].say(Result(cluster.group.generation, 500, exit_code=75, reason=reason))
+    status = build_status(cluster.group, now=cluster.now)
+    assert (status["phase"], status["reason"]) == ("Stopped", told)
 
 
 def test_strangers_do_not_start_while_a_group_may_run_unseen() -> None:

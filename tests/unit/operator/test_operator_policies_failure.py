@@ -574,7 +574,7 @@ def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
     world = Simulation().run()
     world.train(11, restarts={"worker_crash": 2, "scale_up": 5}, lostSeconds={"worker_crash": 3.7})
     world.settle()
-    world.train(12, restarts={"worker_crash": 3, "out_of_memory": 1}, lostSeconds={"worker_crash": 5.2})
+    world.train(12, restarts={"worker_crash": 3, "out_of_memory": 1, "environment": 2}, lostSeconds={"worker_crash": 5.2})
     world.settle()
     world.age(100)
     world.vanish("docs-lm-coordinator-0")
@@ -583,7 +583,7 @@ def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
     world.train(13, restarts={"worker_crash": 1}, lostSeconds={"worker_crash": 1.0})
     world.settle()
     world.settle()
-    assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1, "OutOfMemory": 1, "WorkerCrash": 4}
+    assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1, "HostFault": 2, "OutOfMemory": 1, "WorkerCrash": 4}
     assert world.status["lostSeconds"] == {"worker_crash": 6}
 
 

@@ -313,7 +313,7 @@ def test_a_stop_that_the_recipe_asked_for_parks_the_run() -> None:
 
 def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_and_goes_on_past_it() -> None:
     world = Simulation().run()
-    world.train(812, phase="Stopped", reason="Non_finite", checkpointStep=812)
+    world.train(812, phase="Stopped", reason="NonFinite", checkpointStep=812)
     for name in world.live():
         world.end(name, 75)
     world.reconcile()
