@@ -39,6 +39,7 @@ def build_conditions(
         Condition.PODS_READY: _say_pods(observation, decision),
         Condition.PROGRESSING: _say_progressing(decision, old.get(Condition.READY, {}), now=now, timeout=progress_timeout),
         Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
+        Condition.COORDINATOR_UNREACHABLE: _say_unreachable(observation, decision),
         Condition.STALLED: _say_stalled(decision),
         Condition.RECONCILING: _say_reconciling(decision),
     }
@@ -127,6 +128,13 @@ def _say_checkpoint(decision: Decision) -> _Said:
     return (
         _Said(None, Reason.NO_CHECKPOINT_YET) if memory.training.checkpoint_step is None else _Said(True, Reason.CHECKPOINT_SAVED)
     )
+
+
+def _say_unreachable(observation: Observation, decision: Decision) -> _Said:
+    silence = observation.unreachable
+    if decision.phase in _WITHOUT_PODS:
+        return _Said(False, Reason.NO_PODS)
+    return _Said(False, Reason.NOTHING_IN_THE_WAY) if silence is None else _Said(True, silence.reason, silence.text)
 
 
 def _say_stalled(decision: Decision) -> _Said:

@@ -15,8 +15,8 @@ from evergrad_operator.names import LABEL_RUN
 
 OLDEST: Final = (1, 45, 2)
 NEWEST: Final = (2,)
-Sink = Callable[[str, Raw, bool], None]
-"""Takes in one object: resource, the object, whether it is gone."""
+Sink = Callable[[str, Raw, str | None], None]
+"""Takes in one object: resource, the object, and the event's type: None for one of a list, which never says what is gone."""
 
 
 class NoDiffBase(AnnotationsDiffBaseStorage):
@@ -73,7 +73,7 @@ def build_registry(
 
     def watch(resource: str) -> Callable[..., Any]:
         async def take(event: Any, **_: Any) -> None:
-            sink(resource, event["object"], event["type"] == "DELETED")
+            sink(resource, event["object"], event["type"])
 
         return take
 

@@ -65,6 +65,9 @@ class Metrics:
         self.recovery_seconds = histogram(
             "pod_replacement_seconds", "From a pod's end to its replacement's creation.", (*_FAST, 30.0, 60.0)
         )
+        self.poll_failures = counter(
+            "coordinator_poll_failures", "Questions to coordinators that were not answered, by cause.", ("cause",)
+        )
         self.events = counter("events", "Kubernetes events posted, or only counted up.", ("action",))
         self.status_writes = counter("status_writes", "Statuses written.")
         for result in ("success", "requeue", "error"):

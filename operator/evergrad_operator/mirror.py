@@ -130,6 +130,11 @@ class Mirror:
                 or _version(known["metadata"]) < _version(raw["metadata"])
             ):
                 changed.update(self.see(resource, raw))
+        return changed | self.prune(resource, raws, version=version, covers=covers)
+
+    def prune(self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]) -> set[Key]:
+        """Drop what a list as of ``version`` lacks; of what it has, only metadata are needed. The runs that this concerns."""
+        changed: set[Key] = set()
         for known in find_vanished(self._all(resource), raws, version=version):
             metadata = known["metadata"]
             if covers(str(metadata.get("namespace", ""))):

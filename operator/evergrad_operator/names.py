@@ -108,6 +108,7 @@ class Condition(StrEnum):
     PODS_READY = "PodsReady"
     PROGRESSING = "Progressing"
     CHECKPOINT_HEALTHY = "CheckpointHealthy"
+    COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
     STALLED = "Stalled"
     RECONCILING = "Reconciling"
 
@@ -206,6 +207,10 @@ class Reason(StrEnum):
     """An admission webhook does not answer."""
     API_UNAVAILABLE = "ApiUnavailable"
     """The API server does not answer, or not now."""
+    COORDINATOR_UNREACHABLE = "CoordinatorUnreachable"
+    """The operator gets no answer of the coordinator."""
+    COORDINATOR_UNAUTHORIZED = "CoordinatorUnauthorized"
+    """The coordinator does not take the operator's token."""
     BOUNDS_NOT_TAKEN = "BoundsNotTaken"
     """The coordinator has not taken a new number of nodes or failures."""
     CREATE_FAILED = "CreateFailed"

@@ -100,6 +100,34 @@ class Progress:
     updated_seconds_ago: float | None
 
 
+UNREACHABLE_SECONDS: Final = 60.0
+"""A coordinator that has not answered for so long is called unreachable: starting it takes a few seconds."""
+
+
+@dataclass(frozen=True)
+class Silence:
+    """A followed coordinator that does not answer. ``seconds``: since the first poll that failed after its last answer.
+
+    ``attempt``: of its pod. ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: it did before.
+    ``has_timed_out``: nothing came back; where a connection was refused, its host is alive and the kubelet starts it again.
+    """
+
+    attempt: int
+    seconds: float
+    reason: str
+    message: str
+    has_answered: bool
+    has_timed_out: bool
+
+    @property
+    def text(self) -> str:
+        """What is said of it, with what to do."""
+        if self.reason == names.Reason.COORDINATOR_UNAUTHORIZED:
+            return self.message
+        remedy = "See its pod's log, and which network policies or service mesh keep the operator from the pod's address"
+        return f"{self.message}, for a minute and more. {remedy}; it is asked again"
+
+
 @dataclass(frozen=True)
 class Record:
     """What one run keeps on a PVC, as the PVC says. ``created_at``: seconds since 1970, 0 where unknown."""
@@ -153,6 +181,14 @@ class Observation:
     raw: Mapping[str, Any] = field(repr=False)
     claim_users: frozenset[str] | None = None
     """Names of all runs that keep their files on the claim; None where nobody knows."""
+    silence: Silence | None = None
+
+    @property
+    def unreachable(self) -> Silence | None:
+        """The silence of the coordinator that serves the run now, if it has lasted."""
+        silence, live = self.silence, self.live_coordinator
+        is_its_own = silence is not None and live is not None and live.attempt == silence.attempt
+        return silence if is_its_own and silence is not None and silence.seconds >= UNREACHABLE_SECONDS else None
 
     @property
     def live_coordinator(self) -> PodState | None:

@@ -16,12 +16,18 @@ from typing import Any, Final
 
 from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import OperatorError, UnauthorizedError
-from evergrad_operator.names import STATUS_PORT, Key
+from evergrad_operator.names import STATUS_PORT, Key, Reason
+from evergrad_operator.observe import UNREACHABLE_SECONDS, Silence
 from evergrad_operator.queue import Backoff, WorkQueue
 
 log = logging.getLogger(__name__)
 MAX_BYTES: Final = 256 * 1024
 _FAST_CHANGES = ("step", "loss", "tokensPerSecond", "etaSeconds", "updatedSecondsAgo", "lostSeconds")
+
+
+SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
+"""Seconds of silence at which a run is looked at: it may be that its coordinator is gone, and no watch has told of it."""
+_JUST_AFTER: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,13 @@ class _Followed:
     attempt: int
     token: str = field(repr=False)
     answer: Answer | None = None
+    has_answered: bool = False
     failures: int = 0
+    silent_since: float | None = None
+    """When the first poll failed after the last answer. Between two polls of many coordinators minutes may pass."""
+    told: float = 0.0
+    """The last of ``SILENCES`` that was news."""
+    error: OperatorError | None = None
 
 
 class Coordinators:
@@ -65,6 +77,8 @@ class Coordinators:
     ) -> None:
         self._settings, self._clock = settings or PollSettings(), clock
         self.on_news: Callable[[Key, bool], None] = on_news or (lambda key, is_urgent: None)
+        self.on_failure: Callable[[str], None] = lambda cause: None
+        """Is told of each poll that failed: timeout, refused, unreachable, unauthorized or bad_answer."""
         self._followed: dict[Key, _Followed] = {}
         self._queue: WorkQueue[Key] = WorkQueue(backoff=Backoff(1.0, 30.0), clock=clock)
 
@@ -86,6 +100,21 @@ class Coordinators:
         followed = self._followed.get(key)
         return followed.answer if followed else None
 
+    def silence(self, key: Key) -> Silence | None:
+        """How long the coordinator that is followed has not answered; None if it has."""
+        followed = self._followed.get(key)
+        if followed is None or followed.silent_since is None or followed.error is None:
+            return None
+        cause = _name_cause(followed.error)
+        return Silence(
+            attempt=followed.attempt,
+            seconds=self._clock() - followed.silent_since,
+            reason=Reason.COORDINATOR_UNAUTHORIZED if cause == "unauthorized" else Reason.COORDINATOR_UNREACHABLE,
+            message=str(followed.error),
+            has_answered=followed.has_answered,
+            has_timed_out=cause == "timeout",
+        )
+
     def num_followed(self) -> int:
         """How many coordinators are asked."""
         return len(self._followed)
@@ -103,7 +132,7 @@ class Coordinators:
         followed = self._followed.get(key)
         if followed is not None:
             with contextlib.suppress(OperatorError):
-                followed.answer = await self._read_status(key, followed)
+                self._take_answer(followed, await self._read_status(key, followed))
 
     async def post_bounds(self, key: Key, bounds: Bounds) -> None:
         """Tell the run's coordinator how many nodes may train, and how many failures are borne. Raises OperatorError."""
@@ -125,24 +154,42 @@ class Coordinators:
         try:
             answer = await self._read_status(key, followed)
         except OperatorError as error:
-            followed.failures += 1
-            log.debug("%s", error)
-            # After a minute of silence the answer is no longer one: what it says may be long over.
-            if followed.answer is not None and self._clock() - followed.answer.at > 60.0:
-                followed.answer = None
-                self.on_news(key, True)
-            if followed.failures == 1:
-                return 1.0
-            pause = min(30.0, 2.0 ** min(followed.failures - 1, 5))
-            # Those that fell silent together are not asked together again and again.
-            return max(pause, self._slowest) * random.uniform(0.7, 1.3)
+            return self._note_failure(key, followed, error)
         if self._followed.get(key) is not followed:
             return None
-        followed.failures = 0
-        old, followed.answer = followed.answer, answer
-        if old is None or old.raw != answer.raw:
-            self.on_news(key, old is None or _without_progress(old.raw) != _without_progress(answer.raw))
+        old, was_told = followed.answer, followed.told > 0
+        self._take_answer(followed, answer)
+        if old is None or was_told or old.raw != answer.raw:
+            is_urgent = old is None or was_told or _without_progress(old.raw) != _without_progress(answer.raw)
+            self.on_news(key, is_urgent)
         return max(self._settings.every, self._slowest)
+
+    def _take_answer(self, followed: _Followed, answer: Answer) -> None:
+        followed.answer, followed.has_answered = answer, True
+        followed.failures, followed.silent_since, followed.told, followed.error = 0, None, 0.0, None
+
+    def _note_failure(self, key: Key, followed: _Followed, error: OperatorError) -> float:
+        """Remember the silence, tell of it when it reaches another of ``SILENCES``; seconds until the next question."""
+        log.debug("%s", error)
+        self.on_failure(_name_cause(error))
+        now = self._clock()
+        followed.failures, followed.error = followed.failures + 1, error
+        followed.silent_since = now if followed.silent_since is None else followed.silent_since
+        silence = now - followed.silent_since
+
+        # After a minute of silence the answer is no longer one: what it says may be long over.
+        if silence >= UNREACHABLE_SECONDS:
+            followed.answer = None
+        reached = max((one for one in SILENCES if one <= silence), default=0.0)
+        if reached > followed.told:
+            followed.told = reached
+            self.on_news(key, True)
+
+        if followed.failures == 1:
+            return 1.0
+        # Those that fell silent together are not asked together again and again, but none is found unreachable late.
+        pause = max(min(30.0, 2.0 ** min(followed.failures - 1, 5)), self._slowest) * random.uniform(0.7, 1.3)
+        return min((pause, *(one - silence + _JUST_AFTER for one in SILENCES if one > silence)))
 
     async def _read_status(self, key: Key, followed: _Followed) -> Answer:
         """Raises OperatorError for anything that is no status."""
@@ -189,6 +236,18 @@ class Coordinators:
         finally:
             if writer is not None:
                 writer.transport.abort()
+
+
+def _name_cause(error: OperatorError) -> str:
+    """Few values: it is a label."""
+    cause = error.__cause__
+    if isinstance(error, UnauthorizedError):
+        return "unauthorized"
+    if isinstance(cause, TimeoutError):
+        return "timeout"
+    if isinstance(cause, ConnectionRefusedError):
+        return "refused"
+    return "unreachable" if isinstance(cause, OSError) else "bad_answer"
 
 
 def _content_length(head: str) -> int:

@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 RECONCILE_SECONDS: Final = 60.0
 CLAIM_SECONDS: Final = 30.0
 """So long an existing claim, which no watch shows, is taken to be as it was seen."""
+SILENCE_SECONDS: Final = 15.0
+"""A coordinator that has been silent for so long is looked for: what vanishes in a gap of a watch is told by nobody."""
 READ_SECONDS: Final = 15.0
 """For what is looked at before pods are made: a pass has time left to write why it could not."""
 _STATUS_RETRY_SECONDS: Final = 5.0
@@ -53,6 +55,8 @@ class Memory:
     applied: Applied = field(default_factory=Applied)
     progress_written_at: float | None = None
     told: set[str] = field(default_factory=set)
+    silence_listed: float = 0.0
+    """Seconds that the coordinator had been silent when the run's pods were listed for it."""
     ends: frozenset[str] = frozenset()
     """Pods, by uid, that ended by themselves before the coordinator was last asked."""
 
@@ -77,6 +81,8 @@ class Reconciler:
         self._claims_seen_at: dict[Key, float] = {}
         self.clock: Callable[[], float] = time.time
         self.on_forget: Callable[[Key], None] = lambda key: None
+        self.on_missing: Callable[[], None] = lambda: None
+        """Is told when a run that is known seems not to exist."""
         self._applier = Applier(cluster, mirror=mirror, coordinators=coordinators, clock=self._now)
 
     async def reconcile(self, key: Key) -> float | None:
@@ -117,6 +123,7 @@ class Reconciler:
         # The mirror is a hint. Before anything is created or ended, what there is, is what the API server says. A pass in
         # which nothing is tried, such as one of a run that waits for its quota, asks for nothing.
         is_due = is_pod_work_due(plan, memory.applied.refusals, generation=seen.run.generation, now=self.clock())
+        is_due |= _is_silence_to_be_looked_into(seen, memory)
         is_confirmed = await self._confirm(key, raw, memory, plan) if is_due else False
         if is_confirmed:
             raw = self._mirror.run(key) or raw
@@ -143,7 +150,7 @@ class Reconciler:
 
     def _think(self, key: Key, raw: Raw, memory: Memory) -> tuple[Observation, Decision, Plan]:
         """What is seen now, and what follows from it."""
-        seen = observe(
+        observed = observe(
             raw,
             pods=self._mirror.pods(key),
             others=self._mirror.others(key),
@@ -151,7 +158,8 @@ class Reconciler:
             progress=self._progress(key),
             failures=memory.applied.refusals.failures(),
         )
-        seen = replace(seen, claim_users=self._mirror.claim_users(key[0], claim_of(raw)))
+        users = self._mirror.claim_users(key[0], claim_of(raw))
+        seen = replace(observed, claim_users=users, silence=self._coordinators.silence(key))
         decision = decide(seen, self._config, self.clock())
         return seen, decision, plan_children(seen, decision, self._config, token=self.token_of(seen.run.uid))
 
@@ -318,7 +326,10 @@ class Reconciler:
             stored = await self._cluster.apply(body, subresource="status", is_brief=True)
         except ApiError as error:
             if error.status == 404:
-                return None, False  # gone: its own event comes
+                # Gone, perhaps in a gap of the watch: then no event comes of it. A list tells, which this answer does not:
+                # an API server that has just started knows no custom resources for a moment.
+                self.on_missing()
+                return None, False
             if error.status == 409:
                 return _STATUS_RETRY_SECONDS, False  # another of the same name, or somebody was quicker
             raise
@@ -355,6 +366,17 @@ def _refuse_token(uid: str) -> str:
     raise OperatorError(
         f"run {uid}: the installation's key has not been read. This is a defect of the operator; please report it."
     )
+
+
+def _is_silence_to_be_looked_into(seen: Observation, memory: Memory) -> bool:
+    """Whether pods are listed because the coordinator is silent: it may be gone, and its watch had a gap. Again at the double."""
+    seconds = seen.silence.seconds if seen.silence is not None else 0.0
+    if seconds < SILENCE_SECONDS:
+        memory.silence_listed = 0.0
+        return False
+    is_due = seconds >= 2.0 * memory.silence_listed
+    memory.silence_listed = seconds if is_due else memory.silence_listed
+    return is_due
 
 
 def _step(status: Raw) -> Any:

@@ -47,6 +47,12 @@ from evergrad_operator.tokens import derive_token, load_key
 log = logging.getLogger(__name__)
 STALLED_SECONDS: Final = 100.0
 """So long nothing may stand still before /healthz says so."""
+PRUNE_SECONDS: Final = 10.0
+"""Between two looks at what vanished in gaps of watches. The objects of one list are shown over some time."""
+_LATE_SECONDS: Final = 30.0
+"""A watch that owes a version for so long may owe it of an object that is gone."""
+_WATCHED: Final = ((RUNS, RUN, ""), (PODS, POD, LABEL_RUN), (CLAIMS, CLAIM, LABEL_RUN))
+"""Resource, kind and label selector of what kopf watches."""
 _SPACING = 0.1
 _LAG_SECONDS = 0.25
 _PROGRESS_PAUSE = 2.0
@@ -64,8 +70,10 @@ class Service:
         self.mirror = Mirror()
         poll = PollSettings(every=settings.poll_seconds, port=settings.coordinator_port)
         self.coordinators = Coordinators(poll, on_news=self._hear_news)
+        self.coordinators.on_failure = lambda cause: metrics.poll_failures.labels(cause).inc()
         recorder = Recorder(self.kube, on_post=lambda action: metrics.events.labels(action).inc())
         self.queue: WorkQueue[Key] = WorkQueue(spacing=_SPACING)
+        self._stop, self._is_listed_anew = asyncio.Event(), asyncio.Event()
         self.reconciler = Reconciler(
             self.kube,
             mirror=self.mirror,
@@ -74,11 +82,10 @@ class Service:
             config=settings.config,
             metrics=metrics,
         )
-        self.reconciler.on_forget = self.queue.drop
+        self.reconciler.on_forget, self.reconciler.on_missing = self.queue.drop, self._is_listed_anew.set
         self._collector = FactsCollector(self._read_facts())
         metrics.registry.register(self._collector)
         self._health = HealthServer(live=[self._find_stall], ready=[self._find_unready], metrics=self._gather)
-        self._stop = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []
         self._fault: BaseException | None = None
         self._is_standing_by, self._is_synced = False, False
@@ -165,6 +172,7 @@ class Service:
         self._spawn("queue", self.queue.run(self.reconciler.reconcile, workers=self._settings.workers))
         self._spawn("progress", self.coordinators.run())
         self._spawn("resync", self._keep_synced())
+        self._spawn("prune", self._keep_pruned())
         settings = build_settings(self._settings.namespaces)
         registry = build_registry(self.take, self._connection, on_start=self._start, on_stop=self._drain)
         try:
@@ -202,10 +210,12 @@ class Service:
 
     # ---- news ---------------------------------------------------------------------------------------------------------
 
-    def take(self, resource: str, raw: Raw, is_deleted: bool) -> None:
-        """What a watch shows."""
+    def take(self, resource: str, raw: Raw, kind: str | None) -> None:
+        """What a watch shows. ``kind``: None where kopf has listed anew, at the start and after a gap."""
         self.metrics.last_event.labels(resource).set_to_current_time()
-        for key in self.mirror.see(resource, raw, is_deleted=is_deleted, is_watched=True):
+        if kind is None:
+            self._is_listed_anew.set()
+        for key in self.mirror.see(resource, raw, is_deleted=kind == "DELETED", is_watched=True):
             self.queue.add(key)
 
     def _hear_news(self, key: Key, is_urgent: bool) -> None:
@@ -218,12 +228,42 @@ class Service:
         changed: set[Key] = set()
         for scope in self._settings.scopes:
             covers = partial(_is_within, scope)
-            for resource, kind, selector in ((RUNS, RUN, ""), (PODS, POD, LABEL_RUN), (CLAIMS, CLAIM, LABEL_RUN)):
+            for resource, kind, selector in _WATCHED:
                 raws, version = await self.kube.list_all(kind, scope, selector=selector)
                 changed |= self.mirror.replace(resource, raws, version=version, covers=covers)
             lists = [await self.kube.list_all(kind, scope, selector=LABEL_RUN, metadata_only=True) for kind in children]
             found = [raw for raws, _ in lists for raw in raws]
             changed |= self.mirror.replace(CHILDREN, found, version=min(version for _, version in lists), covers=covers)
+        for key in changed:
+            self.queue.add(key)
+
+    async def _keep_pruned(self) -> None:
+        """Drop what vanished in a gap of a watch, also of the one at the start: kopf lists anew and tells only what is left.
+
+        All resources are looked at whatever list was new: one that is empty by now shows nothing at all.
+        """
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PRUNE_SECONDS):
+                    await self._is_listed_anew.wait()
+            is_late = max(self.mirror.expectations.lag().values()) > _LATE_SECONDS
+            if not self._is_listed_anew.is_set() and not is_late:
+                continue
+            # What is shown later than this belongs to another list, and is looked at once more.
+            self._is_listed_anew.clear()
+            try:
+                await self._prune()
+            except ApiError as error:
+                log.warning("what vanished in a gap of a watch is looked for later: %s", error)
+                self._is_listed_anew.set()
+            await asyncio.sleep(PRUNE_SECONDS)
+
+    async def _prune(self) -> None:
+        changed: set[Key] = set()
+        for scope in self._settings.scopes:
+            for resource, kind, selector in _WATCHED:
+                found, version = await self.kube.list_all(kind, scope, selector=selector, metadata_only=True)
+                changed |= self.mirror.prune(resource, found, version=version, covers=partial(_is_within, scope))
         for key in changed:
             self.queue.add(key)
 

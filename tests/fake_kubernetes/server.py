@@ -27,6 +27,7 @@ class FakeServer:
         """Resources that are answered with 403."""
         self.answers: list[Callable[[], web.Response]] = []
         """Given instead of what would be, once each."""
+        self._oldest = 0
         self._watchers: list[asyncio.Queue[tuple[str, str, Any] | None]] = []
         self._runner: web.AppRunner | None = None
         self.url = ""
@@ -50,6 +51,11 @@ class FakeServer:
         """All watches end; what happens until they are back is not told."""
         for queue in self._watchers:
             queue.put_nowait(None)
+
+    def expire_watches(self) -> None:
+        """All watches end, and what has happened before is too old to be told: who watches has to list anew."""
+        self._oldest = self.store.version
+        self.drop_watches()
 
     def _publish(self, kind: str, plural: str, raw: Any) -> None:
         text = json.dumps({"type": kind, "object": raw})
@@ -108,6 +114,10 @@ class FakeServer:
         selector, since = request.query.get("labelSelector", ""), int(request.query.get("resourceVersion") or 0)
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
+        if since < self._oldest:
+            expired = {"kind": "Status", "status": "Failure", "code": 410, "reason": "Expired", "message": "too old"}
+            await response.write(json.dumps({"type": "ERROR", "object": expired}).encode() + b"\n")
+            return response
         queue: asyncio.Queue[tuple[str, str, Any] | None] = asyncio.Queue()
         for version, kind, which, raw in self.store.changes:
             if version > since:

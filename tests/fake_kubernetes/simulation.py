@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from evergrad_operator.kube import KINDS
 from evergrad_operator.metrics import Metrics
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, RUNS, Mirror
 from evergrad_operator.names import LABEL_ROLE, Key
+from evergrad_operator.observe import Silence
 from evergrad_operator.progress import Answer, Coordinators
 from evergrad_operator.reconcile import Reconciler
 from evergrad_operator.recorder import Recorder
@@ -40,14 +41,24 @@ class FakeCoordinators(Coordinators):
 
     def __init__(self) -> None:
         super().__init__()
+        self.now: Callable[[], float] = lambda: 0.0
         self.answers: dict[Key, Mapping[str, Any]] = {}
         self.unheard: dict[Key, Mapping[str, Any]] = {}
         self.bounds: list[Bounds] = []
+        self.silent_since: dict[Key, float] = {}
 
     def answer(self, key: Key) -> Answer | None:
         followed = self._followed.get(key)
         raw = self.answers.get(key)
         return Answer(raw, followed.attempt, 0.0) if followed is not None and raw is not None else None
+
+    def silence(self, key: Key) -> Silence | None:
+        followed, since = self._followed.get(key), self.silent_since.get(key)
+        if followed is None or since is None:
+            return None
+        text = f"the coordinator at {followed.address} did not answer GET /status: TimeoutError"
+        seconds = self.now() - since
+        return Silence(followed.attempt, seconds, "CoordinatorUnreachable", text, has_answered=True, has_timed_out=True)
 
     async def ask(self, key: Key) -> None:
         self.answers.update(self.unheard)
@@ -77,6 +88,7 @@ class Simulation:
         self.mirror, self.metrics = Mirror(clock=lambda: self.now), Metrics()
         self.shown_later.clear()
         answers, self.coordinators = self.coordinators.answers, FakeCoordinators()
+        self.coordinators.now = lambda: self.now
         self.coordinators.answers = answers
         self.reconciler = Reconciler(
             self.cluster,
@@ -200,6 +212,10 @@ class Simulation:
         answer = {"phase": "Running", "reason": "AllMembersUp", "message": "", "generation": 1, "nodes": nodes, "worldSize": 2}
         answer |= {"step": step, "totalSteps": 10, "loss": 2.0, "tokensPerSecond": 5.0, "restarts": {}, "lostSeconds": {}}
         self.coordinators.answers[KEY] = {**answer, "updatedSecondsAgo": 0.1, **more}
+
+    def fall_silent(self) -> None:
+        """The coordinator answers no more; what it said last is known until the operator gives it up."""
+        self.coordinators.silent_since[KEY] = self.now
 
     @contextlib.contextmanager
     def by_others(self) -> Iterator[None]:

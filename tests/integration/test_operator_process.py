@@ -4,6 +4,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,26 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
         wait_for(lambda: api.pods() == CHILDREN, "pods")
         wait_for(lambda: api.status("r").get("reason") == "Starting", "a status without the obstacle")
         assert operator.get("/healthz") == (200, "ok\n")
+
+
+def test_what_vanished_in_a_gap_of_the_watch_is_found_when_it_lists_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evergrad_operator.service.PRUNE_SECONDS", 0.5, raising=False)
+
+    async def story(server: FakeServer, service: Service) -> None:
+        create(server.store, "a")
+        create(server.store, "b")
+        await until(lambda: len(pods_of(server.store)) == 6)
+        await until(lambda: max(service.mirror.expectations.lag().values()) == 0.0)
+        for _ in range(2):  # the second gap counts, too
+            (node,) = [name for name in pods_of(server.store) if name.startswith("a-1-")]
+            server.store.remove("pods", "ns", node, is_silent=True)
+            server.expire_watches()
+            await until(partial(replaced, node, server.store))
+        server.store.remove("trainingruns", "ns", "b", is_silent=True)
+        server.expire_watches()
+        await until(lambda: service.mirror.run(("ns", "b")) is None)
+
+    def replaced(node: str, store: Store) -> bool:
+        return any(name.startswith("a-1-") and name != node for name in pods_of(store))
+
+    in_one_process(tmp_path, story)

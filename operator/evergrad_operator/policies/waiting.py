@@ -22,12 +22,15 @@ _PERSON_AT_ONCE: Final = frozenset(
     {
         Reason.ADMISSION_REFUSED,
         Reason.INVALID_OBJECT,
+        Reason.COORDINATOR_UNAUTHORIZED,
         Reason.NAME_TAKEN,
         Reason.VOLUME_LOST,
         Reason.VOLUME_RECORD_REFUSED,
     }
 )
-_PERSON_LATER: Final = frozenset({Reason.IMAGE_PULL_FAILED, Reason.START_ERROR, Reason.VOLUME_MISSING, Reason.VOLUME_PENDING})
+_PERSON_LATER: Final = frozenset(
+    {Reason.COORDINATOR_UNREACHABLE, Reason.IMAGE_PULL_FAILED, Reason.START_ERROR, Reason.VOLUME_MISSING, Reason.VOLUME_PENDING}
+)
 """A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by themselves.
 
 What is in neither set does so sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes free.
@@ -63,7 +66,14 @@ def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | Non
     pending = [pod for pod in (*coordinators, *situation.live) if not pod.is_running]
     found = [(_explain(pod, situation), pod.created_at) for pod in pending]
     obstacles = [replace(one, since=created_at) for one, created_at in found if one is not None]
-    return min(obstacles, key=lambda one: _ORDER.index(one.reason), default=None)
+    return min(obstacles, key=lambda one: _ORDER.index(one.reason), default=None) or _find_silence(situation)
+
+
+def _find_silence(situation: Situation) -> Obstacle | None:
+    silence = situation.observation.unreachable
+    if silence is None:
+        return None
+    return Obstacle(Reason(silence.reason), silence.text, situation.now - silence.seconds)
 
 
 _ORDER: Final = (

@@ -9,7 +9,7 @@ import pytest
 
 from evergrad_operator.decision import Bounds
 from evergrad_operator.errors import OperatorError, UnauthorizedError
-from evergrad_operator.progress import MAX_BYTES, Coordinators, PollSettings
+from evergrad_operator.progress import MAX_BYTES, Answer, Coordinators, PollSettings
 
 KEY = ("ns", "run")
 SECONDS = 100.0
@@ -223,5 +223,59 @@ def test_a_coordinator_that_does_not_take_the_token_is_said_with_the_remedy() ->
         assert known.answer(KEY) is None
         coordinator.close()
         await asyncio.sleep(0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason", "cause"),
+    [
+        (TimeoutError(), "CoordinatorUnreachable", "timeout"),
+        (ConnectionRefusedError(), "CoordinatorUnreachable", "refused"),
+        (OSError("no route to host"), "CoordinatorUnreachable", "unreachable"),
+        (UnauthorizedError("the token"), "CoordinatorUnauthorized", "unauthorized"),
+        (ValueError("not a status"), "CoordinatorUnreachable", "bad_answer"),
+    ],
+)
+def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_marks(
+    failure: Exception, reason: str, cause: str
+) -> None:
+    now, told, causes = [1000.0], list[float](), list[str]()
+
+    async def main() -> None:
+        known = Coordinators(clock=lambda: now[0], on_news=lambda key, is_urgent: told.append(now[0]))
+        known.on_failure = causes.append
+        known.follow(KEY, "10.0.0.1", 3, token="t")
+        is_well = True
+
+        async def answer(key: Any, followed: Any) -> Answer:
+            if is_well:
+                return Answer({"phase": "Running"}, followed.attempt, now[0])
+            error = failure if isinstance(failure, UnauthorizedError) else OperatorError("no answer")
+            raise error from (None if error is failure else failure)
+
+        known._read_status = answer  # type: ignore[method-assign]
+        await known._poll(KEY)
+        assert known.silence(KEY) is None
+        is_well, began = False, now[0] + 250.0  # of many coordinators, each is asked seldom
+        now[0] = began
+        told.clear()
+        while now[0] - began < 130.0:
+            delay = await known._poll(KEY)
+            assert delay is not None
+            now[0] += delay
+        assert [mark for mark in told if min(abs(mark - began - one) for one in (10, 15, 30, 60, 120)) > 0.5] == []
+        assert len(told) == 5
+        silence = known.silence(KEY)
+        assert silence is not None
+        assert (silence.reason, silence.attempt, silence.has_answered) == (reason, 3, True)
+        assert silence.has_timed_out == (cause == "timeout")
+        assert silence.seconds >= 130.0
+        assert known.answer(KEY) is None  # what it said may be long over
+        assert set(causes) == {cause}
+        is_well = True
+        told.clear()
+        await known._poll(KEY)
+        assert known.silence(KEY) is None and told == [now[0]]
 
     asyncio.run(main())

@@ -45,6 +45,7 @@ def test_all_conditions_are_there_from_the_first_status_on() -> None:
         "PodsReady": "False",
         "Progressing": "False",
         "CheckpointHealthy": "Unknown",
+        "CoordinatorUnreachable": "False",
         "Stalled": "False",
         "Reconciling": "True",
     }
