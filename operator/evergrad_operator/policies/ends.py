@@ -82,8 +82,9 @@ def _add_ends(
     ]
     run = observation.run.name
     records += [EndRecord(names.node_pod_name(run, index, attempt), Cause.DELETED, None, now) for index, attempt in vanished]
-    # Before a group has formed, exit code 64 most often ends the run, so that nothing is restarted.
-    no_restart = (Cause.DONE,) if memory.has_formed else (Cause.DONE, Cause.USER_ERROR)
+    # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a verdict.
+    is_over = observation.progress is not None and observation.progress.phase == "Failed"
+    no_restart = (Cause.DONE, Cause.USER_ERROR) if is_over or not memory.has_formed else (Cause.DONE,)
     restarts = dict(memory.restarts)
     for record in records:
         if record.cause not in no_restart:

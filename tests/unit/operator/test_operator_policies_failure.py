@@ -81,6 +81,15 @@ def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
     assert world.status["restarts"]["byCause"] == {"UserError": 8}
 
 
+def test_nodes_that_follow_the_coordinators_verdict_with_64_are_no_restarts() -> None:
+    world = Simulation().run()
+    world.train(12, phase="Failed", reason="UserError", message="ValueError: the eighth sin")
+    for name in world.live():
+        world.end(name, 64)
+    assert world.reconcile().phase == Phase.FAILED
+    assert world.status["restarts"] == {"total": 0}
+
+
 def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewhere() -> None:
     world = begun()
     world.end("docs-lm-1-0", 64, message="error: bad data")
