@@ -177,7 +177,7 @@ def _be_node(task: dict[str, Any]) -> int:
     from evergrad_trainer.cli.planning import plan_session
     from evergrad_trainer.cli.run_arguments import machine_and_workers
     from evergrad_trainer.node.run import fingerprint, run_node
-    from evergrad_trainer.node.supervisor import NodeSettings
+    from evergrad_trainer.node.settings import NodeSettings
     from evergrad_trainer.resume import inspect_directory
     from evergrad_trainer.run_directory import RunDirectory
 

@@ -195,6 +195,35 @@ def test_a_script_may_report_anything_and_only_that_value_is_lost(make: Make, tm
     assert "Traceback" not in run.output
 
 
+WAITS_UNDER_GUARD = """\
+import os, pathlib, time
+from evergrad.elastic import should_stop
+should_stop()
+pathlib.Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+while not pathlib.Path("go-on").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WAITS_UNDER_GUARD, "utf-8")
+    run = make(["train.py"]).start()
+    run.until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)), "two workers")
+    workers = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
+    coordinator = next(
+        child for child in children_of(run.launcher.pid) if b"evergrad_coordinator" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
+    os.kill(coordinator, signal.SIGSTOP)
+    try:
+        run.until(lambda: not any(map(is_alive, workers)), "end of workers without a lease")
+    finally:
+        os.kill(coordinator, signal.SIGCONT)
+    run.until(lambda: sum(event["event"] == "go" for event in run.events()) == 2, "a second group")
+    (tmp_path / "go-on").touch()
+    assert run.wait() == 0, run.output[-4000:]
+
+
 STAYS = """\
 import os, pathlib, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)

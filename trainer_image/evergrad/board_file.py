@@ -27,6 +27,8 @@ GENERATION_VARIABLE = "EVERGRAD_GENERATION"
 """Environment of workers that live for one generation: its number."""
 STOP_SECONDS_VARIABLE = "EVERGRAD_STOP_SECONDS"
 """Environment of workers: how long after SIGTERM a worker may still work."""
+LEASE_LOST = 79
+"""Exit code of a worker whose node has lost its lease: nobody has asked it to stop."""
 RECORD_NAME = "board"
 SOCKET_NAME = "socket"
 MAX_LINE_BYTES = 4096

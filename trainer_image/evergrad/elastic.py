@@ -19,6 +19,7 @@ from types import FrameType
 from evergrad.board_file import (
     DIRECTORY_VARIABLE,
     GENERATION_VARIABLE,
+    LEASE_LOST,
     MAX_LINE_BYTES,
     SOCKET_NAME,
     STOP_SECONDS_VARIABLE,
@@ -32,7 +33,6 @@ __all__ = ["generation", "may_commit", "report", "should_stop"]
 
 _TERMINATED = 143
 """Exit code of a worker that was told to stop and could not do so in order."""
-_LEASE_LOST = 75
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 25.0
 """Below the 30 s after which torchrun kills a worker that was told to stop. A node of Evergrad's own says its own number."""
@@ -263,7 +263,7 @@ class _Guard:
                 self._asked_at = now
             notice = self._worker.read()
             if notice is not None and now - notice.contact > notice.lease_seconds:
-                _leave(_LEASE_LOST, "the node has had no contact with the coordinator for longer than its lease")
+                _leave(LEASE_LOST, "the node has had no contact with the coordinator for longer than its lease")
             if self._asked_at is None:
                 continue
             # While the group drains it still exists, though the next one is announced.

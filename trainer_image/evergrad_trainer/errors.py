@@ -34,6 +34,8 @@ class Problem:
     what: str
     why: str = ""
     remedy: str = ""
+    is_of_host: bool = False
+    """This host or this moment is to blame; another host, or a later attempt, may find nothing wrong."""
 
     def __str__(self) -> str:
         sentence = f"{self.path}: {self.what}" if self.path else self.what

@@ -186,6 +186,7 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
                 "the run directory cannot be written",
                 reason,
                 "Choose another with --run-directory, or free it",
+                is_of_host=True,
             ),
         )
         return
@@ -202,6 +203,7 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
                 f"{_gib(free)} are free and one checkpoint takes {_gib(facts.checkpoint_bytes)}",
                 "two must fit, since the old one stays until the new one is whole",
                 "Free some space or choose another run directory",
+                is_of_host=True,
             ),
         )
     elif free < needed:
@@ -243,6 +245,7 @@ def check_memory(
                 f"{text} and {_gib(available)} are there",
                 "the process would be killed",
                 "Lower batching.microBatchSize, use runtime.activationCheckpointing, parallelism: fsdp2, or a smaller model",
+                is_of_host=True,
             ),
         )
     else:
@@ -259,6 +262,7 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
                 "no cuda device is visible",
                 "device: cuda was asked for",
                 "Use device: auto, or check the driver",
+                is_of_host=True,
             ),
         )
     on_cpu = machine.num_accelerators == 0 or training.runtime.device == "cpu"

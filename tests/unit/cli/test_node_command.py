@@ -1,17 +1,33 @@
 """``evergrad node``: what is wrong with its arguments is told at once, before anything heavy is imported."""
 
+import argparse
+import errno
+import gc
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from evergrad_coordinator.contract import ErrorKind, decode_termination
+from evergrad_trainer.cli import node
 from evergrad_trainer.cli.main import main
 from evergrad_trainer.cli.nodes import coordinator_settings
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.config.script import Script
+from evergrad_trainer.errors import InputError, Problem
+from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.node.run import choose_start_method, stop_seconds, with_grace_of
-from evergrad_trainer.node.supervisor import NodeSettings
+from evergrad_trainer.node.settings import NodeSettings
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples/elastic/trainingrun.yaml"
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """A node that is about to serve stops collecting for a while; this process goes on."""
+    yield
+    gc.enable()
 
 
 def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -39,6 +55,69 @@ def test_a_host_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str], tm
     assert "--join: nowhere.invalid cannot be reached" in fail(
         capsys, "--join", "nowhere.invalid:29400", "--token-file", str(token)
     )
+
+
+def start_node(tmp_path: Path, *arguments: str) -> tuple[int, tuple[ErrorKind | None, str]]:
+    """Exit code and termination message of a node that nobody will ever let in."""
+    (tmp_path / "token").write_text("secret")
+    log = tmp_path / "last-words"
+    common = ["--join", "127.0.0.1:1", "--address", "127.0.0.1", "--token-file", str(tmp_path / "token")]
+    code = main(["node", str(EXAMPLE), *common, "--termination-log", str(log), *arguments])
+    return code, decode_termination(log.read_text())
+
+
+def test_a_run_directory_that_cannot_be_written_is_tried_again_and_left_to_another_host(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(node, "_HOST_PAUSES", (0.0, 0.0))
+    # Nobody may make a directory there, not even root.
+    code, (kind, text) = start_node(tmp_path, "--run-directory", "/sys/evergrad/run")
+    assert (code, kind) == (70, ErrorKind.ENVIRONMENT)
+    assert f"host {socket.gethostname()}: /sys/evergrad" in text
+    assert capsys.readouterr().err.count("Tried again in 0 s.") == 2
+
+
+def test_a_mistake_of_the_file_is_wrong_input_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(node, "_HOST_PAUSES", (3600.0,))
+    directory = str(tmp_path / "run")
+    code, (kind, text) = start_node(tmp_path, "--run-directory", directory, "--set", "spec.training.data.sources[0].path=nowhere")
+    assert (code, kind) == (64, ErrorKind.INPUT)
+    assert "does not exist" in text
+
+
+def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(node, "_HOST_PAUSES", (0.0, 0.0))
+    troubles = [
+        OSError(errno.ESTALE, "stale"),
+        InputError(Problem("memory", "too little", is_of_host=True), Problem("disk", "too little", is_of_host=True)),
+    ]
+
+    def prepare(args: argparse.Namespace) -> Callable[[], int]:
+        if troubles:
+            raise troubles.pop()
+        return lambda: 0
+
+    monkeypatch.setattr(node, "_prepare", prepare)
+    assert main(["node", str(EXAMPLE), "--join", "127.0.0.1:1"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("problems", "is_of_host"),
+    [([True], True), ([True, True], True), ([True, False], False), ([False], False)],
+)
+def test_one_mistake_of_a_person_among_troubles_of_a_host_makes_wrong_input(problems: list[bool], is_of_host: bool) -> None:
+    error = InputError(*(Problem("x", "y", is_of_host=one) for one in problems))
+    assert (describe_host_trouble(error) is not None) == is_of_host
+
+
+def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(node, "_HOST_PAUSES", ())
+    monkeypatch.setattr("evergrad_trainer.distributed.count_accelerators", lambda: 0)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    limits = ("--set", 'spec.resources={"limits": {"nvidia.com/gpu": 1}}', "--set", "spec.training.runtime.device=auto")
+    code, (kind, text) = start_node(tmp_path, "--run-directory", str(tmp_path / "run"), *limits)
+    assert (code, kind) == (70, ErrorKind.ENVIRONMENT)
+    assert "no accelerator is visible; spec.resources.limits asks for nvidia.com/gpu" in text
 
 
 @pytest.mark.parametrize(

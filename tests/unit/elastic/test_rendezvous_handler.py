@@ -37,7 +37,7 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_trainer.elastic import agent_link, rendezvous
-from evergrad_trainer.elastic.agent_workers import WorkerEnd, WorkerWatch, build_broken, classify, read_message
+from evergrad_trainer.elastic.agent_workers import SeenEnd, WorkerWatch, build_broken, classify, read_message
 from evergrad_trainer.elastic.rendezvous import EvergradRendezvousHandler, _Silence, create_handler, parse_settings
 
 SECONDS = 100.0
@@ -306,7 +306,7 @@ def test_a_spare_says_that_it_is_out_and_waits(handler: EvergradRendezvousHandle
 
 @pytest.mark.parametrize(
     ("message", "code"),
-    [(End(0, "complete"), 0), (End(75, "replaced", "a newer process"), 75), (Refused("token", "another token", 64), 64)],
+    [(End(0, "complete"), 0), (End(75, "replaced", "a newer process"), 75), (Refused("token", "another token", 64), 70)],
 )
 def test_the_coordinators_exit_code_is_the_agents(
     handler: EvergradRendezvousHandler, capfd: pytest.CaptureFixture[str], message: End | Refused, code: int
@@ -542,9 +542,9 @@ def test_only_the_own_generation_is_asked_for_commits(handler: EvergradRendezvou
 # ---- how workers end -------------------------------------------------------------------------------------------------
 
 
-def run_watched(directory: Path, code: str, **variables: str) -> list[WorkerEnd]:
+def run_watched(directory: Path, code: str, **variables: str) -> list[SeenEnd]:
     """The ends that a watch sees of one worker that runs ``code``."""
-    ends: list[WorkerEnd] = []
+    ends: list[SeenEnd] = []
 
     async def main() -> None:
         watch = WorkerWatch(port=12345, on_end=ends.append)
@@ -619,7 +619,7 @@ def test_without_an_error_file_the_message_is_the_end_of_the_log(tmp_path: Path)
     ],
 )
 def test_a_failure_has_a_cause(exit_code: int | None, message: str, world_size: int, cause: str) -> None:
-    end = WorkerEnd(rank=1, exit_code=exit_code, at=10.0, message=message)
+    end = SeenEnd(rank=1, exit_code=exit_code, at=10.0, message=message)
     assert classify(end, world_size=world_size) == cause
     broken = build_broken(7, end=end, world_size=world_size, step=4, now=12.5)
     assert (broken.rank, broken.step, broken.exit_code, broken.time_since) == (1, 4, exit_code, 2.5)

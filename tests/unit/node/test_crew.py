@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Go
 from evergrad_trainer.elastic import channel as say
@@ -350,5 +351,41 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(room:
     room.crew.hear(last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False))
     room.crew.end(last, 70)
     assert len(room.started) == 4
-    ((name, message),) = room.reports.take()
+    ((name, message, kind),) = room.reports.take()
     assert name == "gone" and "3 workers in a row" in message and "no such module" in message
+    assert kind is ErrorKind.INTERNAL
+
+
+def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
+    """The worker ends with a volume that is away, which all ranks met together."""
+    worker.state, worker.inside_generation, worker.pulse._values[0] = "inside", 3, step
+    room.crew.hear(
+        worker, say.Failed(3, step, 70, "VolumeError", "stale", is_final=False, is_agreed=True, kind=ErrorKind.ENVIRONMENT)
+    )
+    room.crew.end(worker, 70)
+
+
+def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_another_host_must_try(
+    room: Room, now: list[float]
+) -> None:
+    worker, _ = room.begin(3)
+    for _ in range(2):
+        fail_of_environment(room, worker, step=6)
+        (broken,) = room.reports.take_broken()
+        assert (broken.cause, broken.is_final) == ("environment", False)
+        now[0] += 10.0
+        room.crew.tick()
+        worker = room.started[-1]
+    fail_of_environment(room, worker, step=6)
+    ((_, message, kind),) = [one for one in room.reports.take() if one[0] == "gone"]
+    assert "stale" in message and kind is ErrorKind.ENVIRONMENT
+
+
+def test_a_host_that_makes_progress_between_its_failures_is_not_given_up(room: Room, now: list[float]) -> None:
+    worker, _ = room.begin(3)
+    for step in range(6):
+        fail_of_environment(room, worker, step=step)
+        now[0] += 10.0
+        room.crew.tick()
+        worker = room.started[-1]
+    assert not [one for one in room.reports.take() if one[0] == "gone"]

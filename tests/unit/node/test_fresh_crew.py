@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from evergrad.board_file import LEASE_LOST
+from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result
 from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node import fresh
+from evergrad_trainer.node.ends import decide_why
 from evergrad_trainer.node.fresh import FreshCrew
 
 DONE, USER_ERROR, SAVED, UNSAVED = 0, 64, 75, 76
@@ -26,6 +29,7 @@ class FakeWorker:
     last_lines: Any = None
     signals: list[int] = field(default_factory=list)
     kills: int = 0
+    was_killed: bool = False
 
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
@@ -64,8 +68,8 @@ class Heard:
     def departed(self, *, is_saved: bool) -> None:
         self.said.append(("departed", is_saved))
 
-    def gone(self, message: str) -> None:
-        self.said.append(message)
+    def gone(self, message: str, *, kind: ErrorKind) -> None:
+        self.said.append(("gone", kind))
 
     def done(self, message: Done) -> None:
         self.said.append(message)
@@ -98,8 +102,9 @@ class Scene:
         return self.workers[-1]
 
     def begin(self, generation: int = 1, first_rank: int = 2, world_size: int = 4) -> list[FakeWorker]:
-        self.crew.change(generation, hard=False, cause="")
-        assert self.heard.take() == [("ready", generation, 2, -1)]
+        if self.crew._answered < generation:
+            self.crew.change(generation, hard=False, cause="")
+            assert self.heard.take() == [("ready", generation, 2, -1)]
         self.crew.begin(Go(generation, first_rank, 2, world_size, 1, 2, "10.0.0.1", 1234))
         assert self.heard.take() == [("up", generation)]
         return self.workers[-2:]
@@ -178,6 +183,60 @@ def test_a_run_that_stopped_itself_says_so_with_the_weaker_code() -> None:
     first, second = scene.begin(5)
     scene.end(first, SAVED)
     assert scene.end(second, UNSAVED) == [Result(5, 0, UNSAVED, "stopped")]
+
+
+def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
+    scene = Scene()
+    first, second = scene.begin(5)
+    (report,) = scene.end(first, LEASE_LOST)
+    assert isinstance(report, Broken) and (report.cause, report.is_final) == ("peer_lost", False)
+    assert scene.end(second, LEASE_LOST) == [], "nothing is said of an end of the run"
+    assert scene.crew.place is None, "nor is a place claimed in a group that this node has left"
+    scene.crew.change(6, hard=True, cause="")
+    assert scene.heard.take() == [("ready", 6, 2, -1)]
+
+
+@pytest.mark.parametrize(
+    ("code", "was_asked", "why"),
+    [
+        (0, False, "done"),
+        (0, True, "asked"),
+        (75, False, "run_stop"),
+        (76, False, "run_stop"),
+        (75, True, "asked"),
+        (-9, True, "asked"),
+        (-9, False, "failed"),
+        (64, False, "failed"),
+        (LEASE_LOST, False, "lease_lost"),
+        (LEASE_LOST, True, "asked"),
+    ],
+)
+def test_why_a_worker_ended_is_decided_by_its_code_and_by_whether_it_was_asked(code: int, was_asked: bool, why: str) -> None:
+    assert decide_why(code, was_asked=was_asked) == why
+
+
+def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_another_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene, now = Scene(), 100.0
+    monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
+    for generation in (1, 2, 3):
+        first, second = scene.begin(generation)
+        first.failure = say.Failed(
+            -1, -1, 70, "VolumeError", "the volume is stale", is_final=True, is_agreed=True, kind="environment"
+        )
+        report, *rest = scene.end(first, 70)
+        assert isinstance(report, Broken) and (report.cause, report.is_final) == ("environment", False)
+        if generation == 3:
+            assert rest == [("gone", ErrorKind.ENVIRONMENT)]
+            return
+        assert rest == scene.end(second, -15) == []
+        scene.crew.change(generation + 1, hard=True, cause="")
+        scene.crew.tick()
+        assert scene.heard.take() == [], "it waits before it tries again"
+        now += 2.0
+        scene.crew.tick()
+        assert scene.heard.take() == [("ready", generation + 1, 2, -1)]
 
 
 def test_a_soft_change_lets_workers_that_can_stop_have_their_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from evergrad_coordinator.contract import ErrorKind, decode_termination
 from evergrad_coordinator.protocol import (
     Boundary,
+    Broken,
     Capacity,
     Done,
     End,
@@ -36,8 +38,11 @@ from evergrad_coordinator.protocol import (
 )
 from evergrad_trainer.elastic.channel import Ended, Observed
 from evergrad_trainer.node import stopping
+from evergrad_trainer.node import supervisor as supervisor_module
+from evergrad_trainer.node.crew import Crew
 from evergrad_trainer.node.metrics import NodeMetrics
-from evergrad_trainer.node.supervisor import Crew, NodeSettings, Supervisor
+from evergrad_trainer.node.settings import NodeSettings
+from evergrad_trainer.node.supervisor import Supervisor
 
 SECONDS = 100.0
 M = TypeVar("M", bound=Message)
@@ -181,6 +186,23 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
     assert play(tmp_path, script) == 75
 
 
+@pytest.mark.parametrize("broken", [None, Broken(7, "worker_crash", rank=2, message="ended with exit code 3")])
+def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running(tmp_path: Path, broken: Broken | None) -> None:
+    async def script(scene: Scene) -> None:
+        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        peer = await scene.accept()
+        assert (await peer.hear(Hello)).had == Had(generation=7, first_rank=2, workers=1, world_size=3)
+        scene.crew.place = None
+        if broken is not None:
+            scene.supervisor.broken(broken)
+        peer.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
+        said = await peer.hear(Broken)
+        assert said.generation == 7 and said.cause == ("peer_lost" if broken is None else "worker_crash")
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
 def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
@@ -277,7 +299,6 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: 
 @pytest.mark.parametrize(
     ("message", "code", "kind"),
     [
-        (Refused(exit_code=70, reason="fingerprint", message="configuration: here a, there b"), 70, ErrorKind.ENVIRONMENT),
         (End(exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"), 70, ErrorKind.INTERNAL),
         (End(exit_code=64, reason="UserError", message="the data is empty"), 64, ErrorKind.INPUT),
     ],
@@ -290,6 +311,57 @@ def test_the_coordinator_s_last_words_are_the_node_s(tmp_path: Path, message: An
 
     assert play(tmp_path, script) == code
     assert decode_termination((tmp_path / "last-words").read_text()) == (kind, message.message)
+
+
+REFUSED = Refused(reason="FingerprintDiffers", message="configuration: here a, there b", exit_code=64)
+
+
+def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_REFUSED_SECONDS", (0.01, 0.01, 0.01))
+
+    async def script(scene: Scene) -> None:
+        for _ in range(4):
+            peer = await scene.accept()
+            await peer.hear(Hello)
+            peer.say(REFUSED)
+
+    assert play(tmp_path, script) == 70, "whatever code a coordinator of another version names"
+    kind, text = decode_termination((tmp_path / "last-words").read_text())
+    assert kind is ErrorKind.ENVIRONMENT
+    assert socket.gethostname() in text and REFUSED.message in text
+
+
+def test_a_node_that_is_let_in_at_last_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_REFUSED_SECONDS", (0.01,))
+
+    async def script(scene: Scene) -> None:
+        for _ in range(2):
+            peer = await scene.accept()
+            await peer.hear(Hello)
+            peer.say(REFUSED)
+            peer = await scene.welcome()
+            peer.writer.close()
+        peer = await scene.welcome()
+        peer.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
+def test_a_node_that_is_refused_can_be_asked_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "_REFUSED_SECONDS", (3600.0,))
+
+    async def script(scene: Scene) -> None:
+        peer = await scene.accept()
+        await peer.hear(Hello)
+        peer.say(REFUSED)
+        await until(lambda: scene.supervisor._num_refusals == 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: scene.crew.was_told("depart") == [(None, True)])
+        scene.supervisor.departed(is_saved=True)
+
+    assert play(tmp_path, script) == 75
 
 
 def test_a_value_that_no_message_can_hold_is_dropped_alone_and_not_kept_for_the_next_connection(tmp_path: Path) -> None:

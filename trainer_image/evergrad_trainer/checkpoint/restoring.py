@@ -203,7 +203,7 @@ def _refuse(problems: list[Problem]) -> _Choice:
     return _Choice(problems=[asdict(problem) for problem in problems])
 
 
-def _raise_problems(problems: list[dict[str, str]]) -> None:
+def _raise_problems(problems: list[dict[str, Any]]) -> None:
     raise_if([Problem(**problem) for problem in problems], CheckpointError)
 
 

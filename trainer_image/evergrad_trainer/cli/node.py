@@ -5,29 +5,38 @@ import dataclasses
 import gc
 import os
 import socket
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_trainer.cli.manifest_arguments import load_from
 from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
 from evergrad_trainer.config.loader import LoadedManifest
-from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
+from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer.errors import ConfigurationError, EvergradError, HostError, Problem, raise_if
+from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
+from evergrad_trainer.machine import Machine
+from evergrad_trainer.node.failures import write_termination_message
 from evergrad_trainer.resume import Standing, inspect_directory, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.script_files import script_problems
 
 if TYPE_CHECKING:
-    from evergrad_trainer.node.supervisor import NodeSettings
+    from evergrad_trainer.node.settings import NodeSettings
 
 NAME = "node"
 EXAMPLES = """\
   evergrad node trainingrun.yaml --join 127.0.0.1:29400 --token-file FILE   # both as `evergrad run --nodes` prints them
   evergrad node trainingrun.yaml --join coordinator:29400 --token-file token --node 3 --address 10.0.0.7 --workers 2"""
 
+_HOST_PAUSES = (2.0, 5.0, 10.0)
+"""Seconds before what this host could not do is tried again; then the node leaves its place to another host."""
+_ACCELERATOR_PREFIXES = ("nvidia.com/", "amd.com/")
 _FIRST_OWN_INDEX = 1000
 """Nodes that are added without a number get one above those of a launcher or an operator."""
 
@@ -53,6 +62,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → serve; the exit code says how this node's part ended (0, 64, 70, 75, 76)."""
+    try:
+        with sigterm_interrupts():
+            serve = _prepare_patiently(args)
+    except KeyboardInterrupt:
+        return int(ExitCode.STOPPED_SAVED)
+    except EvergradError as error:
+        write_termination_message(args.termination_log, error.kind, str(error))
+        raise
+    except Exception as error:
+        write_termination_message(args.termination_log, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
+        raise
+    return serve()
+
+
+def _prepare_patiently(args: argparse.Namespace) -> Callable[[], int]:
+    """Prepare; trouble of this host is waited for a while, since a mount or a device may come back. Raises HostError."""
+    for pause in (*_HOST_PAUSES, None):
+        try:
+            return _prepare(args)
+        except (EvergradError, OSError) as error:
+            trouble = describe_host_trouble(error)
+            if trouble is None:
+                raise
+            text = f"host {socket.gethostname()}: {trouble}"
+            if pause is None:
+                raise HostError(text) from error
+            print(f"warning: {text} Tried again in {pause:g} s.", file=sys.stderr, flush=True)
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _prepare(args: argparse.Namespace) -> Callable[[], int]:
+    """All that comes before the node asks to join; what it returns serves, and gives the exit code."""
     settings, loaded = _settings(args), load_from(args)
     directory = RunDirectory(run_directory_of(args, loaded.run))
     directory.create()
@@ -62,55 +104,72 @@ def execute(args: argparse.Namespace) -> int:
     if standing.state == "complete":
         # Nothing is trained twice, whatever became of those who knew that the run had ended.
         print(f"{loaded.run.metadata.name} is complete, in {directory.path}. Nothing to do.")
-        return int(ExitCode.DONE)
+        return lambda: int(ExitCode.DONE)
+    run = loaded.run
+    machine, num_workers = machine_and_workers(args, run, may_touch=False)
+    _check_accelerators(run, machine)
     gc.disable()
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
     from evergrad_trainer.node.run import fingerprint, prepare_process
 
     prepare_process()
-    run = loaded.run
     settings = dataclasses.replace(settings, run=run.metadata.name, run_directory=directory.path, fingerprint=fingerprint(run))
     if run.spec.script is None:
-        return _serve_typed(args, loaded, settings, standing)
-    return _serve_script(args, loaded, settings)
+        return _prepare_typed(args, loaded, settings, standing, machine, num_workers)
+    return _prepare_script(args, loaded, settings, num_workers)
 
 
-def _serve_typed(args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings", standing: Standing) -> int:
+def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
+    """A pod that was given accelerators and sees none must not train on its processor. Raises HostError."""
+    asked = [name for name in run.spec.resources.limits if name.startswith(_ACCELERATOR_PREFIXES)]
+    wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
+    # Elsewhere, as on a laptop with the same file, nobody has given any.
+    if asked and not wants_cpu and machine.num_accelerators == 0 and "KUBERNETES_SERVICE_HOST" in os.environ:
+        raise HostError(f"no accelerator is visible; spec.resources.limits asks for {asked[0]}. Check the driver of this host.")
+
+
+def _prepare_typed(
+    args: argparse.Namespace,
+    loaded: LoadedManifest,
+    settings: "NodeSettings",
+    standing: Standing,
+    machine: Machine,
+    num_workers: int,
+) -> Callable[[], int]:
     from evergrad_trainer.node.run import choose_start_method, recovery_of, run_node
 
-    directory = RunDirectory(settings.run_directory)
-    machine, num_workers = machine_and_workers(args, loaded.run, may_touch=False)
-    try:
-        with sigterm_interrupts():
-            plan = plan_session(args, loaded, directory, standing, machine, num_workers)
-    except KeyboardInterrupt:
-        return int(ExitCode.STOPPED_SAVED)
+    plan = plan_session(args, loaded, RunDirectory(settings.run_directory), standing, machine, num_workers)
     settings = dataclasses.replace(settings, recovery=recovery_of(plan))
     method = choose_start_method(args.start_method, num_accelerators=machine.num_accelerators)
-    return run_node(plan, settings, num_workers=num_workers, start_method=method)
+    return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)
 
 
-def _serve_script(args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings") -> int:
+def _prepare_script(
+    args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings", num_workers: int
+) -> Callable[[], int]:
     from evergrad_trainer.node.run import run_script_node, with_grace_of
     from evergrad_trainer.node.scripts import preload
 
     script, base, directory = loaded.run.script, loaded.base_directory, RunDirectory(settings.run_directory)
     raise_if(script_problems(script, base_directory=base), ConfigurationError)
-    _, num_workers = machine_and_workers(args, loaded.run, may_touch=False)
     # Each node writes the same, so the directory tells whose it is whoever comes first, and that all is done whoever goes last.
     directory.write_resolved(resolved_script_record(loaded.run, base_directory=os.path.relpath(base, directory.path)))
     preload(script, base)
     if args.grace is None:
         settings = with_grace_of(script, settings)
-    code = run_script_node(script, base, settings, num_workers=num_workers)
-    if code == ExitCode.DONE:
-        directory.mark_complete({"run": loaded.run.metadata.name, "time": time.time()})
-    return code
+
+    def serve() -> int:
+        code = run_script_node(script, base, settings, num_workers=num_workers)
+        if code == ExitCode.DONE:
+            directory.mark_complete({"run": loaded.run.metadata.name, "time": time.time()})
+        return code
+
+    return serve
 
 
 def _settings(args: argparse.Namespace) -> "NodeSettings":
     """What the arguments say of this node. Raises ConfigurationError with all that is wrong with them."""
-    from evergrad_trainer.node.supervisor import NodeSettings
+    from evergrad_trainer.node.settings import NodeSettings
 
     host, _, port = args.join.rpartition(":")
     problems = []
@@ -127,7 +186,8 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
         try:
             token = read_token(args.token_file)
         except (OSError, ValueError) as error:
-            problems.append(Problem("--token-file", f"{args.token_file} cannot be read", str(error), "Check the path"))
+            what, is_of_host = f"{args.token_file} cannot be read", is_host_trouble(error)
+            problems.append(Problem("--token-file", what, str(error), "Check the path", is_of_host=is_of_host))
     raise_if(problems, ConfigurationError)
     return NodeSettings(
         run="",

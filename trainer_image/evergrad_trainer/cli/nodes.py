@@ -27,7 +27,7 @@ from evergrad_trainer.node.run import (
     with_grace_of,
 )
 from evergrad_trainer.node.scripts import preload
-from evergrad_trainer.node.supervisor import NodeSettings
+from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.provenance.record import record_process
 from evergrad_trainer.resume import inspect_directory, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory

@@ -36,7 +36,7 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_trainer.elastic.agent_reports import WorkerReports
-from evergrad_trainer.elastic.agent_workers import WorkerEnd, WorkerWatch, build_broken
+from evergrad_trainer.elastic.agent_workers import SeenEnd, WorkerWatch, build_broken
 from evergrad_trainer.elastic.board import NodeBoard
 
 _TICK_SECONDS = 0.2
@@ -97,7 +97,7 @@ class AgentLink:
         self._up_generation = 0
         self._broken_generation = 0
         self._answered_generation = 0
-        self._first_end: WorkerEnd | None = None
+        self._first_end: SeenEnd | None = None
         self._watch: WorkerWatch | None = None
         self._reports = WorkerReports()
         self._failure: BaseException | None = None
@@ -329,7 +329,8 @@ class AgentLink:
                 case End():
                     self._finish(message)
                 case Refused():
-                    self._finish(End(message.exit_code, message.reason, message.message))
+                    # Whatever a coordinator of another version says: a refusal is no verdict about the run.
+                    self._finish(End(int(ExitCode.INTERNAL), message.reason, message.message))
             self._announce()
             self.changed.notify_all()
 
@@ -369,7 +370,7 @@ class AgentLink:
         if not task.cancelled() and task.exception() is not None:
             _say(f"the agent's workers cannot be watched, so that their ends are told without a cause: {task.exception()!r}")
 
-    def _take_worker_end(self, end: WorkerEnd) -> None:
+    def _take_worker_end(self, end: SeenEnd) -> None:
         if end.exit_code == 0:
             return
         with self.changed:

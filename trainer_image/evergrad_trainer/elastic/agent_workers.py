@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from evergrad.board_file import LEASE_LOST
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import MAX_TEXT, Broken, Cause
 from evergrad_trainer.elastic.lost_peers import is_lost_peer
@@ -22,8 +23,11 @@ _TAIL_BYTES = 16 * 1024
 
 
 @dataclass(frozen=True)
-class WorkerEnd:
-    """How one worker ended. ``exit_code`` is None where the agent was quicker to collect it; negative for a signal."""
+class SeenEnd:
+    """How one worker of an agent ended, as seen from outside.
+
+    ``exit_code`` is None where the agent was quicker to collect it; negative for a signal.
+    """
 
     rank: int
     exit_code: int | None
@@ -32,7 +36,7 @@ class WorkerEnd:
     message: str = ""
 
 
-def build_broken(generation: int, *, end: WorkerEnd | None, world_size: int, step: int, now: float) -> Broken:
+def build_broken(generation: int, *, end: SeenEnd | None, world_size: int, step: int, now: float) -> Broken:
     """The report that ``generation`` cannot go on, with what is known of the worker that ended first."""
     if end is None:
         return Broken(generation, cause="worker_crash", step=step, message="a worker ended; how is not known on this platform")
@@ -42,18 +46,18 @@ def build_broken(generation: int, *, end: WorkerEnd | None, world_size: int, ste
         rank=end.rank,
         step=step,
         exit_code=end.exit_code,
-        message=end.message[:MAX_TEXT],
+        message=end.message.encode("utf-8", errors="replace").decode("utf-8")[:MAX_TEXT],
         is_final=end.exit_code == ExitCode.USER_ERROR,
         time_since=max(0.0, now - end.at),
     )
 
 
-def classify(end: WorkerEnd, *, world_size: int) -> Cause:
+def classify(end: SeenEnd, *, world_size: int) -> Cause:
     """The cause as this node sees it. ``world_size``: of the group that the worker was in."""
     if end.exit_code == ExitCode.USER_ERROR:
         return "user_error"
-    # 75: the worker left as asked, or its lease was lost. Both follow from something else.
-    if end.exit_code == ExitCode.STOPPED_SAVED or is_lost_peer(end.message, world_size=world_size):
+    # A worker that left as asked, or whose lease was lost: both follow from something else.
+    if end.exit_code in (ExitCode.STOPPED_SAVED, LEASE_LOST) or is_lost_peer(end.message, world_size=world_size):
         return "peer_lost"
     if "OutOfMemoryError" in end.message or "out of memory" in end.message:
         return "out_of_memory"
@@ -63,7 +67,7 @@ def classify(end: WorkerEnd, *, world_size: int) -> Cause:
 class WorkerWatch:
     """Watches the workers of one generation on the running loop; ``on_end`` is called for each, in order."""
 
-    def __init__(self, *, port: int, on_end: Callable[[WorkerEnd], None]) -> None:
+    def __init__(self, *, port: int, on_end: Callable[[SeenEnd], None]) -> None:
         self._port = port
         self._on_end = on_end
         self._living: dict[int, tuple[int, Mapping[str, str]]] = {}
@@ -113,7 +117,7 @@ class WorkerWatch:
         asyncio.get_running_loop().remove_reader(descriptor)
         exit_code = _peek_exit_code(descriptor)
         os.close(descriptor)
-        end = WorkerEnd(rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic())
+        end = SeenEnd(rank=int(variables.get("RANK", -1)), exit_code=exit_code, at=time.monotonic())
         if exit_code != 0:
             end = replace(end, message=read_message(variables.get("TORCHELASTIC_ERROR_FILE")))
         self._on_end(end)

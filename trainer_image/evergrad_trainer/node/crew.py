@@ -3,6 +3,7 @@
 The supervisor tells a crew what the coordinator said; the crew tells its :class:`Listener` what the coordinator should hear.
 """
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Cause, Go
 from evergrad_trainer.elastic import channel as say
-from evergrad_trainer.node.failures import describe_end
+from evergrad_trainer.node.ends import HostTrouble, WorkerEnd, describe_lasting_end
 from evergrad_trainer.node.workers import Worker
 
 _log = logging.getLogger(__name__)
@@ -59,8 +60,30 @@ class Listener(Protocol):
     def departed(self, *, is_saved: bool) -> None:
         """All workers have left as they were told."""
 
-    def gone(self, message: str) -> None:
-        """This node cannot have workers at all."""
+    def gone(self, message: str, *, kind: ErrorKind) -> None:
+        """This node cannot have workers, or no longer; ``kind`` says whether another host could."""
+
+
+class Crew(Protocol):
+    """The workers of one node, as its supervisor knows them."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def place(self) -> Go | None: ...
+    @property
+    def is_empty(self) -> bool: ...
+    def start(self) -> None: ...
+    def change(
+        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
+    ) -> None: ...
+    def begin(self, go: Go) -> None: ...
+    def depart(self, generation: int | None, *, save: bool) -> None: ...
+    def finish(self, exit_code: int) -> None: ...
+    def kill(self) -> None: ...
+    def hear(self, worker: Worker, record: say.Record) -> None: ...
+    def end(self, worker: Worker, exit_code: int) -> None: ...
+    def tick(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,6 +116,7 @@ class InProcessCrew:
         self._workers: dict[int, Worker] = {}
         self._serial = 0
         self._failed_starts = 0
+        self._trouble = HostTrouble()
         self._change = say.Change(-1, hard=False)
         self._asked_at = 0.0
         self._cause = ""
@@ -247,18 +271,30 @@ class InProcessCrew:
         worker.state = "ended"
         if was_inside and self._inside is not None and worker.inside_generation == self._inside.generation:
             self._inside = None
-        self._report_end(worker, exit_code, was_inside=was_inside)
+        end = self._describe(worker, exit_code)
+        if was_inside or end.is_final:
+            self._report(worker, end)
         if was_warm:
             self._listener.capacity_changed()
             self._check_ready()
-            self._later(RESTART_SECONDS, worker.local_rank)
+            self._replace(worker, end)
             return
         self._failed_starts += 1
         if self._failed_starts >= _FAILED_STARTS:
-            why = worker.failure.text if worker.failure else describe_end(exit_code, was_oom=False)
-            self._listener.gone(f"{self._failed_starts} workers in a row ended before they could train; the last one: {why}")
+            text = f"{self._failed_starts} workers in a row ended before they could train; the last one: {end.text}"
+            self._listener.gone(text, kind=end.kind)
             return
         self._later(min(_LONGEST_PAUSE, 0.2 * 2.0**self._failed_starts), worker.local_rank)
+
+    def _replace(self, worker: Worker, end: WorkerEnd) -> None:
+        """Start another worker in the place of one that had trained, unless this host has failed too often."""
+        pause: float | None = RESTART_SECONDS
+        if end.kind is ErrorKind.ENVIRONMENT:
+            pause = self._trouble.note(end.step)
+        if pause is None:
+            self._listener.gone(f"workers failed again and again; the last one: {end.text}", kind=end.kind)
+        else:
+            self._later(pause, worker.local_rank)
 
     def tick(self) -> None:
         """Now and then: start workers whose time has come, find those that are frozen or stuck."""
@@ -322,26 +358,23 @@ class InProcessCrew:
         worker.failure = record
         worker.step = record.step
 
-    def _report_end(self, worker: Worker, exit_code: int, *, was_inside: bool) -> None:
-        failure = worker.failure
-        is_final = failure is not None and failure.is_final
-        if not was_inside and not is_final:
-            return
-        oom = worker.was_oom_killed()
+    def _describe(self, worker: Worker, exit_code: int) -> WorkerEnd:
+        """How a worker ended that nobody had asked to."""
         step, slot = worker.pulse.step, worker.pulse.slot
-        text = f"{failure.error}: {failure.text}" if failure else describe_end(exit_code, was_oom=oom)
-        if failure is None and step >= 0:
-            text += f" in step {step}, slot {slot}; its samples are {self._describe_place(step, slot)}"
-        cause = "user_error" if failure else "out_of_memory" if oom else "stuck" if worker.was_killed else "worker_crash"
+        place = f" in step {step}, slot {slot}; its samples are {self._describe_place(step, slot)}" if step >= 0 else ""
+        end = describe_lasting_end(worker, exit_code, place=place)
+        return dataclasses.replace(end, step=step)
+
+    def _report(self, worker: Worker, end: WorkerEnd) -> None:
         self._listener.broken(
             BrokenGroup(
                 max(worker.inside_generation, 0),
-                cause,  # type: ignore[arg-type]
+                end.cause,
                 rank=worker.rank,
-                step=step,
-                exit_code=exit_code,
-                message=text[: say.MAX_TEXT],
-                is_final=is_final or (failure is not None and failure.is_agreed),
+                step=end.step,
+                exit_code=end.exit_code,
+                message=end.text,
+                is_final=end.is_final,
             )
         )
 

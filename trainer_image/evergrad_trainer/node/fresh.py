@@ -5,18 +5,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Broken as BrokenGroup
-from evergrad_coordinator.protocol import Cause, Done, Go, Result
+from evergrad_coordinator.protocol import Done, Go, Result
 from evergrad_trainer.elastic import channel as say
-from evergrad_trainer.elastic.lost_peers import is_lost_peer
 from evergrad_trainer.node.crew import Listener
-from evergrad_trainer.node.failures import describe_end
+from evergrad_trainer.node.ends import HostTrouble, Why, WorkerEnd, describe_worker_end
 from evergrad_trainer.node.workers import Worker
 
 _HARD_SECONDS = 0.3
 """A worker of a group that is gone has nothing to save: so long it may take to end by itself."""
-_CLEAN = (ExitCode.DONE, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
 
 
 class FreshListener(Listener, Protocol):
@@ -52,7 +50,11 @@ class FreshCrew:
         self._go: Go | None = None
         self._generation = -1
         self._answered = -1
-        self._codes: dict[int, int] = {}
+        self._ends: dict[int, WorkerEnd] = {}
+        """Of the running group's workers, by local rank."""
+        self._trouble = HostTrouble()
+        self._ready_at = float("-inf")
+        """Before that time no group begins here: what failed is tried again after a pause."""
         self._is_stopping = False
         self._kill_at: float | None = None
         self._is_ending = False
@@ -93,7 +95,7 @@ class FreshCrew:
 
     def begin(self, go: Go) -> None:
         """Start this generation's workers with torchrun's variables."""
-        self._go, self._codes, self._is_stopping, self._kill_at = go, {}, False, None
+        self._go, self._ends, self._is_stopping, self._kill_at = go, {}, False, None
         for local_rank in range(go.workers):
             self._serial += 1
             worker = self._start_process(local_rank, self._serial, _variables(go, local_rank))
@@ -135,21 +137,35 @@ class FreshCrew:
         if self._workers.get(worker.local_rank) is worker:
             del self._workers[worker.local_rank]
         worker.state = "ended"
-        self._codes[worker.local_rank] = exit_code
-        if self._is_stopping:
-            self._are_saved = self._are_saved and exit_code in (ExitCode.DONE, ExitCode.STOPPED_SAVED)
-        elif exit_code not in _CLEAN and self._go is not None:
-            self._listener.broken(self._describe(worker, exit_code, self._go))
+        world_size = 1 if self._go is None else self._go.world_size
+        end = describe_worker_end(worker, exit_code, was_asked=self._is_stopping, world_size=world_size)
+        self._ends[worker.local_rank] = end
+        if end.why is Why.ASKED:
+            self._are_saved = self._are_saved and end.is_saved
+        elif end.why in (Why.FAILED, Why.LEASE_LOST) and self._go is not None:
+            self._listener.broken(_broken(worker, end, self._go))
+            if end.kind is ErrorKind.ENVIRONMENT and not self._note_trouble(end):
+                return
             # Its siblings' group is gone too.
             self._stop(_HARD_SECONDS, is_asking=True)
         if not self._workers:
             self._all_ended()
+
+    def _note_trouble(self, end: WorkerEnd) -> bool:
+        """Whether this host tries once more."""
+        pause = self._trouble.note(end.step)
+        if pause is None:
+            self._listener.gone(f"workers failed again and again; the last one: {end.text}", kind=end.kind)
+            return False
+        self._ready_at = time.monotonic() + pause
+        return True
 
     def tick(self) -> None:
         """Now and then: end workers that have had their time."""
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             for worker in self._workers.values():
                 worker.kill()
+        self._check_ready()
 
     def _stop(self, seconds: float, *, is_asking: bool) -> None:
         deadline = time.monotonic() + seconds
@@ -160,22 +176,25 @@ class FreshCrew:
                 worker.send_signal(signal.SIGTERM)
 
     def _all_ended(self) -> None:
-        go, codes = self._go, set(self._codes.values())
-        was_asked, self._is_stopping, self._kill_at = self._is_stopping, False, None
+        go, ends = self._go, self._ends.values()
+        self._is_stopping, self._kill_at = False, None
         self._check_gone()
         if self._is_ending or go is None:
             return
-        if not was_asked and codes == {int(ExitCode.DONE)}:
+        whys = {end.why for end in ends}
+        if whys == {Why.DONE}:
             self._listener.done(Done(go.generation))
             return
         self._go = None
-        if not was_asked and codes <= {int(code) for code in _CLEAN}:
-            worst = ExitCode.STOPPED_UNSAVED if int(ExitCode.STOPPED_UNSAVED) in codes else ExitCode.STOPPED_SAVED
-            self._listener.stopped(Result(go.generation, 0, int(worst), "stopped"))
+        if whys <= {Why.DONE, Why.RUN_STOP}:
+            is_unsaved = any(end.exit_code == ExitCode.STOPPED_UNSAVED for end in ends)
+            code = ExitCode.STOPPED_UNSAVED if is_unsaved else ExitCode.STOPPED_SAVED
+            self._listener.stopped(Result(go.generation, 0, int(code), "stopped"))
         self._check_ready()
 
     def _check_ready(self) -> None:
-        if not self._workers and self._generation > self._answered and not self._is_ending:
+        is_asked = self._generation > self._answered and not self._is_ending
+        if not self._workers and is_asked and time.monotonic() >= self._ready_at:
             self._answered = self._generation
             self._go = None
             self._listener.ready(self._generation, workers=self._num_workers, step=-1)
@@ -185,23 +204,18 @@ class FreshCrew:
             self._is_departing = False
             self._listener.departed(is_saved=self._are_saved)
 
-    def _describe(self, worker: Worker, exit_code: int, go: Go) -> BrokenGroup:
-        failure, oom = worker.failure, worker.was_oom_killed()
-        text = f"{failure.error}: {failure.text}" if failure else describe_end(exit_code, was_oom=oom)
-        cause: Cause = "out_of_memory" if oom else "worker_crash" if failure is None else "user_error"
-        if failure is None and worker.last_lines is not None and exit_code > 0:
-            text = f"{text}; it said: {worker.last_lines()}"
-        if is_lost_peer(text, world_size=go.world_size):
-            cause = "peer_lost"
-        return BrokenGroup(
-            go.generation,
-            cause,
-            rank=worker.rank,
-            step=-1 if failure is None else failure.step,
-            exit_code=exit_code,
-            message=text[: say.MAX_TEXT],
-            is_final=(failure is not None and failure.is_final) or exit_code == ExitCode.USER_ERROR,
-        )
+
+def _broken(worker: Worker, end: WorkerEnd, go: Go) -> BrokenGroup:
+    """What the coordinator is told of a worker that its group must do without."""
+    return BrokenGroup(
+        go.generation,
+        end.cause,
+        rank=worker.rank,
+        step=end.step,
+        exit_code=end.exit_code,
+        message=end.text,
+        is_final=end.is_final,
+    )
 
 
 def _variables(go: Go, local_rank: int) -> dict[str, str]:

@@ -29,12 +29,13 @@ from evergrad_trainer.elastic.board import NodeBoard
 from evergrad_trainer.elastic.channel import Channel
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.inprocess import run_worker
-from evergrad_trainer.node.crew import Bounds, InProcessCrew
+from evergrad_trainer.node.crew import Bounds, Crew, InProcessCrew
 from evergrad_trainer.node.fresh import FreshCrew
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.scripts import can_fork, run_script
-from evergrad_trainer.node.supervisor import Crew, NodeSettings, Supervisor
+from evergrad_trainer.node.settings import NodeSettings
+from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.workers import Captures, StartMethod, Worker, WorkerOrder, start_worker
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter

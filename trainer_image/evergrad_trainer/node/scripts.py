@@ -16,6 +16,7 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.config.script import Script, program_path, worker_command, working_directory_of
 from evergrad_trainer.elastic.channel import MAX_TEXT, Channel, Failed
 from evergrad_trainer.elastic.pulse import Pulse
+from evergrad_trainer.host_trouble import kind_of_script_error
 
 _log = logging.getLogger(__name__)
 _WORTH_PRELOADING = ("torch", "numpy", "transformers", "accelerate", "datasets", "torchvision", "lightning")
@@ -81,7 +82,9 @@ def can_fork() -> str | None:
 
 def _tell(channel: Channel, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
-    channel.send(Failed(-1, -1, 1, type(error).__name__, f"{error}\n{text}"[:MAX_TEXT], is_final=False, is_agreed=False))
+    said = f"{error}\n{text}"[:MAX_TEXT]
+    kind = kind_of_script_error(error).value
+    channel.send(Failed(-1, -1, 1, type(error).__name__, said, is_final=False, is_agreed=False, kind=kind))
 
 
 def _exit_code(stop: SystemExit) -> int:

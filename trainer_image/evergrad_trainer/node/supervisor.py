@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import gc
 import logging
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -31,7 +29,6 @@ from evergrad_coordinator.protocol import (
     Plan,
     ProtocolError,
     Ready,
-    Recovery,
     Refused,
     Result,
     Up,
@@ -39,11 +36,12 @@ from evergrad_coordinator.protocol import (
 )
 from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.errors import EvergradError, HostError
-from evergrad_trainer.node.crew import LOCAL_GENERATION
+from evergrad_trainer.node.crew import LOCAL_GENERATION, Crew
 from evergrad_trainer.node.failures import kind_of, write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.output import WorkerOutput
 from evergrad_trainer.node.progress import ProgressSender
+from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.stopping import StopRequests
 from evergrad_trainer.node.tasks import TaskWatch
 from evergrad_trainer.node.workers import Worker, adopt_orphans, end_orphans, name_process
@@ -54,57 +52,14 @@ _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _UNREACHABLE_SECONDS = 3.0
 """After so long without the coordinator a node that must go leaves on its own."""
+_REFUSED_SECONDS = (1.0, 2.0, 4.0)
+"""Pauses before a node that was refused asks again; then it leaves its place to another host."""
 _TURNS = 8
 """Of the event loop, from the end of a process until what it had said is read: a connection is accepted first."""
 _KILL_SECONDS = 10.0
 """How long workers may take to end once the run is over …"""
 _KILLED_SECONDS = 1.0
 """… and once they are killed."""
-
-
-@dataclass(frozen=True)
-class NodeSettings:
-    """What one node is and where it belongs.
-
-    ``address``: where other nodes reach this one. ``grace_seconds``: from SIGTERM to leaving on its own. ``shares_host``: other
-    nodes have the same ports.
-    """
-
-    run: str
-    node: str
-    coordinator_host: str
-    coordinator_port: int
-    address: str
-    recovery: Recovery
-    run_directory: Path
-    token: str = ""
-    fingerprint: dict[str, str] = field(default_factory=dict)
-    grace_seconds: float = 25.0
-    termination_log: Path | None = None
-    forwards_output: bool = True
-    shares_host: bool = False
-
-
-class Crew(Protocol):
-    """The node's workers: see :mod:`evergrad_trainer.node.crew`."""
-
-    @property
-    def capacity(self) -> int: ...
-    @property
-    def place(self) -> Go | None: ...
-    @property
-    def is_empty(self) -> bool: ...
-    def start(self) -> None: ...
-    def change(
-        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
-    ) -> None: ...
-    def begin(self, go: Go) -> None: ...
-    def depart(self, generation: int | None, *, save: bool) -> None: ...
-    def finish(self, exit_code: int) -> None: ...
-    def kill(self) -> None: ...
-    def hear(self, worker: Worker, record: say.Record) -> None: ...
-    def end(self, worker: Worker, exit_code: int) -> None: ...
-    def tick(self) -> None: ...
 
 
 class Supervisor:
@@ -116,13 +71,9 @@ class Supervisor:
         self._on_tick = on_tick
         self._metrics = metrics
         self.incarnation = uuid.uuid4().hex
-        self._client = CoordinatorClient(
-            settings.coordinator_host,
-            settings.coordinator_port,
-            hello=self._hello,
-            on_message=self._on_message,
-            on_connected=self._on_connected,
-        )
+        self._client = self._new_client()
+        self._num_refusals = 0
+        """Since the last welcome."""
         self._crew: Crew
         self._outputs: dict[int, WorkerOutput] = {}
         self._pids: set[int] = set()
@@ -143,6 +94,10 @@ class Supervisor:
         self._tasks = TaskWatch(self._fail)
         self._done: Done | None = None
         self._up: Up | None = None
+        self._broken: Broken | None = None
+        """The last that was reported: it may have found nobody who listened."""
+        self._said: Had | None = None
+        """The place that the newest hello named."""
         self._is_draining = False
 
     async def run(self, crew: Crew) -> int:
@@ -172,7 +127,7 @@ class Supervisor:
     async def _serve(self, crew: Crew) -> None:
         try:
             self._tasks.call(crew.start)
-            self._tasks.begin(self._client.run(), "conversation with the coordinator", is_endless=True)
+            self._tasks.begin(self._converse(), "conversation with the coordinator", is_endless=True)
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._over.wait()
             await self._end_workers()
@@ -255,6 +210,7 @@ class Supervisor:
         if message.cause != "peer_lost":
             self._note_cause(kind_of(message), f"node {self._settings.node}, rank {message.rank}: {message.message}")
             self._say(f"rank {message.rank} {message.message}" if message.exit_code is not None else message.message)
+        self._broken = message
         self._send(message)
 
     def ended(self, record: say.Ended) -> None:
@@ -326,16 +282,35 @@ class Supervisor:
         self._send(Left(self._known_generation, is_saved))
         self._stop(ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED)
 
-    def gone(self, message: str) -> None:
-        self._note_cause(ErrorKind.INTERNAL, f"node {self._settings.node}: {message}")
+    def gone(self, message: str, *, kind: ErrorKind) -> None:
+        self._note_cause(kind, f"node {self._settings.node} on host {socket.gethostname()}: {message}")
         print(f"error: {self._root_cause}", file=sys.stderr, flush=True)
         self._stop(ExitCode.INTERNAL)
 
     # ---- the coordinator ---------------------------------------------------------------------------------------------
 
+    def _new_client(self) -> CoordinatorClient:
+        return CoordinatorClient(
+            self._settings.coordinator_host,
+            self._settings.coordinator_port,
+            hello=self._hello,
+            on_message=self._on_message,
+            on_connected=self._on_connected,
+        )
+
+    async def _converse(self) -> None:
+        """Speak with the coordinator until the run is over. A refusal may be of this moment: it is asked again some times."""
+        await self._client.run()
+        while not self._over.is_set() and 0 < self._num_refusals <= len(_REFUSED_SECONDS):
+            await asyncio.sleep(_REFUSED_SECONDS[self._num_refusals - 1])
+            self._client = self._new_client()
+            await self._client.run()
+        if self._num_refusals:
+            self._stop(ExitCode.INTERNAL)
+
     def _hello(self) -> Hello:
         place, settings = self._crew.place, self._settings
-        had = None if place is None else Had(place.generation, place.first_rank, place.workers, place.world_size)
+        self._said = had = None if place is None else Had(place.generation, place.first_rank, place.workers, place.world_size)
         return Hello(
             run=settings.run,
             node=settings.node,
@@ -353,7 +328,11 @@ class Supervisor:
         self._is_cut_off = False
         # A worker may have become warm between hello and welcome.
         self._send(Capacity(self._crew.capacity))
-        place = self._crew.place
+        place, said = self._crew.place, self._said
+        if said is not None and (place is None or place.generation != said.generation):
+            # A hello may wait long for a coordinator that stood still: the group that it named is left by now.
+            gone = Broken(said.generation, "peer_lost", message="the node left its group while the coordinator was away")
+            self._send(self._broken if self._broken is not None and self._broken.generation == said.generation else gone)
         if self._up is not None and place is not None and place.generation == self._up.generation:
             self._send(self._up)
         self._progress.flush()
@@ -367,6 +346,7 @@ class Supervisor:
     def _on_message(self, message: Message) -> None:
         match message:
             case Welcome():
+                self._num_refusals = 0
                 self._lease_seconds = message.lease_seconds
                 self._known_generation = max(self._known_generation, message.generation)
             case Plan():
@@ -398,9 +378,11 @@ class Supervisor:
                     print(message.message, file=sys.stderr, flush=True)
                 self._stop(message.exit_code)
             case Refused():
+                self._num_refusals += 1
                 print(f"error: {message.message}", file=sys.stderr, flush=True)
-                self._note_cause(ErrorKind.ENVIRONMENT, message.message)
-                self._stop(message.exit_code)
+                # It concerns this host or its image: another one may be let in, and the run is not to blame.
+                text = f"node {self._settings.node} on host {socket.gethostname()} was refused: {message.message}"
+                self._note_cause(ErrorKind.ENVIRONMENT, text)
 
     # ---- signals and time --------------------------------------------------------------------------------------------
 

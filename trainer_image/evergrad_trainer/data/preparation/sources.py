@@ -13,6 +13,7 @@ import xxhash
 
 from evergrad_trainer.config.training import Source, Training
 from evergrad_trainer.errors import DataError, Problem, raise_if
+from evergrad_trainer.host_trouble import is_host_trouble
 
 OnBytes = Callable[[int], None]
 
@@ -110,7 +111,8 @@ def source_problems(source: SourceFile) -> list[Problem]:
     except FileNotFoundError:
         return [Problem(str(source.path), "does not exist", named, "Check the path; it is relative to the manifest's directory")]
     except OSError as error:
-        return [Problem(str(source.path), "cannot be read", f"{error.strerror} ({named})", "Check the path and its permissions")]
+        why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
+        return [Problem(str(source.path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error))]
     if stat.S_ISDIR(found.st_mode):
         return [Problem(str(source.path), "is a directory", named, "Name one file; several files are several sources")]
     if not stat.S_ISREG(found.st_mode):

@@ -1,0 +1,64 @@
+"""Which errors of the operating system are trouble of one host or one moment, and not a mistake of the run's author."""
+
+import errno
+from typing import Final
+
+from evergrad_coordinator.contract import ErrorKind
+from evergrad_trainer.errors import HostError, InputError
+
+HOST_ERRNOS: Final = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.ENODEV,
+        errno.ENXIO,
+        errno.EROFS,
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EBUSY,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.EREMOTEIO,
+    }
+)
+"""A mount, a volume, a disk, or this process's share of its machine. Not ENOENT: what a file names should be there."""
+
+
+_VOLUME_ERRNOS: Final = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO})
+
+
+def is_host_trouble(error: BaseException) -> bool:
+    """Whether another host, or this one later, may do better."""
+    return isinstance(error, OSError) and error.errno in HOST_ERRNOS
+
+
+def describe_host_trouble(error: BaseException) -> str | None:
+    """What is wrong with this host, where that is all that ``error`` is about; None where a person must mend something."""
+    if isinstance(error, HostError):
+        return str(error)
+    if isinstance(error, InputError) and error.problems and all(problem.is_of_host for problem in error.problems):
+        return str(error)
+    cause: BaseException | None = error
+    # An error of ours that was raised from one of the operating system.
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return str(error) if cause is not None and is_host_trouble(cause) else None
+
+
+def kind_of_script_error(error: BaseException) -> ErrorKind:
+    """The kind of an exception that a script of the user's own ended with.
+
+    Only what a file system alone says counts as the host's: a service that does not answer, or a permission that was never
+    given, is more often the script's.
+    """
+    is_volume = isinstance(error, OSError) and error.errno in _VOLUME_ERRNOS
+    return ErrorKind.ENVIRONMENT if is_volume else ErrorKind.INTERNAL
