@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from elastic_helpers import STEPS, Cluster, elastic_recipe, fault
-from run_helpers import DONE, INTERNAL, STOPPED_UNSAVED, USER_ERROR, Experiment, checkpoints, steps_of, write_documents
+from run_helpers import DONE, INTERNAL, STOPPED_UNSAVED, Experiment, checkpoints, steps_of, write_documents
 
 MakeCluster = Callable[..., Cluster]
 
@@ -28,7 +28,7 @@ def test_a_node_of_another_run_is_refused_with_both_values(
     cluster.start_node(0)
     cluster.until(lambda: cluster.log("hello"), "the first node")
     stranger = cluster.start_node(1, sets=[change])
-    assert stranger.wait() == USER_ERROR, cluster.describe()
+    assert stranger.wait() == INTERNAL, cluster.describe()
     assert names in stranger.said() and "Traceback" not in stranger.said()
     if names == "other":
         assert "tiny" in stranger.last_words
