@@ -110,6 +110,7 @@ class Silence:
 
     ``attempt``: of its pod. ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: it did before.
     ``has_timed_out``: nothing came back; where a connection was refused, its host is alive and the kubelet starts it again.
+    ``is_alone``: most coordinators answer, so that it is not the operator that is cut off.
     """
 
     attempt: int
@@ -118,6 +119,7 @@ class Silence:
     message: str
     has_answered: bool
     has_timed_out: bool
+    is_alone: bool
 
     @property
     def text(self) -> str:

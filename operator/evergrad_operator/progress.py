@@ -5,6 +5,7 @@ Whatever answers there is not trusted: size, time and number are bounded, and wh
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import random
@@ -28,6 +29,7 @@ _FAST_CHANGES = ("step", "loss", "tokensPerSecond", "etaSeconds", "updatedSecond
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
 """Seconds of silence at which a run is looked at: it may be that its coordinator is gone, and no watch has told of it."""
 _JUST_AFTER: Final = 0.1
+_NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 @dataclass(frozen=True)
@@ -106,13 +108,15 @@ class Coordinators:
         if followed is None or followed.silent_since is None or followed.error is None:
             return None
         cause = _name_cause(followed.error)
+        silent = sum(one.silent_since is not None for one in self._followed.values())
         return Silence(
             attempt=followed.attempt,
             seconds=self._clock() - followed.silent_since,
             reason=Reason.COORDINATOR_UNAUTHORIZED if cause == "unauthorized" else Reason.COORDINATOR_UNREACHABLE,
             message=str(followed.error),
             has_answered=followed.has_answered,
-            has_timed_out=cause == "timeout",
+            has_timed_out=_has_nobody_answered(followed.error),
+            is_alone=2 * silent <= len(self._followed) or len(self._followed) == 1,
         )
 
     def num_followed(self) -> int:
@@ -248,6 +252,12 @@ def _name_cause(error: OperatorError) -> str:
     if isinstance(cause, ConnectionRefusedError):
         return "refused"
     return "unreachable" if isinstance(cause, OSError) else "bad_answer"
+
+
+def _has_nobody_answered(error: OperatorError) -> bool:
+    """Whether not even the host of the coordinator's pod has answered."""
+    cause = error.__cause__
+    return isinstance(cause, TimeoutError) or (isinstance(cause, OSError) and cause.errno in _NO_WAY)
 
 
 def _content_length(head: str) -> int:

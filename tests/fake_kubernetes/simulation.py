@@ -46,6 +46,7 @@ class FakeCoordinators(Coordinators):
         self.unheard: dict[Key, Mapping[str, Any]] = {}
         self.bounds: list[Bounds] = []
         self.silent_since: dict[Key, float] = {}
+        self.has_timed_out = False
 
     def answer(self, key: Key) -> Answer | None:
         followed = self._followed.get(key)
@@ -58,7 +59,8 @@ class FakeCoordinators(Coordinators):
             return None
         text = f"the coordinator at {followed.address} did not answer GET /status: TimeoutError"
         seconds = self.now() - since
-        return Silence(followed.attempt, seconds, "CoordinatorUnreachable", text, has_answered=True, has_timed_out=True)
+        reason, is_dead = "CoordinatorUnreachable", self.has_timed_out
+        return Silence(followed.attempt, seconds, reason, text, has_answered=True, has_timed_out=is_dead, is_alone=True)
 
     async def ask(self, key: Key) -> None:
         self.answers.update(self.unheard)
@@ -213,9 +215,10 @@ class Simulation:
         answer |= {"step": step, "totalSteps": 10, "loss": 2.0, "tokensPerSecond": 5.0, "restarts": {}, "lostSeconds": {}}
         self.coordinators.answers[KEY] = {**answer, "updatedSecondsAgo": 0.1, **more}
 
-    def fall_silent(self) -> None:
+    def fall_silent(self, *, is_host_dead: bool = False) -> None:
         """The coordinator answers no more; what it said last is known until the operator gives it up."""
         self.coordinators.silent_since[KEY] = self.now
+        self.coordinators.has_timed_out = is_host_dead
 
     @contextlib.contextmanager
     def by_others(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Which pods a training run should have: one live pod a node, one coordinator, nobody above the bounds."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from evergrad_operator.decision import Bounds, PodDeletion
 from evergrad_operator.images import pin_image
@@ -9,6 +10,9 @@ from evergrad_operator.pods import PodState
 from evergrad_operator.policies.failure import is_backing_off
 from evergrad_operator.policies.lifecycle import earliest, remove
 from evergrad_operator.policies.situation import Situation
+
+COORDINATOR_SILENCE_SECONDS: Final = 10.0
+"""After so long without an answer a coordinator is replaced: its nodes wait no longer for it either."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ def decide_scale(situation: Situation) -> Scale:
     visible = {pod.index: pod.attempt for pod in situation.nodes}  # sorted: the highest attempt of each comes last
     coordinator, epoch = _find_coordinator(situation)
     older = [pod for pod in situation.observation.coordinators if not pod.is_deleting and pod.attempt < epoch]
+    # Its successor is made once it is being deleted: that stands in the API server, whatever becomes of this operator.
+    older += [pod for pod in (situation.observation.live_coordinator,) if pod is not None and _is_lost(pod, situation)]
     return Scale(
         nodes_to_create=tuple((index, 1 + max(visible.get(index, -1), situation.memory.attempt_of(index))) for index in due),
         pods_to_delete=remove((*surplus, *_find_old(situation))) + remove(older),
@@ -99,6 +105,18 @@ def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
         is_still_to_be_made = own.uid == situation.run.uid and (memory.is_known or not situation.nodes)
         following = max(following, own.epoch if is_still_to_be_made else own.epoch + 1)
     return following, following
+
+
+def _is_lost(coordinator: PodState, situation: Situation) -> bool:
+    """Whether a coordinator served, and nothing has come from its host for longer than its nodes wait for it.
+
+    Kubernetes gives up a pod on a dead host after 45 s and more; the next coordinator takes the group over as it is. One that has
+    never answered is kept: it may be the operator that cannot reach it. The same holds while most others are silent, too.
+    """
+    silence = situation.observation.silence
+    if silence is None or silence.attempt != coordinator.attempt or silence.seconds < COORDINATOR_SILENCE_SECONDS:
+        return False
+    return silence.has_answered and silence.has_timed_out and silence.is_alone
 
 
 def _find_old(situation: Situation) -> list[PodState]:
