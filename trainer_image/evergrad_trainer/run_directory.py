@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_trainer.errors import Problem, RunDirectoryError
+from evergrad_trainer.errors import Problem, RunDirectoryError, VolumeError
+from evergrad_trainer.volume import PASSING, volume_error
 
 _REASONS = {
-    errno.ENOSPC: ("no space is left on the device", "Free some space, or move the run to a larger volume, and start again"),
-    errno.EDQUOT: ("the disk quota is used up", "Free some space or raise the quota, and start again"),
     errno.EROFS: ("the file system is read-only", "Choose a directory that can be written"),
     errno.EACCES: ("permission is denied", "Choose a directory this user can write, or change its permissions"),
     errno.EPERM: ("the operation is not permitted", "Choose a directory this user can write"),
@@ -24,20 +23,23 @@ _REASONS = {
     errno.EEXIST: ("a file of that name is in the way", "Choose another path, or move that file away"),
     errno.ENOENT: ("it does not exist", "Check the path"),
     errno.EFBIG: ("the file would be larger than this process may write", "Raise the file size limit"),
-    errno.EIO: ("the device reports an input/output error", "Check the volume"),
-    errno.ESTALE: ("the network file system lost the file", "Check the volume and start again"),
 }
 
 
-def run_directory_error(error: OSError, path: Path | str, *, what: str) -> RunDirectoryError:
-    """The user's view of an OSError: which path, ``what`` could not be done, why, and what helps."""
+def run_directory_error(error: OSError, path: Path | str, *, what: str) -> RunDirectoryError | VolumeError:
+    """The user's view of an OSError: which path, ``what`` could not be done, why, and what helps.
+
+    A VolumeError where the path may be fine at another moment or on another host.
+    """
+    if error.errno in PASSING:
+        return volume_error(error, path, what)
     reason, remedy = _REASONS.get(error.errno or 0, (error.strerror or type(error).__name__, "Check the path and the volume"))
     return RunDirectoryError(Problem(str(path), what, reason, remedy))
 
 
 @contextmanager
 def reported(path: Path | str, *, what: str) -> Iterator[None]:
-    """Turn an OSError inside the block into a RunDirectoryError that names ``path``."""
+    """Turn an OSError inside the block into a RunDirectoryError, or a VolumeError, that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -301,8 +303,8 @@ class RunDirectory:
             self.complete.unlink(missing_ok=True)
 
     def stop_requested(self) -> bool:
-        """Whether somebody made the stop file. One ``stat``."""
-        return self.stop.exists()
+        """Whether somebody made the stop file. One ``stat``; a volume that is away for a moment has none."""
+        return os.path.exists(self.stop)
 
     def consume_stop_file(self) -> StopRequest | None:
         """Remove the stop file and return what it said, or None without one. Raises RunDirectoryError."""

@@ -1,13 +1,14 @@
 """Claims of a run directory and the fence."""
 
+import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.checkpoint.generations import check_fence, claim_generation, newest_generation
-from evergrad_trainer.errors import FencedError, RunDirectoryError
+from evergrad_trainer.checkpoint.generations import check_fence, claim_exactly, claim_generation, newest_generation
+from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
 
 
 def test_generations_count_from_one_and_leave_a_file_each(tmp_path: Path) -> None:
@@ -41,3 +42,40 @@ def test_a_directory_that_cannot_be_made_is_an_error_of_the_run_directory(tmp_pa
     (tmp_path / "file").touch()
     with pytest.raises(RunDirectoryError, match="this start cannot be recorded"):
         claim_generation(tmp_path / "file" / "checkpoints")
+
+
+def test_a_claim_is_tried_again_while_the_volume_is_away_and_may_find_its_own_first_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first try dies after its file was made, the second before."""
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    fsync, failures = os.fsync, [errno.EIO, errno.ESTALE]
+
+    def fail(descriptor: int) -> None:
+        if failures:
+            number = failures.pop()
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    claim_exactly(tmp_path, 5)
+    assert newest_generation(tmp_path) == 5
+    with pytest.raises(FencedError):
+        claim_exactly(tmp_path, 5)
+    with pytest.raises(FencedError):
+        claim_exactly(tmp_path, 4)
+    failures += [errno.EDQUOT]
+    assert claim_generation(tmp_path) >= 6
+
+
+def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    for claim in (claim_generation, lambda directory: claim_exactly(directory, 1000)):
+        with pytest.raises(VolumeError, match="this start cannot be recorded; No space left") as raised:
+            claim(tmp_path)
+        assert raised.value.exit_code == 70

@@ -17,8 +17,10 @@ import torch
 from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import Identity
+from evergrad_trainer.checkpoint.manifest import Manifest
+from evergrad_trainer.checkpoint.store import Candidate
 from evergrad_trainer.checkpoint.weights import read_plain_state
-from evergrad_trainer.errors import CheckpointError, FencedError, SaveError
+from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
 
 MakeSolo = Callable[..., Any]
 MakeState = Callable[[int], dict[str, torch.Tensor]]
@@ -560,3 +562,42 @@ def test_abandoning_reports_a_save_that_ends_in_time_and_leaves_one_that_does_no
     for step in (20, 30):
         weight = read_plain_state(stuck.directory / f"step-{step}")["model.weight"]
         assert torch.equal(weight, make_state(step)["model.weight"])
+
+
+def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_away_is_the_hosts(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the checkpoints would be called lost, and the run would end for good."""
+    make_solo().save(10)
+    solo = make_solo()
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    library = solo.manager._store.library
+    scan, failures = library.scan, [errno.ESTALE, errno.EIO]
+
+    def fail() -> list[Candidate]:
+        if failures:
+            number = failures[0] if len(failures) == 1 and failures[0] == errno.ETIMEDOUT else failures.pop()
+            raise OSError(number, os.strerror(number))
+        return scan()
+
+    monkeypatch.setattr(library, "scan", fail)
+    assert solo.restore() == 10
+    failures.append(errno.ETIMEDOUT)
+    with pytest.raises(VolumeError, match="the checkpoints cannot be listed") as raised:
+        solo.restore()
+    assert raised.value.exit_code == 70
+
+
+def test_checkpoints_that_cannot_be_read_are_not_called_lost(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_solo().save(10)
+    solo = make_solo()
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
+    library = solo.manager._store.library
+
+    def fail(name: str, *, checksums: bool) -> Manifest:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(library, "validate", fail)
+    with pytest.raises(VolumeError, match="the checkpoint cannot be read"):
+        solo.restore()
+    assert solo.names() == ["step-10"]

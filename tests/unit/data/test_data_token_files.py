@@ -1,10 +1,12 @@
 """Windows of prepared token files: every token once as a label, whatever the shards; files that break underneath."""
 
+import errno
 import gc
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from evergrad_trainer.data import token_files
 from evergrad_trainer.data.prepared import Dtype, Shard, TokenSequence
 from evergrad_trainer.data.token_files import TokenReader, count_windows
-from evergrad_trainer.errors import DataError
+from evergrad_trainer.errors import DataError, VolumeError
 
 END = 256
 
@@ -138,3 +140,60 @@ def test_threads_may_share_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for thread in threads:
         thread.join()
     assert wrong == []
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between tries, which take no time here."""
+    made: list[float] = []
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", made.append)
+    return made
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, number: int, times: int) -> list[int]:
+    """``os.preadv`` raises so often first; the descriptors it was called with."""
+    read, called = os.preadv, list[int]()
+
+    def fail(descriptor: int, *arguments: Any) -> int:
+        called.append(descriptor)
+        if len(called) <= times:
+            raise OSError(number, os.strerror(number))
+        return read(descriptor, *arguments)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    return called
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_a_volume_that_fails_for_a_moment_is_read_again_with_the_file_opened_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float], number: int
+) -> None:
+    reader = reader_of(write_shards(tmp_path, [40]), 8)
+    opened, open_ = list[Any](), os.open
+    monkeypatch.setattr(os, "open", lambda *arguments: opened.append(arguments) or open_(*arguments))
+    failing(monkeypatch, number, 3)
+    assert reader.read([1]).tokens.tolist() == [list(range(8, 17))]
+    assert len(opened) == 4 and pauses == sorted(pauses) and len(pauses) == 3
+
+
+def test_a_volume_that_stays_away_is_trouble_of_the_host_and_no_mistake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    reader = reader_of(write_shards(tmp_path, [40]), 8)
+    failing(monkeypatch, errno.ESTALE, 10**6)
+    with pytest.raises(VolumeError, match="tokens: cannot be read; Stale file handle") as raised:
+        reader.read([1])
+    assert raised.value.exit_code == 70
+    assert 15 < sum(pauses) < 60
+
+
+def test_a_file_that_seems_too_short_is_looked_at_again_before_it_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pauses: list[float]
+) -> None:
+    sequence = write_shards(tmp_path, [40])
+    path = sequence.shards[0].path
+    whole = path.read_bytes()
+    os.truncate(path, 20)
+    # The client learns of the whole file during the pause.
+    monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: path.write_bytes(whole))
+    assert reader_of(sequence, 8).read([1]).tokens.tolist() == [list(range(8, 17))]

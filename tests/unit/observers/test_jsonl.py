@@ -1,18 +1,21 @@
 """The JSON-lines writers and what reads them back."""
 
+import errno
 import json
 import math
+import os
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.events import event_row, parse_event_row, saved_step
 from evergrad_trainer.observers.history import StepTable, read_before, read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
-from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.run_directory import JsonLines, RunDirectory
 
 
 @pytest.fixture
@@ -107,12 +110,67 @@ def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -
     assert stop.fields == {"reason": "signal"}
 
 
-def test_a_full_disk_names_the_file_and_keeps_whole_lines() -> None:
+class Volume:
+    """``os.write`` and ``os.fsync`` of a volume that may be full, and a clock."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, number: int = errno.EDQUOT) -> None:
+        self.now = 0.0
+        self.is_away = False
+        self.tries = 0
+        self._number = number
+        write, fsync = os.write, os.fsync
+        monkeypatch.setattr(os, "write", lambda descriptor, data: self._call(write, descriptor, data))
+        monkeypatch.setattr(os, "fsync", lambda descriptor: self._call(fsync, descriptor))
+
+    def _call(self, call: Any, *arguments: Any) -> Any:
+        self.tries += 1
+        if self.is_away:
+            raise OSError(self._number, os.strerror(self._number))
+        return call(*arguments)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_lines_wait_in_memory_while_the_volume_is_away_and_are_written_in_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    volume = Volume(monkeypatch, number)
+    writer = JsonLinesWriter(tmp_path / "rows.jsonl", clock=lambda: volume.now)
+    writer.write({"row": 0})
+    volume.is_away = True
+    for row in (1, 2, 3):
+        writer.write({"row": row})
+    assert volume.tries == 2, "each line tried the volume again"
+    volume.now += 1000
+    writer.write({"row": 4})
+    assert volume.tries == 3
+    assert [row["row"] for _, row in JsonLines(tmp_path / "rows.jsonl")] == [0]
+    volume.is_away, volume.now = False, 2000.0
+    writer.write({"row": 5})
+    assert [row["row"] for _, row in JsonLines(tmp_path / "rows.jsonl")] == list(range(6))
+    writer.close()
+
+
+def test_what_waits_for_a_volume_is_written_when_the_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume = Volume(monkeypatch)
+    writer = JsonLinesWriter(tmp_path / "rows.jsonl", clock=lambda: volume.now)
+    volume.is_away = True
+    writer.write({"row": 1})
+    volume.is_away = False
+    writer.close()
+    assert (tmp_path / "rows.jsonl").read_text() == '{"row":1}\n'
+
+
+def test_lines_that_wait_for_good_end_the_process_as_trouble_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("evergrad_trainer.observers.jsonl.LONGEST_WAITING_BYTES", 100)
+    monkeypatch.setattr("evergrad_trainer.observers.jsonl.CLOSING_SECONDS", 0.0)
     writer = JsonLinesWriter(Path("/dev/full"))
-    with pytest.raises(
-        RunDirectoryError, match=r"/dev/full: cannot be written; no space is left on the device\. Free some space"
-    ):
-        writer.write({"a": 1})
+    writer.write({"a": 1})
+    with pytest.raises(VolumeError, match="/dev/full: 2 lines wait to be written") as raised:
+        writer.write({"a": "x" * 200})
+    assert raised.value.exit_code == 70
+    with pytest.raises(VolumeError, match="/dev/full: cannot be brought to the disk"):
+        writer.close()
+    writer.close()
 
 
 def test_a_directory_in_the_place_of_a_file_is_refused(directory: RunDirectory) -> None:

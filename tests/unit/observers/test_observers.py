@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.errors import VolumeError
 from evergrad_trainer.observers.base import BaseObserver, Observers
 from evergrad_trainer.observers.history import read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
@@ -105,19 +105,17 @@ def test_the_warning_about_a_switched_off_observer_names_the_step_it_happened_at
 def test_an_essential_observer_stops_the_run_with_an_error_that_names_the_file(synthetic: ModuleType) -> None:
     observers = Observers([Essential({2}, OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl"))])
     observers.step_end(synthetic.step_record(1))
-    with pytest.raises(
-        RunDirectoryError, match=r"/runs/x/metrics\.jsonl: cannot be written by Essential; no space is left on the device"
-    ):
+    with pytest.raises(VolumeError, match=r"/runs/x/metrics\.jsonl: cannot be written by Essential; No space left on device"):
         observers.step_end(synthetic.step_record(2))
 
 
-def test_a_full_disk_under_the_run_log_reaches_the_loop(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_full_disk_under_the_run_log_stops_nothing(tmp_path: Path, synthetic: ModuleType) -> None:
     log = RunLog(RunDirectory(tmp_path))
     log._metrics.close()
     log._metrics = JsonLinesWriter(Path("/dev/full"))
     observers = Observers([log])
-    with pytest.raises(RunDirectoryError, match="/dev/full: cannot be written; no space is left"):
-        observers.step_end(synthetic.step_record(1))
+    observers.step_end(synthetic.step_record(1))
+    log._metrics._close_descriptor()
 
 
 def test_any_other_error_of_an_essential_observer_is_raised_as_it_is(synthetic: ModuleType) -> None:
@@ -145,7 +143,7 @@ def test_all_observers_are_closed_even_when_one_cannot_be(caplog: pytest.LogCapt
     assert heard == ["close"]
     heard.clear()
     observers = Observers([EssentialFailingClose(), Recorder(heard)])
-    with pytest.raises(RunDirectoryError, match="input/output error"):
+    with pytest.raises(VolumeError, match="Input/output error"):
         observers.close()
     assert heard == ["close"]
     observers.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.run_directory import (
     JsonLines,
     RunDirectory,
@@ -23,7 +23,7 @@ from evergrad_trainer.run_directory import (
 
 _SMALL_DISK = """
 import os, pathlib, subprocess, sys
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.run_directory import RunDirectory
 disk = pathlib.Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=20", "none", str(disk)], check=True)
@@ -146,14 +146,14 @@ directory.create()
 directory.write_resolved({"a": 1})
 try:
     directory.write_resolved({"a": "x" * 100_000})
-except RunDirectoryError as error:
+except VolumeError as error:
     print(error)
 print(directory.read_resolved(), sorted(path.name for path in directory.path.iterdir()))
 """,
         tmp_path,
     )
     message, rest = out.splitlines()
-    assert "run.json: cannot be written; no space is left on the device. Free some space, or move" in message
+    assert "run.json: cannot be written; No space left on device." in message
     assert rest == "{'a': 1} ['checkpoints', 'logs', 'run.json']"
 
 
@@ -176,9 +176,17 @@ for path in (disk / "run", disk / "other"):
 
 
 def test_every_known_cause_has_a_remedy() -> None:
-    for number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.EIO, errno.ENAMETOOLONG):
-        problem = run_directory_error(OSError(number, os.strerror(number)), "x", what="cannot be written").problems[0]
-        assert problem.why and problem.remedy and problem.path == "x"
+    for number in (errno.EROFS, errno.EACCES, errno.ENOTDIR, errno.ENAMETOOLONG):
+        error = run_directory_error(OSError(number, os.strerror(number)), "x", what="cannot be written")
+        assert isinstance(error, RunDirectoryError)
+        assert error.problems[0].why and error.problems[0].remedy and error.problems[0].path == "x"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
+def test_trouble_of_a_moment_is_the_hosts_and_not_a_mistake(number: int) -> None:
+    error = run_directory_error(OSError(number, os.strerror(number)), "x", what="cannot be written")
+    assert isinstance(error, VolumeError) and error.exit_code == 70 and error.kind == "environment"
+    assert str(error).startswith(f"x: cannot be written; {os.strerror(number)}. ")
 
 
 def _lines(path: Path) -> tuple[list[dict[str, object]], int]:

@@ -1,41 +1,61 @@
 """The fencing token on the volume: whoever claimed the highest generation may write, all others must stop."""
 
+import errno
 import json
 import os
 import socket
 import time
 from pathlib import Path
+from typing import Final
 
 from evergrad_trainer.checkpoint.files import fsync_directory, write_new
 from evergrad_trainer.checkpoint.layout import GENERATIONS, generation_name, parse_generation_name
-from evergrad_trainer.errors import FencedError, Problem, RunDirectoryError
+from evergrad_trainer.errors import FencedError, Problem, RunDirectoryError, VolumeError
+from evergrad_trainer.volume import retry, volume_error
 
 
 def claim_generation(directory: Path) -> int:
     """Claim the next free generation of a ``checkpoints`` directory, which is made if need be. Rank 0 of each start only.
 
-    The claim is durable when this returns. Raises RunDirectoryError if the directory cannot be written.
+    The claim is durable when this returns. Raises VolumeError if the directory cannot be written, RunDirectoryError if it can be
+    none.
     """
-    try:
+
+    def claim() -> int:
         (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
+        # A claim that failed half-way leaves a number that nobody uses.
         generation = _create_next(directory / GENERATIONS)
         fsync_directory(directory / GENERATIONS)
         fsync_directory(directory)
+        return generation
+
+    try:
+        return retry(claim, where=directory, what=_NOT_RECORDED)
     except OSError as error:
         raise _not_recorded(directory, error) from error
-    return generation
 
 
 def claim_exactly(directory: Path, generation: int) -> None:
     """Claim ``generation``, whose number somebody else has given out, for this process.
 
-    Raises FencedError if it or a newer one is claimed already, RunDirectoryError if the directory cannot be written.
+    Raises FencedError if it or a newer one is claimed already, VolumeError if the directory cannot be written, RunDirectoryError
+    if it can be none.
     """
-    try:
+    path, mine, has_begun = directory / GENERATIONS / generation_name(generation), _claim(), False
+
+    def claim() -> None:
+        nonlocal has_begun
         (directory / GENERATIONS).mkdir(parents=True, exist_ok=True)
+        if has_begun and path.exists() and mine.startswith(path.read_bytes()):
+            # Of a try of this very process that failed behind it; only a part of it may be there.
+            path.unlink()
         check_fence(directory, generation - 1)
-        write_new(directory / GENERATIONS / generation_name(generation), _claim())
+        has_begun = True
+        write_new(path, mine)
         fsync_directory(directory / GENERATIONS)
+
+    try:
+        retry(claim, where=directory, what=_NOT_RECORDED)
     except FileExistsError:
         check_fence(directory, generation - 1)
         raise
@@ -87,6 +107,13 @@ def _claim() -> bytes:
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode() + b"\n"
 
 
-def _not_recorded(directory: Path, error: OSError) -> RunDirectoryError:
-    what, remedy = "this start cannot be recorded", "Give the run a directory that can be written and has free space"
-    return RunDirectoryError(Problem(str(directory), what, why=str(error), remedy=remedy))
+_NOT_RECORDED: Final = "this start cannot be recorded"
+_NO_DIRECTORY: Final = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def _not_recorded(directory: Path, error: OSError) -> RunDirectoryError | VolumeError:
+    """Only a path that can be no directory is a mistake of the manifest; a mount that cannot be written is this host's."""
+    if error.errno in _NO_DIRECTORY:
+        remedy = "Give the run a directory that can be written and has free space"
+        return RunDirectoryError(Problem(str(directory), _NOT_RECORDED, why=str(error), remedy=remedy))
+    return volume_error(error, directory, _NOT_RECORDED)

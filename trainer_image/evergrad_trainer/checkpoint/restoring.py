@@ -18,7 +18,8 @@ from evergrad_trainer.checkpoint.manifest import Identity, InvalidCheckpointErro
 from evergrad_trainer.checkpoint.saving import ignore_solo_warning
 from evergrad_trainer.checkpoint.store import Candidate, Library
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
-from evergrad_trainer.errors import CheckpointError, Problem, raise_if
+from evergrad_trainer.errors import CheckpointError, Problem, VolumeError, raise_if
+from evergrad_trainer.volume import retry, volume_error
 from evergrad_trainer.world import World
 
 NAMED_TENSORS = 5
@@ -73,6 +74,8 @@ class _Choice:
     checksum: str = ""
     rejected: list[dict[str, Any]] = field(default_factory=list)
     problems: list[dict[str, str]] = field(default_factory=list)
+    trouble: str = ""
+    """Of the volume; it says nothing about the checkpoints."""
 
 
 def load_newest(search: Search, state: Mapping[str, torch.Tensor], *, world: World) -> tuple[Restored, list[Rejected]] | None:
@@ -85,6 +88,8 @@ def load_newest(search: Search, state: Mapping[str, torch.Tensor], *, world: Wor
     rejected: list[Rejected] = []
     while True:
         choice = _Choice(**world.broadcast_json(asdict(_choose(search, rejected)) if world.is_main else None))
+        if choice.trouble:
+            raise VolumeError(choice.trouble)
         _raise_problems(choice.problems)
         if not choice.checkpoint:
             return None
@@ -153,8 +158,10 @@ def _load_together(
         problems = compare_tensors(table, state, where=search.library.locate(choice.checkpoint))
         if not problems:
             _report_conversions(table, state)
-            read_state(search.library, choice.checkpoint, table, state)
-    except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
+            where, what = search.library.locate(choice.checkpoint), "the checkpoint cannot be read"
+            shards = table
+            retry(lambda: read_state(search.library, choice.checkpoint, shards, state), where=where, what=what)
+    except (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError) as error:
         failure = f"rank {world.rank}: {error}"
     answers = world.gather_json({"problems": [asdict(problem) for problem in problems], "failure": failure})
     _raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
@@ -164,22 +171,27 @@ def _load_together(
 
 def _choose(search: Search, tried: list[Rejected]) -> _Choice:
     """Rank 0's part: never raises, so that the others are not left waiting."""
+    where = search.library.locate("")
     try:
-        return _search(search, tried)
-    except (UnknownFormatError, OSError) as error:
+        return retry(lambda: _search(search, tried), where=where, what="the checkpoints cannot be listed")
+    except VolumeError as error:
+        return _Choice(trouble=str(error))
+    except OSError as error:
+        return _Choice(trouble=str(volume_error(error, where, "the checkpoints cannot be listed")))
+    except UnknownFormatError as error:
         return _refuse([Problem(search.library.locate(""), "cannot be read", why=str(error))])
 
 
 def _search(search: Search, tried: list[Rejected]) -> _Choice:
     """The newest candidate that validates. Damaged ones before it are set aside only now: without a valid one nothing moves."""
-    damaged: list[tuple[Candidate, InvalidCheckpointError | OSError]] = []
+    damaged: list[tuple[Candidate, InvalidCheckpointError | OSError | VolumeError]] = []
     names = {rejection.checkpoint for rejection in tried}
     for candidate in _candidates(search):
         if candidate.name in names:
             continue
         try:
-            manifest = search.library.validate(candidate.name, checksums=search.checksums)
-        except (InvalidCheckpointError, OSError) as error:
+            manifest = _validate(search, candidate.name)
+        except (InvalidCheckpointError, OSError, VolumeError) as error:
             damaged.append((candidate, error))
             continue
         problems = _compare_identity(search, candidate.name, manifest.identity)
@@ -187,12 +199,24 @@ def _search(search: Search, tried: list[Rejected]) -> _Choice:
             return _refuse(problems)
         passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]
         return _Choice(candidate.name, manifest.version.step, manifest.checksum, passed)
+    if unread := [error for _, error in damaged if isinstance(error, OSError | VolumeError)]:
+        # They may be whole: to call them lost would be to begin anew.
+        raise unread[0]
     library = search.library
     lost = {rejection.checkpoint: rejection.reason for rejection in tried}
     lost |= {candidate.name: str(error) for candidate, error in damaged}
     lost |= {f"{QUARANTINE}/{name}": "was set aside as damaged" for name in library.set_aside() if search.only is None}
     remedy = "Restore one of them from a copy, or remove the directory to begin at step 0"
     return _refuse([Problem(library.locate(name), "cannot be loaded", why=why, remedy=remedy) for name, why in lost.items()])
+
+
+def _validate(search: Search, name: str) -> Manifest:
+    """Raises InvalidCheckpointError, UnknownFormatError; OSError or VolumeError where the volume cannot be read."""
+    return retry(
+        lambda: search.library.validate(name, checksums=search.checksums),
+        where=search.library.locate(name),
+        what="the checkpoint cannot be read",
+    )
 
 
 def _candidates(search: Search) -> list[Candidate]:
@@ -207,7 +231,7 @@ def _raise_problems(problems: list[dict[str, Any]]) -> None:
     raise_if([Problem(**problem) for problem in problems], CheckpointError)
 
 
-def _set_aside(search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError) -> Rejected:
+def _set_aside(search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError | VolumeError) -> Rejected:
     """Quarantine what is damaged; what could not be read this time may be fine and stays."""
     moved = None
     if search.may_quarantine and isinstance(error, InvalidCheckpointError):

@@ -2,10 +2,12 @@
 
 import os
 import threading
+import time
 import weakref
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -16,8 +18,11 @@ import numpy.typing as npt
 
 from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
 from evergrad_trainer.errors import DataError, Problem
+from evergrad_trainer.volume import retry, volume_error
 
 _OPEN_FILES: Final = 128
+_STALE_SECONDS: Final = 0.2
+"""Pause before a file that seems too short is looked at again."""
 
 
 def count_windows(tokens: int, sequence_length: int) -> int:
@@ -95,28 +100,54 @@ class _Files:
         self._closer = weakref.finalize(self, _close_all, self._open)
 
     def read(self, path: Path, target: memoryview, offset: int) -> None:
-        """Fill ``target`` from ``offset`` bytes on. Raises DataError."""
+        """Fill ``target`` from ``offset`` bytes on.
+
+        Raises DataError for a file that is gone, or that is too short also when it is opened anew; VolumeError for trouble of
+        the volume that does not pass.
+        """
+        shortest: int | None = None
+        while True:
+            try:
+                size = retry(lambda: self._fill(path, target, offset), where=path, what="cannot be read")
+            except FileNotFoundError as error:
+                raise DataError(_unreadable(path, f"cannot be read ({error.strerror})")) from error
+            except OSError as error:
+                raise volume_error(error, path, "cannot be read") from error
+            if size is None:
+                return
+            if size == shortest:
+                raise DataError(_unreadable(path, f"ends at byte {size}; a sample needs those up to {offset + len(target)}"))
+            # A client of a network volume may know an old size until the file is opened again.
+            shortest = size
+            self._drop(path)
+            time.sleep(_STALE_SECONDS)
+
+    def _fill(self, path: Path, target: memoryview, offset: int) -> int | None:
+        """None once ``target`` is full; else the size of the file, which ends before. Closes the file on an OSError."""
+        count = 0
         try:
-            # The lock keeps another thread from closing the file between its look-up and its use.
-            with self._lock:
-                count = os.preadv(self._descriptor(path), [target], offset)
-        except OSError as error:
-            raise DataError(_unreadable(path, f"cannot be read ({error.strerror})")) from error
-        while count < len(target):
-            count += self._read_more(path, target[count:], offset + count)
+            while count < len(target):
+                # The lock keeps another thread from closing the file between its look-up and its use.
+                with self._lock:
+                    descriptor = self._descriptor(path)
+                    more = os.preadv(descriptor, [target[count:]], offset + count)
+                    if more == 0:
+                        return os.fstat(descriptor).st_size
+                count += more
+        except OSError:
+            # A stale handle stays stale: the next try opens the file again.
+            self._drop(path)
+            raise
+        return None
+
+    def _drop(self, path: Path) -> None:
+        with self._lock, suppress(OSError):
+            if (descriptor := self._open.pop(path, None)) is not None:
+                os.close(descriptor)
 
     def close(self) -> None:
         with self._lock:
             _close_all(self._open)
-
-    def _read_more(self, path: Path, target: memoryview, offset: int) -> int:
-        """After a short read: at the end of the file, or where the file system gives less at a time."""
-        with self._lock:
-            descriptor = self._descriptor(path)
-            count, size = os.preadv(descriptor, [target], offset), os.fstat(descriptor).st_size
-        if count == 0:
-            raise DataError(_unreadable(path, f"ends at byte {size}; a sample needs those up to {offset + len(target)}"))
-        return count
 
     def _descriptor(self, path: Path) -> int:
         descriptor = self._open.get(path)

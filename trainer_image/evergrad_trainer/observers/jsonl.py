@@ -1,41 +1,106 @@
 """Writes metrics.jsonl, events.jsonl and evaluation.jsonl: one strict JSON object a line, in the file when the call returns."""
 
+import logging
 import os
+import time
+from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from evergrad_trainer.errors import Problem, RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict, encode_text, mend_last_line, reported
+from evergrad_trainer.volume import retry, volume_error
+
+LONGEST_WAITING_BYTES = 16 * 2**20
+"""Lines that wait for a volume: tens of thousands of steps, days of a large model."""
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 30.0
+"""Longest pause between two tries to write what waits."""
+CLOSING_SECONDS = 2.0
+"""How long the end of a process waits for the volume: whoever asked it to stop may kill next."""
+
+_log = logging.getLogger(__name__)
 
 _START_FACTS = ("model", "parameters", "precision", "parallelism", "tokens_per_step", "samples_per_step")
 """Facts of the run that its start event carries too, so that events.jsonl can be read alone."""
 
 
 class JsonLinesWriter:
-    """Appends objects to one file. A line reaches the kernel in one ``write``, so that a kill loses no finished step."""
+    """Appends objects to one file. A line reaches the kernel in one ``write``, so that a kill loses no finished step.
 
-    def __init__(self, path: Path) -> None:
-        """Open ``path``, cutting off what a kill left of a line: see ``cut_bytes``. Raises RunDirectoryError."""
+    While the volume is away or full, lines wait in memory, and are written in their order later: training needs nothing of them.
+    """
+
+    def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Open ``path``, cutting off what a kill left of a line: see ``cut_bytes``. Raises RunDirectoryError or VolumeError."""
         self._path = path
+        self._clock = clock
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._pause = 0.0
+        self._next_try = 0.0
+        self._is_closed = False
         self.cut_bytes = mend_last_line(path)
-        with reported(path, what="cannot be opened for appending"):
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._descriptor = self._open()
+
+    def _open(self) -> int:
+        with reported(self._path, what="cannot be opened for appending"):
+            return os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append one object. Raises RunDirectoryError, the file then still ends with a whole line."""
+        """Append one object, now or later. Raises VolumeError when more waits than memory should hold.
+
+        The file ends with a whole line in either case.
+        """
         data = encode_text(dumps_strict(row)) + b"\n"
-        with reported(self._path, what="cannot be written"):
-            written = 0
-            try:
-                while written < len(data):
-                    written += os.write(self._descriptor, data[written:])
-            except OSError:
-                self._take_back(written)
-                raise
+        self._waiting.append(data)
+        self._waiting_bytes += len(data)
+        if self._pause and self._clock() < self._next_try and self._waiting_bytes <= LONGEST_WAITING_BYTES:
+            return
+        try:
+            self._write_waiting()
+        except (OSError, VolumeError, RunDirectoryError) as error:
+            self._put_off(error)
+
+    def _put_off(self, error: Exception) -> None:
+        """Try again after a pause that grows; give up where too much waits."""
+        if self._waiting_bytes > LONGEST_WAITING_BYTES:
+            what = f"{len(self._waiting)} lines wait to be written"
+            remedy = "Free some space, raise the quota, or check the volume's server, and start again"
+            raise VolumeError(str(Problem(str(self._path), what, str(error), remedy))) from error
+        if not self._pause:
+            _log.warning("%s: cannot be written: %s; its lines wait in memory", self._path, error)
+        self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
+        self._next_try = self._clock() + self._pause
+
+    def _write_waiting(self) -> None:
+        if self._pause:
+            # A handle that went stale stays stale, and another process may have appended meanwhile.
+            self._close_descriptor()
+            mend_last_line(self._path)
+        if self._descriptor < 0:
+            self._descriptor = self._open()
+        while self._waiting:
+            self._append(self._waiting[0])
+            self._waiting_bytes -= len(self._waiting.popleft())
+        if self._pause:
+            _log.warning("%s: is written again", self._path)
+            self._pause = 0.0
+
+    def _append(self, data: bytes) -> None:
+        written = 0
+        try:
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            self._take_back(written)
+            raise
 
     def _take_back(self, written: int) -> None:
         """Remove the part of a line that was written, unless another process has appended after it."""
@@ -44,20 +109,36 @@ class JsonLinesWriter:
             if written and end == os.fstat(self._descriptor).st_size:
                 os.ftruncate(self._descriptor, end - written)
 
-    def close(self) -> None:
-        """Bring the lines to the disk and close. Raises RunDirectoryError."""
+    def _close_descriptor(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        if descriptor < 0:
-            return
-        with reported(self._path, what="cannot be brought to the disk"):
-            try:
-                os.fsync(descriptor)
-            finally:
+        if descriptor >= 0:
+            with suppress(OSError):
                 os.close(descriptor)
+
+    def close(self) -> None:
+        """Bring the lines to the disk and close. Raises VolumeError where lines still wait for it in vain."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            retry(self._finish, where=self._path, what="cannot be brought to the disk", patience_seconds=CLOSING_SECONDS)
+        except OSError as error:
+            raise volume_error(error, self._path, "cannot be brought to the disk") from error
+        finally:
+            self._close_descriptor()
+
+    def _finish(self) -> None:
+        try:
+            if self._waiting or self._descriptor < 0:
+                self._write_waiting()
+            os.fsync(self._descriptor)
+        except OSError:
+            self._pause = self._pause or FIRST_PAUSE_SECONDS
+            raise
 
 
 class RunLog(BaseObserver):
-    """The run's memory. Essential: a run that cannot write down its steps must not go on."""
+    """The run's memory. Essential: a run that can no longer keep its steps, not even in memory, must not go on."""
 
     essential = True
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.events import event_row, parse_event_row
 from evergrad_trainer.observers.history import read_before
@@ -27,7 +27,7 @@ class Relay(BaseObserver):
         try:
             before = read_before(RunDirectory(Path(info.run_directory)))
             info = replace(info, highest_step=before.highest_step, last_time=before.last_time)
-        except RunDirectoryError as error:
+        except (RunDirectoryError, VolumeError) as error:
             _log.warning("the metrics may count repeated steps as new ones: %s", error)
         self._send("run_start", asdict(info))
 

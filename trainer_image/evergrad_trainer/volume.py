@@ -1,0 +1,57 @@
+"""Trouble of a volume that may pass: what is tried again, for how long, and what it is called where it does not pass."""
+
+import errno
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, TypeVar
+
+from evergrad_trainer.errors import Problem, VolumeError
+from evergrad_trainer.host_trouble import HOST_ERRNOS
+
+PATIENCE_SECONDS: Final = 20.0
+"""How long an operation is tried again while others wait for this process: longer than a server takes to fail over to another."""
+_FIRST_PAUSE_SECONDS: Final = 0.05
+_LONGEST_PAUSE_SECONDS: Final = 2.0
+_NOT_BY_WAITING: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
+_ONLY_FOR_A_MOMENT: Final = frozenset(
+    {errno.EAGAIN, errno.EINTR, errno.ENOLCK, errno.ENETDOWN, errno.ECONNRESET, errno.ECONNREFUSED}
+)
+PASSING: Final = (HOST_ERRNOS - _NOT_BY_WAITING) | _ONLY_FOR_A_MOMENT
+"""Errors that another try may not meet again: those of a host, but for a mount that is as it is."""
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+def volume_error(error: OSError, where: Path | str, what: str) -> VolumeError:
+    """``error`` as trouble of the host it happened on."""
+    reason = error.strerror or str(error) or type(error).__name__
+    remedy = "Nothing is wrong with the run: another host, or this one later, goes on. Check the volume, its quota and its server"
+    return VolumeError(str(Problem(str(where), what, reason, remedy)))
+
+
+def retry(
+    call: Callable[[], Result],
+    *,
+    where: Path | str,
+    what: str,
+    patience_seconds: float = PATIENCE_SECONDS,
+) -> Result:
+    """The result of ``call``, tried again with growing pauses while it raises a PASSING error. Any other OSError is raised as is.
+
+    Raises VolumeError once the pauses add up to the patience. They are counted, not measured: one call may hang for long.
+    """
+    pause, waited = _FIRST_PAUSE_SECONDS, 0.0
+    while True:
+        try:
+            return call()
+        except OSError as error:
+            if error.errno not in PASSING:
+                raise
+            if waited >= patience_seconds:
+                raise volume_error(error, where, what) from error
+            _log.warning("%s: %s: %s; tried again in %.2f s", where, what, error, pause)
+        time.sleep(pause)
+        waited, pause = waited + pause, min(2 * pause, _LONGEST_PAUSE_SECONDS)
