@@ -176,7 +176,8 @@ def _be_node(task: dict[str, Any]) -> int:
     from evergrad_trainer.cli.manifest_arguments import load_from
     from evergrad_trainer.cli.planning import plan_session
     from evergrad_trainer.cli.run_arguments import machine_and_workers
-    from evergrad_trainer.node.run import fingerprint, run_node
+    from evergrad_trainer.node.fingerprint import fingerprint
+    from evergrad_trainer.node.run import run_node
     from evergrad_trainer.node.settings import NodeSettings
     from evergrad_trainer.resume import inspect_directory
     from evergrad_trainer.run_directory import RunDirectory
@@ -194,7 +195,7 @@ def _be_node(task: dict[str, Any]) -> int:
         coordinator_host="127.0.0.1",
         recovery="in-process",
         run_directory=directory.path,
-        fingerprint=fingerprint(plan.run),
+        fingerprint=fingerprint(plan.run, plan.base_directory),
         shares_host=True,
         termination_log=Path(f"{task['output']}.last-words"),
         **task["settings"],

@@ -110,10 +110,12 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     _check_accelerators(run, machine)
     gc.disable()
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
-    from evergrad_trainer.node.run import fingerprint, prepare_process
+    from evergrad_trainer.node.fingerprint import fingerprint
+    from evergrad_trainer.node.run import prepare_process
 
     prepare_process()
-    settings = dataclasses.replace(settings, run=run.metadata.name, run_directory=directory.path, fingerprint=fingerprint(run))
+    shared = fingerprint(run, loaded.base_directory)
+    settings = dataclasses.replace(settings, run=run.metadata.name, run_directory=directory.path, fingerprint=shared)
     if run.spec.script is None:
         return _prepare_typed(args, loaded, settings, standing, machine, num_workers)
     return _prepare_script(args, loaded, settings, num_workers)

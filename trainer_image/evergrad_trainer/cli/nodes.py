@@ -15,10 +15,10 @@ from evergrad_trainer.config.loader import LoadedManifest
 from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.errors import ConfigurationError, raise_if
 from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
+from evergrad_trainer.node.fingerprint import fingerprint
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
 from evergrad_trainer.node.run import (
     choose_start_method,
-    fingerprint,
     prepare_process,
     recovery_of,
     run_node,
@@ -51,7 +51,7 @@ def run_nodes(args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int
     nodes: LocalNodes
 
     def be_node(index: int) -> int:
-        settings = _node_settings(plan.run, directory, coordinator, index, recovery=recovery_of(plan))
+        settings = _node_settings(plan.run, plan.base_directory, directory, coordinator, index, recovery=recovery_of(plan))
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)
 
@@ -81,7 +81,7 @@ def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
     coordinator = LocalCoordinator(coordinator_settings(run, directory.path, num_nodes=num_nodes, recovery="fresh"))
 
     def be_node(index: int) -> int:
-        settings = _node_settings(run, directory.path, coordinator, index, recovery="fresh")
+        settings = _node_settings(run, base, directory.path, coordinator, index, recovery="fresh")
         return run_script_node(run.script, base, with_grace_of(run.script, settings), num_workers=num_workers)
 
     grace_seconds = max(LocalNodes.grace_seconds, float(run.script.grace_period_seconds))
@@ -119,7 +119,7 @@ def _limits(run: TrainingRun) -> tuple[str, ...]:
 
 
 def _node_settings(
-    run: TrainingRun, directory: Path, coordinator: LocalCoordinator, index: int, *, recovery: Recovery
+    run: TrainingRun, base_directory: Path, directory: Path, coordinator: LocalCoordinator, index: int, *, recovery: Recovery
 ) -> NodeSettings:
     return NodeSettings(
         run=run.metadata.name,
@@ -130,6 +130,6 @@ def _node_settings(
         recovery=recovery,
         run_directory=directory,
         token=coordinator.token,
-        fingerprint=fingerprint(run),
+        fingerprint=fingerprint(run, base_directory),
         shares_host=True,
     )

@@ -19,9 +19,7 @@ import torch
 from evergrad.board_file import STOP_SECONDS_VARIABLE
 from evergrad_coordinator.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat, Recovery
-from evergrad_trainer import __version__, torch_private
-from evergrad_trainer.config.identity import config_hash
-from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_trainer import torch_private
 from evergrad_trainer.config.script import Script
 from evergrad_trainer.config.training import Metrics
 from evergrad_trainer.data.stream import TrainingStream
@@ -80,11 +78,6 @@ def _can_use_accelerator_after_fork() -> bool:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def fingerprint(run: TrainingRun) -> dict[str, str]:
-    """What must be equal in all nodes of a group."""
-    return {"torch": str(torch.__version__), "evergrad": __version__, "configuration": config_hash(run)}
 
 
 def started_later(plan: SessionPlan) -> SessionPlan:
