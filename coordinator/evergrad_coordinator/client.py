@@ -8,21 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from evergrad_coordinator.protocol import (
-    MAX_LINE_BYTES,
-    Commit,
-    End,
-    Hello,
-    Message,
-    Permit,
-    Ping,
-    Pong,
-    ProtocolError,
-    Refused,
-    Welcome,
-    decode_from_coordinator,
-    encode,
-)  # fmt: skip
+from evergrad_coordinator.protocol import Commit, End, Hello, Message, Permit, Ping, Pong, Refused, Welcome
+from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, decode_from_coordinator, encode
 
 PING_SECONDS = 0.5
 SILENCE_SECONDS = 5.0

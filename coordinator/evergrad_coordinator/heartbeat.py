@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from evergrad_coordinator.protocol import Beat, encode
+from evergrad_coordinator.protocol import Beat
+from evergrad_coordinator.wire import encode
 
 _PROGRAM = Path(__file__).with_name("beat.py")
 _RESTART_SECONDS = 1.0

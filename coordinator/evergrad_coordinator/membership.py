@@ -32,15 +32,7 @@ from evergrad_coordinator.failures import Failure, FailureBudget
 from evergrad_coordinator.gathering import Gathering, JoinHold
 from evergrad_coordinator.limits import check_limits
 from evergrad_coordinator.phase import Phase, find_phase
-from evergrad_coordinator.protocol import (
-    Commit,
-    End,
-    Hello,
-    Message,
-    Ping,
-    Plan,
-    Welcome,
-)  # fmt: skip
+from evergrad_coordinator.protocol import Commit, End, Hello, Message, Ping, Plan, Welcome
 from evergrad_coordinator.reports import handle_report
 from evergrad_coordinator.roster import REPLACED, Roster
 from evergrad_coordinator.state import (
@@ -466,8 +458,10 @@ class Membership:
         keys = tuple(node.key for node in members)
         waits_for = set(keys) | {node.key for node in self.nodes.values() if self._must_be_asked(node)}
         is_hard = planning.must_be_hard(world, self.nodes.values())
-        self.proposal = Proposal(self.generation, keys, is_hard, cause, reason, now, waits_for)
-        self.log("plan", hard=self.proposal.hard, members=len(keys), reason=reason)
+        # A group of which too few stay saves while it is whole: one node alone would write for all within its grace period.
+        saves = not is_hard and len(members) < self._needed and any(node.is_leaving for node in self.nodes.values())
+        self.proposal = Proposal(self.generation, keys, is_hard, cause, reason, now, waits_for, saves=saves)
+        self.log("plan", hard=self.proposal.hard, members=len(keys), reason=reason, saves=saves)
         self._num_holders = sum(node.step is not None and node.step >= 0 for node in self.nodes.values())
         for node in self.nodes.values():
             node.ready = None
@@ -479,7 +473,8 @@ class Membership:
         is_hard = proposal.hard or (node.group > 0 and not self.has_boundary_ahead(node))
         is_only_holder = self._num_holders <= int(node.step is not None and node.step >= 0)
         patience = planning.choose_patience(proposal, self.settings)
-        self.send(node.peer, Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder, patience))
+        saves = proposal.saves and not is_hard
+        self.send(node.peer, Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder, patience, saves))
 
     def _go(self, members: list[Node], now: float) -> None:
         places = planning.assign_places(members)

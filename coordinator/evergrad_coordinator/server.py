@@ -15,19 +15,10 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.failures import MAX_FAILURES
 from evergrad_coordinator.journal import GenerationStore, JournalError
 from evergrad_coordinator.membership import Membership
-from evergrad_coordinator.protocol import (
-    MAX_LINE_BYTES,
-    Beat,
-    Hello,
-    Message,
-    Ping,
-    Pong,
-    ProtocolError,
-    decode_from_node,
-    encode,
-)  # fmt: skip
+from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong
 from evergrad_coordinator.secret import is_token
 from evergrad_coordinator.state import Close, Effect, Finish, Key, Log, Persist, Send
+from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, decode_from_node, encode
 
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()

@@ -185,6 +185,8 @@ class Proposal:
     reason: str
     made_at: float
     waits_for: set[Key]
+    saves: bool = False
+    """Members of the running group save together before they leave it, since nobody goes on with its state."""
 
 
 @dataclass

@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from evergrad_coordinator.protocol import Commit, Hello, Leaving, Message, Progress, Ready, Result, encode
+from evergrad_coordinator.protocol import Commit, Hello, Leaving, Message, Progress, Ready, Result
+from evergrad_coordinator.wire import encode
 
 SECONDS = 2.0
 """An answer comes at once or not at all; the run stands still for nobody."""

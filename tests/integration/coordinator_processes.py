@@ -29,8 +29,8 @@ from evergrad_coordinator.protocol import (
     Ready,
     Refused,
     Up,
-    encode,
-)  # fmt: skip
+)
+from evergrad_coordinator.wire import encode
 
 TOKEN = "the token of a test"
 PATIENCE = 200.0

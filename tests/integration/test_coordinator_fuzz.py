@@ -22,7 +22,8 @@ if "coordinator_processes" not in sys.modules:
 
 from coordinator_processes import Coordinator, Node, Start, end_nodes, hello_line, poll, run_coordinators
 
-from evergrad_coordinator.protocol import FROM_COORDINATOR, FROM_NODES, Go, Plan, to_camel
+from evergrad_coordinator.protocol import FROM_COORDINATOR, FROM_NODES, Go, Plan
+from evergrad_coordinator.wire import to_camel
 
 WELL_FORMED_CONNECTIONS, LINES_EACH = 115, 900
 HOSTILE_CONNECTIONS, HOSTILE_LINES = 400, 40

@@ -20,7 +20,8 @@ if "coordinator_processes" not in sys.modules:
 from coordinator_processes import PATIENCE, TOKEN, Coordinator, Start, read_until_closed, run_coordinators, wait_for
 from process_state import children_of, is_alive
 
-from evergrad_coordinator.protocol import Beat, Capacity, encode
+from evergrad_coordinator.protocol import Beat, Capacity
+from evergrad_coordinator.wire import encode
 
 NODE = """
 import asyncio, sys, time

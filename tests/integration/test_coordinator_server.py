@@ -37,7 +37,8 @@ from coordinator_processes import (
     wait_for,
 )
 
-from evergrad_coordinator.protocol import MAX_LINE_BYTES, End, Go, Leave, Plan, Ready, Refused, Result, Up, Welcome, encode
+from evergrad_coordinator.protocol import End, Go, Leave, Plan, Ready, Refused, Result, Up, Welcome
+from evergrad_coordinator.wire import MAX_LINE_BYTES, encode
 
 
 @pytest.fixture

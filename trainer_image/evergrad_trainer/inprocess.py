@@ -88,7 +88,7 @@ def _build(
     device = choose_device(training.runtime.device, local_rank=local_rank)
     choose_transport(device).prepare()
     alone = World(0, rank=0, size=1, device=device)
-    membership = Membership(alone, is_changing=guard.is_changing, can_wait=guard.can_wait)
+    membership = Membership(alone, is_changing=guard.is_changing, can_wait=guard.can_wait, saves_first=guard.saves_first)
     session = Session(plan, directory, lambda: False, membership, BaseObserver(), open_data(plan), marks=dict(plan.marks))
     has_weights = not has_checkpoints(directory)
     machinery = build_machinery(training, plan.model, alone, with_weights=has_weights)

@@ -130,7 +130,8 @@ class Run:
 def train(run: Run) -> StopReason:
     """Train until the horizon or until all ranks agree to stop; ``progress.saved_step`` then says whether the state is saved.
 
-    "change" means that the ranks agreed to go on in another world: nothing is saved, and ``train`` is called again in that one.
+    "change" means that the ranks agreed to leave this world: ``train`` is called again in the next one. The state is saved only
+    where nobody goes on with it.
     "non_finite": the next step was not finite, more often in a row than may be skipped; ``progress.refusal`` says why.
     Raises SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
     Raises DivergedError (all ranks together) where replicas are found to differ; nothing was saved since they were equal.
@@ -172,7 +173,12 @@ def train(run: Run) -> StopReason:
             run.compare(step)
         run.checkpoints.poll()
         reason = reason or _stop_reason(run, outcome)
-    return "change" if reason == "change" else _leave(run, reason or "complete")
+    if reason != "change":
+        return _leave(run, reason or "complete")
+    # Not all ranks may have heard yet why they leave, so one that knows speaks for all.
+    if not run.membership.world.all_agree(not run.membership.saves_first()):
+        _save_together(run)
+    return "change"
 
 
 def _agree(limits: Limits, world: World) -> Limits:
@@ -242,14 +248,20 @@ def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
     return "change" if outcome.flags[FLAG_CHANGE] else None
 
 
-def _leave(run: Run, reason: StopReason) -> StopReason:
-    """Save what is not saved yet, or whose save has failed; wait for it, and say why the run leaves."""
+def _save_together(run: Run) -> None:
+    """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what stands then."""
     progress = run.progress
     run.checkpoints.wait()
     progress.saved_step = standing_step(run)
     if progress.saved_step != progress.finished_steps:
         _save(run, wait=True)
         progress.saved_step = standing_step(run)
+
+
+def _leave(run: Run, reason: StopReason) -> StopReason:
+    """Save what is not saved yet, and say why the run leaves."""
+    progress = run.progress
+    _save_together(run)
     if progress.finished_steps == 0:
         # The state before the first step follows from the manifest: there is nothing to lose.
         progress.saved_step = 0

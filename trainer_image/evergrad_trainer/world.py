@@ -214,15 +214,22 @@ class Membership:
     """The one place that knows the current world. Changes only between two steps."""
 
     def __init__(
-        self, world: World, *, is_changing: Callable[[], bool] = lambda: False, can_wait: Callable[[], bool] = lambda: False
+        self,
+        world: World,
+        *,
+        is_changing: Callable[[], bool] = lambda: False,
+        can_wait: Callable[[], bool] = lambda: False,
+        saves_first: Callable[[], bool] = lambda: False,
     ) -> None:
         """``is_changing``: whether this process was asked to leave the world at the next step boundary.
 
-        ``can_wait``: whether that may be a later one, so that a save in flight ends.
+        ``can_wait``: whether that may be a later one, so that a save in flight ends. ``saves_first``: whether the world is to
+        save its state before it is left, because nobody goes on with it.
         """
         self._world = world
         self._can_wait = can_wait
         self._is_changing = is_changing
+        self._saves_first = saves_first
 
     @property
     def world(self) -> World:
@@ -238,3 +245,7 @@ class Membership:
         With ``is_saving`` a wish that can wait is none yet.
         """
         return self._is_changing() and not (is_saving and self._can_wait())
+
+    def saves_first(self) -> bool:
+        """Whether this process knows that the state must be saved before the world is left."""
+        return self._saves_first()

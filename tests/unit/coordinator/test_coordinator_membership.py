@@ -356,6 +356,17 @@ def test_when_all_leave_exactly_one_saves_and_the_run_stops() -> None:
     assert cluster.condition.phase == "Stopped"
 
 
+def test_a_group_that_nobody_goes_on_with_saves_together_before_it_is_left() -> None:
+    cluster, nodes = start_running()
+    leave(nodes[0])
+    cluster.run_until_running()
+    assert not of_kind(nodes[1], Plan)[-1].saves, "the others go on with the state"
+    for node in nodes[1:]:
+        leave(node)
+    cluster.run(2)
+    assert of_kind(nodes[1], Plan)[-1].saves and of_kind(nodes[2], Plan)[-1].saves
+
+
 def test_when_too_few_go_on_the_leaver_saves() -> None:
     cluster, nodes = start_running("01")
     leave(nodes[1])

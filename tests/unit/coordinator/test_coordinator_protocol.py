@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from evergrad_coordinator.protocol import (
     FROM_COORDINATOR,
     FROM_NODES,
-    MAX_LINE_BYTES,
     MAX_TEXT,
     Broken,
     Commit,
@@ -23,12 +22,9 @@ from evergrad_coordinator.protocol import (
     Ping,
     Plan,
     Progress,
-    ProtocolError,
     Ready,
-    decode_from_coordinator,
-    decode_from_node,
-    encode,
 )
+from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, decode_from_coordinator, decode_from_node, encode
 
 HELLO = Hello("r", "3", "a", "10.0.0.3", 2, "in-process", fingerprint={"torch": "2"}, had=Had(5, 2, 2, 8), known_generation=7)
 

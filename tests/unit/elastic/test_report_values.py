@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from evergrad.report_values import read_values
-from evergrad_coordinator.protocol import Boundary, Progress, encode
+from evergrad_coordinator.protocol import Boundary, Progress
+from evergrad_coordinator.wire import encode
 from evergrad_trainer.elastic.agent_reports import WorkerReports
 from evergrad_trainer.node.metrics import NodeMetrics
 

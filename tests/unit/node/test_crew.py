@@ -76,7 +76,7 @@ class Room:
     def begin(self, generation: int, step: int = -1) -> tuple[Worker, Worker]:
         """Both workers in the group of ``generation``, at ranks 2 and 3 of 4."""
         first, second = self.warm() if not self.started else (self.started[0], self.started[1])
-        self.crew.change(generation, hard=False, cause="test")
+        self.crew.change(say.Change(generation, hard=False), cause="test")
         for worker in (first, second):
             self.crew.hear(worker, say.Ready(generation, step))
         self.crew.begin(go(generation))
@@ -130,7 +130,7 @@ def test_workers_count_once_they_are_warm(room: Room) -> None:
 
 def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(5, hard=True, cause="node 2 lost")
+    room.crew.change(say.Change(5, hard=True), cause="node 2 lost")
     assert room.sent(first) == room.sent(second) == [say.Change(5, hard=True)]
     room.crew.hear(first, say.Ready(5, 7))
     assert room.reports.take() == []
@@ -140,19 +140,19 @@ def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(ro
 
 def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(5, hard=False, cause="")
+    room.crew.change(say.Change(5, hard=False), cause="")
     for worker in (first, second):
         room.crew.hear(worker, say.Ready(5, 7))
     assert room.reports.take() == [("ready", 5, 2, 7)]
-    room.crew.change(5, hard=False, cause="")
+    room.crew.change(say.Change(5, hard=False), cause="")
     assert room.reports.take() == [("ready", 5, 2, 7)]
-    room.crew.change(4, hard=True, cause="")
+    room.crew.change(say.Change(4, hard=True), cause="")
     assert room.reports.take() == []
 
 
 def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(3, hard=False, cause="2 nodes are here")
+    room.crew.change(say.Change(3, hard=False), cause="2 nodes are here")
     for worker in (second, first):
         room.crew.hear(worker, say.Ready(3, -1))
         room.sent(worker)
@@ -169,7 +169,7 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
 
 def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(3, hard=False, cause="")
+    room.crew.change(say.Change(3, hard=False), cause="")
     for worker in (first, second):
         room.crew.hear(worker, say.Ready(3, 4))
     room.crew.end(second, -signal.SIGKILL)
@@ -194,7 +194,7 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
     room.crew.tick()
     assert [worker.local_rank for worker in room.started] == [0, 1, 1]
     assert room.killed == [] and room.crew.capacity == 1
-    room.crew.change(4, hard=True, cause="")
+    room.crew.change(say.Change(4, hard=True), cause="")
     room.crew.hear(first, say.Ready(4, 8))
     assert room.reports.take() == [("ready", 4, 1, 8)], "the others do not wait for the one that starts"
 
@@ -204,7 +204,7 @@ def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
     for worker in (first, second):
         room.crew.end(worker, -signal.SIGKILL)
     room.reports.take_broken()
-    room.crew.change(4, hard=True, cause="")
+    room.crew.change(say.Change(4, hard=True), cause="")
     assert ("ready", 4, 0, -1) in room.reports.take(), "the others need not wait for a new worker to hear that the old are gone"
 
 
@@ -267,7 +267,7 @@ def pass_seconds(room: Room, now: list[float], seconds: float) -> None:
 def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Room, now: list[float]) -> None:
     first, second = room.begin(3)
     second.pulse._values[3] = 20.0
-    room.crew.change(4, hard=True, cause="")
+    room.crew.change(say.Change(4, hard=True), cause="")
     pass_seconds(room, now, crew_module.STUCK_SECONDS)
     assert room.killed == []
     pass_seconds(room, now, 1)
@@ -278,7 +278,7 @@ def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Roo
 
 def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(room: Room, now: list[float]) -> None:
     first, second = room.begin(3)
-    room.crew.change(4, hard=True, cause="", is_only_holder=True)
+    room.crew.change(say.Change(4, hard=True), cause="", is_only_holder=True)
     pass_seconds(room, now, 300)
     assert room.killed == []
     pass_seconds(room, now, 1)
@@ -289,7 +289,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(room: R
     """How long its slots take is not known: the queue of an accelerator may hold minutes of work."""
     first, second = room.begin(3)
     second.pulse.beat(1, 0)
-    room.crew.change(4, hard=True, cause="")
+    room.crew.change(say.Change(4, hard=True), cause="")
     pass_seconds(room, now, 300)
     assert set(room.killed) == {first.serial}
     pass_seconds(room, now, 1)
@@ -298,7 +298,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(room: R
 
 def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
     room.begin(3)
-    room.crew.change(4, hard=False, cause="")
+    room.crew.change(say.Change(4, hard=False), cause="")
     pass_seconds(room, now, 200)
     assert room.killed == []
 
@@ -306,7 +306,7 @@ def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_the_worker_with_the_newest_state_saves_and_its_word_counts(room: Room, is_saved: bool) -> None:
     first, second = room.warm()
-    room.crew.change(4, hard=False, cause="")
+    room.crew.change(say.Change(4, hard=False), cause="")
     room.crew.hear(first, say.Ready(4, 6))
     room.crew.hear(second, say.Ready(4, 7))
     for worker in (first, second):

@@ -103,7 +103,7 @@ class Scene:
 
     def begin(self, generation: int = 1, first_rank: int = 2, world_size: int = 4) -> list[FakeWorker]:
         if self.crew._answered < generation:
-            self.crew.change(generation, hard=False, cause="")
+            self.crew.change(say.Change(generation, hard=False), cause="")
             assert self.heard.take() == [("ready", generation, 2, -1)]
         self.crew.begin(Go(generation, first_rank, 2, world_size, 1, 2, "10.0.0.1", 1234))
         assert self.heard.take() == [("up", generation)]
@@ -140,7 +140,7 @@ def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> No
     assert "no such label" in report.message
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == []
-    scene.crew.change(4, hard=True, cause="")
+    scene.crew.change(say.Change(4, hard=True), cause="")
     assert scene.heard.take() == [("ready", 4, 2, -1)]
 
 
@@ -192,7 +192,7 @@ def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
     assert isinstance(report, Broken) and (report.cause, report.is_final) == ("peer_lost", False)
     assert scene.end(second, LEASE_LOST) == [], "nothing is said of an end of the run"
     assert scene.crew.place is None, "nor is a place claimed in a group that this node has left"
-    scene.crew.change(6, hard=True, cause="")
+    scene.crew.change(say.Change(6, hard=True), cause="")
     assert scene.heard.take() == [("ready", 6, 2, -1)]
 
 
@@ -231,7 +231,7 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
             assert rest == [("gone", ErrorKind.ENVIRONMENT)]
             return
         assert rest == scene.end(second, -15) == []
-        scene.crew.change(generation + 1, hard=True, cause="")
+        scene.crew.change(say.Change(generation + 1, hard=True), cause="")
         scene.crew.tick()
         assert scene.heard.take() == [], "it waits before it tries again"
         now += 2.0
@@ -244,7 +244,7 @@ def test_a_soft_change_lets_workers_that_can_stop_have_their_time(monkeypatch: p
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.crew.change(2, hard=False, cause="")
+    scene.crew.change(say.Change(2, hard=False), cause="")
     assert first.signals == second.signals == [signal.SIGTERM]
     now = 129.0
     scene.crew.tick()
@@ -258,7 +258,7 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(monkeypatch: pytest.
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.crew.change(2, hard=True, cause="")
+    scene.crew.change(say.Change(2, hard=True), cause="")
     now = 101.0
     scene.crew.tick()
     assert (first.kills, second.kills) == (1, 1)
@@ -266,8 +266,8 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(monkeypatch: pytest.
 
 def test_a_plan_told_again_is_answered_again() -> None:
     scene = Scene()
-    scene.crew.change(2, hard=False, cause="")
-    scene.crew.change(2, hard=False, cause="")
+    scene.crew.change(say.Change(2, hard=False), cause="")
+    scene.crew.change(say.Change(2, hard=False), cause="")
     assert scene.heard.take() == [("ready", 2, 2, -1)] * 2
 
 
@@ -275,7 +275,7 @@ def test_a_plan_told_again_is_answered_again() -> None:
 def test_a_departure_says_whether_the_workers_saved(codes: tuple[int, int], is_saved: bool) -> None:
     scene = Scene(can_stop=True)
     workers = scene.begin()
-    scene.crew.change(2, hard=False, cause="")
+    scene.crew.change(say.Change(2, hard=False), cause="")
     for worker, code in zip(workers, codes, strict=True):
         scene.end(worker, code)
     scene.crew.depart(2, save=False)
@@ -288,6 +288,6 @@ def test_nothing_is_started_or_answered_once_the_run_is_over() -> None:
     scene.crew.finish(70)
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == scene.end(second, -15) == []
-    scene.crew.change(9, hard=True, cause="")
+    scene.crew.change(say.Change(9, hard=True), cause="")
     assert scene.heard.take() == []
     assert scene.crew.capacity == 0 and scene.crew.is_empty

@@ -33,10 +33,9 @@ from evergrad_coordinator.protocol import (
     Refused,
     Result,
     Welcome,
-    decode_from_node,
-    encode,
 )
-from evergrad_trainer.elastic.channel import Ended, Observed
+from evergrad_coordinator.wire import decode_from_node, encode
+from evergrad_trainer.elastic.channel import Change, Ended, Observed
 from evergrad_trainer.node import stopping
 from evergrad_trainer.node import supervisor as supervisor_module
 from evergrad_trainer.node.crew import Crew
@@ -173,7 +172,7 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
-        await until(lambda: scene.crew.was_told("change") == [(7, False, "3 nodes are here", False, 0.0)])
+        await until(lambda: scene.crew.was_told("change") == [(Change(7, hard=False), "3 nodes are here", False)])
         scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
         again = await scene.accept()
@@ -399,6 +398,8 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_pat
                 peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
             case "last words":
                 supervisor._progress.flush = fail  # type: ignore[method-assign]
+                # The tick flushes, too, and must not be first.
+                supervisor._progress.flush_if_due = lambda: None  # type: ignore[method-assign]
                 supervisor.done(Done(3))
             case "take_report":
                 supervisor._metrics.report = fail  # type: ignore[method-assign, assignment]

@@ -29,12 +29,12 @@ from evergrad_coordinator.protocol import (
     Message,
     Plan,
     Pong,
-    ProtocolError,
     Ready,
     Refused,
     Up,
     Welcome,
 )
+from evergrad_coordinator.wire import ProtocolError
 from evergrad_trainer.elastic.agent_reports import WorkerReports
 from evergrad_trainer.elastic.agent_workers import SeenEnd, WorkerWatch, build_broken
 from evergrad_trainer.elastic.board import NodeBoard

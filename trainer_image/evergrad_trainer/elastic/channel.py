@@ -22,11 +22,13 @@ class Change:
     """Leave the running group and say ready for ``generation``; ``hard``: at once, a member is gone.
 
     ``patience_seconds``: how long it may go on first so that a save in flight ends.
+    ``saves``: nobody goes on with its state, so the group saves it before it is left.
     """
 
     generation: int
     hard: bool
     patience_seconds: float = 0.0
+    saves: bool = False
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,10 @@ class Guard:
         """Whether it may go on for the sake of a save in flight: not for long, however often the plan is made anew."""
         return time.monotonic() < self._patient_until
 
+    def saves_first(self) -> bool:
+        """Whether the group is to save its state before it is left."""
+        return self.is_changing() and self._newest.saves and not self._newest.hard
+
     def is_changing_from(self, generation: int) -> bool:
         """Whether a newer generation than that is planned, or the run is over."""
         return self._newest.generation > generation or isinstance(self._order, Finish | Depart)

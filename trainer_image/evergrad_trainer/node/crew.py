@@ -74,9 +74,7 @@ class Crew(Protocol):
     @property
     def is_empty(self) -> bool: ...
     def start(self) -> None: ...
-    def change(
-        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
-    ) -> None: ...
+    def change(self, order: say.Change, *, cause: str, is_only_holder: bool = False) -> None: ...
     def begin(self, go: Go) -> None: ...
     def depart(self, generation: int | None, *, save: bool) -> None: ...
     def finish(self, exit_code: int) -> None: ...
@@ -153,17 +151,15 @@ class InProcessCrew:
         for local_rank in range(self._num_workers):
             self._start(local_rank)
 
-    def change(
-        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
-    ) -> None:
+    def change(self, order: say.Change, *, cause: str, is_only_holder: bool = False) -> None:
         """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
-        if generation < self._change.generation:
+        if order.generation < self._change.generation:
             return
-        self._change = say.Change(generation, hard, patience_seconds)
+        self._change = order
         self._cause, self._is_only_holder = cause, is_only_holder
         self._asked_at = time.monotonic()
         # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be lost.
-        self._answered = min(self._answered, generation - 1)
+        self._answered = min(self._answered, order.generation - 1)
         for worker in self._warm():
             worker.channel.send(self._change, wait=False)
         self._check_ready()

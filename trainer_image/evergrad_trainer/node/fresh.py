@@ -82,14 +82,15 @@ class FreshCrew:
     def start(self) -> None:
         """Nothing to start before a group begins."""
 
-    def change(
-        self, generation: int, *, hard: bool, cause: str, is_only_holder: bool = False, patience_seconds: float = 0.0
-    ) -> None:
-        """Leave the running group: in order if it is whole and its workers know how, at once otherwise."""
-        self._generation = max(generation, self._generation)
-        self._answered = min(self._answered, generation - 1)
+    def change(self, order: say.Change, *, cause: str, is_only_holder: bool = False) -> None:
+        """Leave the running group: in order if it is whole and its workers know how, at once otherwise.
+
+        Workers that stop in order save by themselves, so ``order.saves`` says nothing new to them.
+        """
+        self._generation = max(order.generation, self._generation)
+        self._answered = min(self._answered, order.generation - 1)
         if self._workers:
-            in_order = not hard and self._go is not None and self._can_stop(self._go.generation)
+            in_order = not order.hard and self._go is not None and self._can_stop(self._go.generation)
             self._stop(self._grace_seconds if in_order else _HARD_SECONDS, is_asking=not self._is_stopping)
         self._check_ready()
 

@@ -27,13 +27,13 @@ from evergrad_coordinator.protocol import (
     Left,
     Message,
     Plan,
-    ProtocolError,
     Ready,
     Refused,
     Result,
     Up,
     Welcome,
 )
+from evergrad_coordinator.wire import ProtocolError
 from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.errors import EvergradError, HostError
 from evergrad_trainer.node.crew import LOCAL_GENERATION, Crew
@@ -354,13 +354,8 @@ class Supervisor:
                 self._done = None
                 self._is_draining = not message.hard
                 self._on_tick()
-                self._crew.change(
-                    message.generation,
-                    hard=message.hard,
-                    cause=message.reason,
-                    is_only_holder=message.is_only_holder,
-                    patience_seconds=message.patience_seconds,
-                )
+                order = say.Change(message.generation, message.hard, message.patience_seconds, message.saves)
+                self._crew.change(order, cause=message.reason, is_only_holder=message.is_only_holder)
             case Go():
                 self._is_draining = False
                 if message.first_rank != 0:
@@ -415,7 +410,7 @@ class Supervisor:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")
-                self._crew.change(self._known_generation + 1, hard=False, cause="coordinator_lost")
+                self._crew.change(say.Change(self._known_generation + 1, hard=False), cause="coordinator_lost")
             self._leave_alone_if_due(away)
 
     def _leave_alone_if_due(self, away: float) -> None:
@@ -428,7 +423,7 @@ class Supervisor:
             if self._crew.place is None:
                 self._crew.depart(None, save=True)
             else:
-                self._crew.change(LOCAL_GENERATION, hard=False, cause="preemption")
+                self._crew.change(say.Change(LOCAL_GENERATION, hard=False), cause="preemption")
 
     # ---- processes ---------------------------------------------------------------------------------------------------
 
