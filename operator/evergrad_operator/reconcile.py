@@ -124,6 +124,8 @@ class Reconciler:
         # which nothing is tried, such as one of a run that waits for its quota, asks for nothing.
         is_due = is_pod_work_due(plan, memory.applied.refusals, generation=seen.run.generation, now=self.clock())
         is_due |= _is_silence_to_be_looked_into(seen, memory)
+        # A list that was refused is tried again also where nothing asks for it any more, or its refusal would stand for ever.
+        is_due |= memory.applied.refusals.has(_step_of_list(key))
         is_confirmed = await self._confirm(key, raw, memory, plan) if is_due else False
         if is_confirmed:
             raw = self._mirror.run(key) or raw
@@ -234,7 +236,7 @@ class Reconciler:
 
         # A run that nothing was done for yet has no pods; if there is one all the same, its name is taken.
         if raw.get("status") or self._mirror.pods(key) or memory.applied.is_in_doubt:
-            if not await self._read(key, raw, memory, ("list", POD.kind, key[1]), look):
+            if not await self._read(key, raw, memory, _step_of_list(key), look):
                 return False
             memory.applied.is_in_doubt = False
         return await self._look_at_claim(key, raw, memory, oldest=0.0)
@@ -261,7 +263,11 @@ class Reconciler:
     async def _look_at_claim(self, key: Key, raw: Raw, memory: Memory, *, oldest: float) -> bool:
         """Fetch the existing claim that the run names, for all runs that name it: no watch shows it. False if that failed."""
         name = existing_claim(raw)
-        if name is None or self.clock() - self._claims_seen_at.get((key[0], name), float("-inf")) < oldest:
+        if name is None:
+            return True
+        step = "get", CLAIM.kind, name
+        age = self.clock() - self._claims_seen_at.get((key[0], name), float("-inf"))
+        if age < oldest and not memory.applied.refusals.has(step):
             return True
 
         async def look() -> None:
@@ -272,7 +278,7 @@ class Reconciler:
             else:
                 self._mirror.see(CLAIMS, claim)
 
-        return await self._read(key, raw, memory, ("get", CLAIM.kind, name), look)
+        return await self._read(key, raw, memory, step, look)
 
     # ---- what came of it ----------------------------------------------------------------------------------------------
 
@@ -377,6 +383,10 @@ def _is_silence_to_be_looked_into(seen: Observation, memory: Memory) -> bool:
     is_due = seconds >= 2.0 * memory.silence_listed
     memory.silence_listed = seconds if is_due else memory.silence_listed
     return is_due
+
+
+def _step_of_list(key: Key) -> Step:
+    return "list", POD.kind, key[1]
 
 
 def _step(status: Raw) -> Any:

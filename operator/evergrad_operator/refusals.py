@@ -46,6 +46,10 @@ class Refusals:
         is_waiting = refusal is not None and refusal.generation == generation and now < refusal.retry_at
         return refusal.failure if refusal is not None and is_waiting else None
 
+    def has(self, step: Step) -> bool:
+        """Whether the step was refused at its last try."""
+        return step in self._refusals
+
     def note(self, failure: ApplyFailure, *, generation: int, at_least: float = 0.0) -> None:
         """Note a refusal. ``at_least``: seconds that the API server asked to wait."""
         step = failure.verb, failure.kind, failure.name
@@ -65,5 +69,13 @@ class Refusals:
         self._refusals = {step: refusal for step, refusal in self._refusals.items() if step in steps or step[0] in READS}
 
     def seconds_to_next(self, now: float) -> float | None:
-        """Until the next refused step is tried again; None if nothing is refused."""
-        return min((max(0.0, refusal.retry_at - now) for refusal in self._refusals.values()), default=None)
+        """Until the next refused step is tried again; None if nothing is refused.
+
+        A step whose time has come and that this pass has not tried stands behind another one, which has its own time: the pods
+        beyond a quota behind the first of them, all pods behind the claim. It causes no pass by itself, or there would be no end
+        of passes.
+        """
+        if not self._refusals:
+            return None
+        times = [refusal.retry_at - now for refusal in self._refusals.values() if refusal.retry_at > now]
+        return min(times, default=FIRST_RETRY)

@@ -281,6 +281,63 @@ def test_a_run_at_its_quota_reads_nothing_in_passes_that_only_carry_progress(sim
     assert ("list", "pods") in simulation.cluster.reads
 
 
+def test_pods_beyond_a_quota_cause_no_pass_before_the_first_of_them_is_tried_again() -> None:
+    simulation = Simulation()
+    simulation.create_run(nodes={"min": 1, "max": 5})
+    made: list[str] = []
+
+    def before(write: Write) -> None:
+        if (write.verb, write.plural) == ("create", "pods"):
+            if len(made) == 2:  # the coordinator and one node fit
+                raise RefusedError(403, "Forbidden", QUOTA)
+            made.append(write.name)
+
+    simulation.store.before = before
+    for _ in range(20):
+        delay = simulation.reconcile()
+        assert delay is not None and delay >= 1.0
+        simulation.now += delay
+    assert made == ["run-coordinator-0", "run-0-0"]
+    assert {reason for _, _, reason in simulation.refused()} == {"Forbidden"}
+
+
+def test_pods_that_were_refused_cause_no_pass_while_the_volumes_record_is_refused() -> None:
+    simulation = Simulation()
+    simulation.create_run()
+    refuse(simulation, 403, "Forbidden", QUOTA)
+    simulation.settle()
+    refuse(simulation, 503, "ServiceUnavailable", "down", verb="patch", plural="persistentvolumeclaims")
+    simulation.store.change("persistentvolumeclaims", "ns", "run", {"metadata": {"annotations": {"run.evergrad.dev/run": ""}}})
+    for _ in range(20):
+        delay = simulation.reconcile()
+        assert delay is not None and delay >= 1.0
+        simulation.now += delay
+
+
+def test_pods_that_could_not_be_listed_for_a_silent_coordinator_are_listed_later_and_it_is_told_no_more(
+    simulation: Simulation,
+) -> None:
+    begin(simulation)
+    simulation.fall_silent()
+    simulation.now += 16
+    list_all = simulation.cluster.list_all
+
+    async def refuse_lists(*arguments: Any, **options: Any) -> Any:
+        raise ApiError(503, "ServiceUnavailable", "etcd has no leader")
+
+    simulation.cluster.list_all = refuse_lists  # type: ignore[method-assign]
+    simulation.reconcile()
+    assert [name for _, name, _ in simulation.refused()] == ["run"]
+    simulation.cluster.list_all = list_all  # type: ignore[method-assign]
+    simulation.coordinators.silent_since.clear()  # the whole network was away, and is back
+    simulation.now += 60
+    simulation.train(5)
+    delay = simulation.reconcile()
+    assert simulation.refused() == []
+    assert "etcd has no leader" not in simulation.status["message"]
+    assert delay is None or delay >= 1.0
+
+
 def test_a_run_that_is_over_stays_so_whatever_its_spec_becomes(simulation: Simulation) -> None:
     begin(simulation)
     simulation.train(10, phase="Complete", reason="AllStepsDone")
