@@ -176,7 +176,9 @@ def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
 
     ``image_id``: what the first of them ran, empty where nobody knows. A group of two images would train two programs.
     """
-    if not image_id or not pod.is_running or pod.restart != restart or is_same_image(image_id, pod.image_id):
+    # A pod that asked for a digest runs it. Its host may name the image by another: one image can have several manifests.
+    is_by_digest = "@" in pod.image
+    if not image_id or not pod.is_running or pod.restart != restart or is_by_digest or is_same_image(image_id, pod.image_id):
         return pod
     text = (
         f"on host {pod.node_name} {pod.image} is {pod.image_id}, where the run's first pod ran {image_id}. "

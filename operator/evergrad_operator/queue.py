@@ -55,6 +55,8 @@ class WorkQueue(Generic[K]):
         self._active: dict[K, tuple[float, asyncio.Task[None]]] = {}
         self._failures: dict[K, int] = {}
         self._last_end: dict[K, float] = {}
+        self._dropped: set[K] = set()
+        """Keys that were dropped while they are worked on: of their end nothing is kept."""
         self._wake = asyncio.Event()
         self._is_closed = False
 
@@ -74,6 +76,8 @@ class WorkQueue(Generic[K]):
         self._due.pop(key, None)
         self._failures.pop(key, None)
         self._last_end.pop(key, None)
+        if key in self._active:
+            self._dropped.add(key)
 
     def failures(self, key: K) -> int:
         """How often in a row work on the key has failed."""
@@ -124,7 +128,9 @@ class WorkQueue(Generic[K]):
             delay = self._backoff.delay(self._failures[key])
         finally:
             del self._active[key]
-            self._last_end[key] = self._clock()
+            if key not in self._dropped:
+                self._last_end[key] = self._clock()
+            self._dropped.discard(key)
             waiting = self._due.pop(key, None)
             if self.failures(key) and delay is not None:
                 self.add(key, after=delay)

@@ -177,6 +177,18 @@ def test_a_pod_of_another_image_leaves_as_its_hosts_fault_and_the_first_stays(fi
     assert "host-docs-lm-1-0" in str(affinity)
 
 
+@pytest.mark.parametrize("image", [None, BY_DIGEST], ids=["by the first pod's digest", "by the digest of the run"])
+def test_a_pod_that_asked_for_the_digest_stays_also_where_its_host_names_the_image_by_another(image: str | None) -> None:
+    """Hosts that know two manifests of one image name a container's by whichever comes first."""
+    world = begin([BY_DIGEST, BY_DIGEST], **({} if image is None else {"image": image}))
+    replace_node(world, "docs-lm-1-0")
+    world.start("docs-lm-1-1")
+    run_image(world, "docs-lm-1-1", f"registry.example/trainer@{B}")
+    world.settle()
+    assert world.live() == ["docs-lm-0-0", "docs-lm-1-1"]
+    assert world.status["restarts"]["byCause"] == {"Deleted": 1}
+
+
 def test_a_host_that_goes_on_having_another_image_is_tried_later_each_time() -> None:
     world = begin([A, B])
     attempts = []

@@ -211,6 +211,22 @@ def test_a_dropped_key_does_not_come() -> None:
     assert done == []
 
 
+def test_nothing_is_kept_of_keys_that_are_dropped_while_they_are_worked_on() -> None:
+    async def main() -> WorkQueue[str]:
+        queue: WorkQueue[str] = make_queue(spacing=0.1)
+
+        async def forget(key: str) -> None:
+            queue.drop(key)  # the pass over a run that does not exist any more
+
+        for number in range(100):
+            queue.add(f"run-{number}")
+        await work_for(queue, forget, 1.0)
+        return queue
+
+    queue = virtual_time.run(main())
+    assert not (queue._last_end or queue._failures or queue._due or queue._heap or queue._dropped)
+
+
 def test_a_week_of_passes_of_runs_with_a_deadline_leaves_no_more_entries_than_there_are_runs() -> None:
     week, now = 7 * 86_400.0, [0.0]
     keys = [f"run-{number}" for number in range(10)]
