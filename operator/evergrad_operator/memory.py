@@ -209,7 +209,8 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         budget=_parse_budget(get_map(status, "failures"), _unpack(notes, "budget")),
         faults=_parse_faults(_unpack(notes, "hostFaults"), get_text(notes, "faultyNodes")),
         input_errors=_parse_input_errors(_unpack(notes, "inputErrors")),
-        has_formed=notes.get("formed") == "true",
+        # An older release did not note it; a phase Running says the same.
+        has_formed=notes.get("formed") == "true" or status.get("phase") == Phase.RUNNING,
         last_failure=_parse_failure(get_map(status, "lastFailure")),
         ends=tuple(_parse_end(one) for one in get_maps(status, "attempts"))[-MAX_ENDS:],
         training=_parse_training(status),

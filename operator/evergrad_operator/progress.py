@@ -158,7 +158,8 @@ class Coordinators:
         try:
             answer = await self._read_status(key, followed)
         except OperatorError as error:
-            return self._note_failure(key, followed, error)
+            # One that was left meanwhile, as its run was deleted, is not asked again, and its silence is no news.
+            return self._note_failure(key, followed, error) if self._followed.get(key) is followed else None
         if self._followed.get(key) is not followed:
             return None
         old, was_told = followed.answer, followed.told > 0

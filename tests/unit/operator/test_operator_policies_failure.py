@@ -81,6 +81,20 @@ def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
     assert world.status["restarts"]["byCause"] == {"UserError": 8}
 
 
+def test_exit_codes_64_end_no_run_that_trained_under_an_older_operator() -> None:
+    """Its nodes know no token: those that a new coordinator turns away end with 64."""
+    world = Simulation().run()
+    del world.raw["status"]["memory"]["formed"]
+    world.vanish("docs-lm-coordinator-0")  # while the operator was upgraded
+    world.progress = None
+    for name in world.live():
+        world.end(name, 64, message="the token is wrong")
+    assert world.reconcile().phase != Phase.FAILED
+    world.age(300)
+    world.settle()
+    assert sorted(world.live()) == ["docs-lm-0-1", "docs-lm-1-1", "docs-lm-2-1"]
+
+
 def test_nodes_that_follow_the_coordinators_verdict_with_64_are_no_restarts() -> None:
     world = Simulation().run()
     world.train(12, phase="Failed", reason="UserError", message="ValueError: the eighth sin")

@@ -159,6 +159,32 @@ def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
     assert known.num_followed() == 0
 
 
+def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+
+    async def main() -> Coordinators:
+        known = Coordinators(on_news=lambda key, urgent: told.append(urgent))
+        ended = asyncio.Event()
+
+        async def leave_and_fail(*_: Any) -> Answer:
+            known.leave(KEY)
+            ended.set()
+            raise OperatorError("its pod is gone")
+
+        monkeypatch.setattr(known, "_read_status", leave_and_fail)
+        known.on_failure = lambda cause: told.append(True)
+        known.follow(KEY, "127.0.0.1", 3, token="t")
+        task = asyncio.create_task(known.run())
+        await asyncio.wait_for(ended.wait(), SECONDS)
+        await known.close()
+        await task
+        return known
+
+    queue = asyncio.run(main())._queue
+    assert told == []
+    assert not (queue._due or queue._heap or queue._last_end or queue._failures)
+
+
 def test_who_must_know_now_asks_at_once_and_keeps_what_is_known_if_nobody_answers() -> None:
     async def main() -> None:
         coordinator = Coordinator(b'{"step": 1}')
