@@ -54,9 +54,9 @@ def fault(
 ) -> Fault:
     """In the workers that match: do ``action`` at ``place`` (see elastic_processes) from the ``call``-th time on, once.
 
-    ``action``: a signal, to the worker (``self``) or its ``node``; ``raise``; ``lose`` (as if a peer were lost); ``exit``;
-    ``flip`` (a bit of a weight, only at ``step``); or ``hold``: stand still until ``Cluster.release(name)``.
-    ``step`` and ``slot`` are those that were begun last.
+    ``action``: a signal, to the worker (``self``) or its ``node``; ``raise``; ``full`` (as if its volume were); ``lose`` (as if
+    a peer were lost); ``exit``; ``flip`` (a bit of a weight, only at ``step``); or ``hold``: stand still until
+    ``Cluster.release(name)``. ``step`` and ``slot`` are those that were begun last.
     """
     fields = {"node": node, "local_rank": local_rank, "rank": rank, "step": step, "slot": slot, "call": call, "to": to}
     name = name or f"{action}-{place}-{node}-{rank}-{step}"

@@ -6,6 +6,7 @@ that it forks writes down every finished step of its workers (``trace.jsonl`` of
 
 import contextlib
 import ctypes
+import errno
 import functools
 import importlib
 import importlib.util
@@ -298,6 +299,8 @@ def _act(fault: dict[str, Any], scratch: Path, owner: Any = None, *_: Any) -> No
             _hold(scratch / f"{fault['name']}.open", fault["seconds"])
         case "raise":
             raise ValueError("a user's own mistake")
+        case "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case "lose":
             raise importlib.import_module("evergrad_trainer.errors").PeerLostError("Connection closed by peer")
         case "exit":

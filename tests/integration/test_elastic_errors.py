@@ -82,6 +82,17 @@ def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(make_elastic: Make
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
+def test_saves_that_fail_for_lack_of_space_end_no_run(make_elastic: MakeCluster, undisturbed: Any) -> None:
+    """Whoever makes room must find a run that goes on, from its newest checkpoint."""
+    cluster = make_elastic(expect=2)
+    cluster.start(faults=[fault("full", "shard", rank=1, call=2)], sets=["spec.training.checkpoint.maxFailures=1"])
+    cluster.finish()
+    cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
+    causes = {line["cause"] for line in cluster.log("broken")}
+    assert "environment" in causes and causes <= {"environment", "peer_lost"}, "it is nobody's mistake"
+    assert any("No space left on device" in node.said() for node in cluster.nodes.values())
+
+
 @pytest.fixture
 def small_volume(tmp_path: Path) -> Iterator[Path]:
     """A file system of three mebibytes."""

@@ -112,7 +112,12 @@ class NonFiniteError(EvergradError):
 
 
 class SaveError(EvergradError):
-    """Checkpoints could not be written, several times in a row."""
+    """Checkpoints could not be written, several times in a row. All ranks raise it together."""
+
+    def __init__(self, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
+        """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then goes on once that is mended."""
+        self.kind = kind
+        super().__init__(message)
 
 
 class PeerLostError(EvergradError):

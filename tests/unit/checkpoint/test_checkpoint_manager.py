@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import Identity
@@ -213,9 +214,11 @@ def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_co
     assert [fields.get("failures") for _, fields in solo.events] == [1, 2, None]
     failing = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=9), maxFailures=2)
     failing.save(40)
-    with pytest.raises(SaveError, match=r"2 saves in a row have failed; the last one: rank 0: .*No space left on device"):
+    words = r"2 saves in a row have failed; the last one: rank 0: .*No space left on device"
+    with pytest.raises(SaveError, match=words) as caught:
         failing.save(50)
     assert failing.types() == ["save_failed", "save_failed"]
+    assert caught.value.kind is ErrorKind.ENVIRONMENT, "the run goes on once there is room"
 
 
 def test_poll_raises_when_the_last_allowed_failure_comes_in(make_solo: MakeSolo, make_state: MakeState) -> None:

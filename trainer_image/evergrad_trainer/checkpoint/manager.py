@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.generations import check_fence, claim_exactly, claim_generation
@@ -252,7 +253,8 @@ class CheckpointManager:
         self._flight = None
         outcome = self._report(flight)
         if self._failures >= self._settings.max_failures and outcome.fenced is None:
-            raise SaveError(f"{self._directory}: {self._failures} saves in a row have failed; the last one: {outcome.reason}")
+            text = f"{self._directory}: {self._failures} saves in a row have failed; the last one: {outcome.reason}"
+            raise SaveError(text, ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL)
         return outcome
 
     def _join(self, flight: _Flight) -> None:

@@ -28,6 +28,7 @@ from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
 from evergrad_trainer.checkpoint.store import Candidate, Store
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
 from evergrad_trainer.errors import FencedError
+from evergrad_trainer.host_trouble import is_host_trouble
 
 BACKGROUND_NICENESS = 10
 """Of a save beside training: training goes first, and the save still ends within seconds on cores that are all busy.
@@ -67,7 +68,8 @@ class Published:
 class Outcome:
     """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there are now.
 
-    ``is_peer_lost``: its group broke, which says nothing about the volume.
+    ``is_peer_lost``: its group broke, which says nothing about the volume. ``is_of_host``: trouble of a volume or a host, which
+    may pass, was all that was wrong.
     """
 
     published: Published | None = None
@@ -75,6 +77,7 @@ class Outcome:
     reason: str = ""
     fenced: FencedError | None = None
     is_peer_lost: bool = False
+    is_of_host: bool = False
 
 
 class BackgroundSave:
@@ -132,7 +135,8 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     except (OSError, RuntimeError, ValueError) as error:
         # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint stands.
         lost = isinstance(error, RuntimeError)
-        told, failed = writer.outcome, Outcome(reason=f"rank {order.rank}: {error}", is_peer_lost=lost)
+        reason = f"rank {order.rank}: {error}"
+        told, failed = writer.outcome, Outcome(reason=reason, is_peer_lost=lost, is_of_host=is_host_trouble(error))
     if told is None:
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)
@@ -201,7 +205,8 @@ def _describe_failures(error: CheckpointException) -> Outcome:
     if len(failures) > 3:
         reason += f"; and {len(failures) - 3} ranks more"
     fences = [failure for _, (failure, _) in failures if isinstance(failure, FencedError)]
-    return Outcome(reason=reason, fenced=fences[0] if fences else None)
+    is_of_host = all(is_host_trouble(failure) for _, (failure, _) in failures)
+    return Outcome(reason=reason, fenced=fences[0] if fences else None, is_of_host=is_of_host)
 
 
 def _libraries() -> dict[str, str]:

@@ -188,7 +188,7 @@ class Checkpoint(Section):
     verify: Literal["always", "sizes"] = "always"
     """What is checked before a checkpoint is loaded: checksums and sizes, or sizes alone."""
     max_failures: Count = Field(default=3, ge=1)
-    """Failed saves in a row after which the run stops."""
+    """Failed saves in a row after which training ends; it begins again at the newest checkpoint if volume or host is to blame."""
 
 
 class EvaluationSource(Source):
