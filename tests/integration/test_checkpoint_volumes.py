@@ -14,7 +14,7 @@ import torch
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.config.training import Checkpoint
-from evergrad_trainer.errors import RunDirectoryError
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
@@ -100,7 +100,7 @@ def test_a_volume_that_turns_read_only_fails_saves_and_can_still_be_restored_fro
     state = {"model.a": torch.zeros(100)}
     restored = make_manager(world, directory)[0].restore(state)
     assert restored is not None and restored.step == 10
-    with pytest.raises(RunDirectoryError, match=r"this start cannot be recorded; .*Read-only file system"):
+    with pytest.raises(VolumeError, match=r"this start cannot be recorded; .*Read-only file system"):
         claim_generation(directory)
 
 

@@ -174,6 +174,14 @@ def test_a_node_that_was_asked_to_leave_comes_back(nodes: DisturbedNodes) -> Non
     assert nodes.ended == {} and nodes.away == set()
 
 
+def test_a_node_that_was_killed_on_its_way_out_is_replaced_and_counts_as_there_again(nodes: DisturbedNodes) -> None:
+    first = nodes.alive()[0]
+    os.kill(first, signal.SIGKILL)
+    nodes.away.add(0)
+    poll_until(nodes, lambda: nodes.alive().get(0, first) != first)
+    assert nodes.away == set()
+
+
 def test_a_node_that_was_one_too_many_leaves_for_good(nodes: DisturbedNodes) -> None:
     nodes.start_node(2)
     wait_for_handlers(nodes)

@@ -124,6 +124,8 @@ class DisturbedNodes(LocalNodes):
         for pid in [pid for pid, until in self.frozen.items() if now >= until]:
             self._thaw(pid)
         super().poll()
+        # One that was killed before it could leave is replaced like any other that is lost.
+        self.away = {index for index in self.away if (self.nodes[index].process.exitcode or 0) >= 0}
         if self.away.issuperset(self.ended):
             # Left as they were asked to: they will be replaced like lost ones.
             for index in [index for index, code in self.ended.items() if code != ExitCode.DONE]:
