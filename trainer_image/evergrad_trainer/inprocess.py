@@ -14,17 +14,17 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.build import Machinery, build_machinery, rebuild_state
 from evergrad_trainer.checkpoint.manager import CheckpointManager, claim_exactly
 from evergrad_trainer.distributed import Place, abandon_world, choose_device, form_world, set_threads
-from evergrad_trainer.elastic.channel import MAX_TEXT, Begin, Broken, Channel, Depart, Ended, Failed, Saved, Up, Warm
+from evergrad_trainer.elastic.channel import MAX_TEXT, Begin, Broken, Channel, Depart, Ended, Saved, Up, Warm
 from evergrad_trainer.elastic.guard import Guard
 from evergrad_trainer.elastic.life import End, Held, Life, Phase
 from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.elastic.replicas import compare_fed, compare_states
 from evergrad_trainer.elastic.transfer import feed, plan_feeding
-from evergrad_trainer.errors import DivergedError, EvergradError, InputError, PeerLostError
+from evergrad_trainer.errors import DivergedError, EvergradError, PeerLostError
 from evergrad_trainer.loop import Progress, Run, standing_step, train
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.build import build_observers
@@ -40,6 +40,7 @@ from evergrad_trainer.stages import (
     SessionPlan,
     announce,
     build_checkpoints,
+    build_last_words,
     build_run,
     describe_run,
     finish,
@@ -415,15 +416,4 @@ def _failed(session: Session | None, error: Exception, *, generation: int) -> En
     """Report an error to whoever reads; the supervisor, which hears it, decides what becomes of the run."""
     rank = session.world.rank if session is not None else 0
     code = report_failure(session, error, rank=rank)
-    notes = "\n".join(getattr(error, "__notes__", ()))
-    last_words = Failed(
-        generation,
-        step=session.progress.finished_steps if session is not None else -1,
-        exit_code=int(code),
-        error=type(error).__name__,
-        text=f"{error}\n{notes}".strip()[:MAX_TEXT],
-        is_final=isinstance(error, InputError),
-        is_agreed=isinstance(error, AGREED),
-        kind=(error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL).value,
-    )
-    return End(int(code), last_words)
+    return End(int(code), build_last_words(session, error, code, generation=generation, is_agreed=isinstance(error, AGREED)))

@@ -3,11 +3,13 @@
 import os
 import sys
 import time
+from collections.abc import Callable
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.build import build_machinery
 from evergrad_trainer.checkpoint.manager import claim_exactly, claim_generation
 from evergrad_trainer.distributed import choose_device, join_world, leave_world, read_launch, set_threads, with_generation
+from evergrad_trainer.elastic.channel import Failed
 from evergrad_trainer.elastic.signals import StopSignals
 from evergrad_trainer.loop import train
 from evergrad_trainer.observers.base import BaseObserver, Observer
@@ -19,6 +21,7 @@ from evergrad_trainer.stages import (
     SessionPlan,
     announce,
     build_checkpoints,
+    build_last_words,
     build_run,
     finish,
     has_checkpoints,
@@ -29,11 +32,17 @@ from evergrad_trainer.stages import (
 from evergrad_trainer.world import Membership
 
 
-def run_session(plan: SessionPlan, *, generation: int | None = None, relay: Observer | None = None) -> int:
+def run_session(
+    plan: SessionPlan,
+    *,
+    generation: int | None = None,
+    relay: Observer | None = None,
+    tell: Callable[[Failed], object] = lambda words: None,
+) -> int:
     """Train in this process as the launcher's rank says; returns the exit code. Wrong input is reported, not raised.
 
     ``generation``: the number a coordinator has given this world; without one the next free number is claimed. ``relay``: gets
-    rank 0's records in the place of an endpoint of its own.
+    rank 0's records in the place of an endpoint of its own. ``tell``: gets the error that ends this process.
     """
     signals = StopSignals()
     signals.install()
@@ -47,6 +56,8 @@ def run_session(plan: SessionPlan, *, generation: int | None = None, relay: Obse
         code = _run(session)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
         code = report_failure(session, error, rank=read_launch().rank)
+        # Never agreed: the next generation has other processes, which start from a checkpoint and may do better.
+        tell(build_last_words(session, error, code, generation=generation or 0, is_agreed=False))
     finally:
         signals.uninstall()
     if logs is not None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_trainer.build import Machinery, build_best, build_comparison, build_evaluator, build_limits, build_stepper
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.checkpoint.weights import load_weights
@@ -23,6 +23,7 @@ from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.distributed import read_launch
+from evergrad_trainer.elastic.channel import MAX_TEXT, Failed
 from evergrad_trainer.elastic.lost_peers import LOST_WORDS, is_lost_peer
 from evergrad_trainer.errors import (
     CheckpointError,
@@ -368,6 +369,21 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
         print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exception(error)
     return code
+
+
+def build_last_words(session: Session | None, error: Exception, code: ExitCode, *, generation: int, is_agreed: bool) -> Failed:
+    """What a worker tells its node of the error that ends it. ``is_agreed``: all ranks raise it, and the same process goes on."""
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    return Failed(
+        generation,
+        step=session.progress.finished_steps if session is not None else -1,
+        exit_code=int(code),
+        error=type(error).__name__,
+        text=f"{error}\n{notes}".strip()[:MAX_TEXT],
+        is_final=isinstance(error, InputError),
+        is_agreed=is_agreed,
+        kind=(error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL).value,
+    )
 
 
 def _close_quietly(session: Session, error: Exception, code: ExitCode) -> None:

@@ -169,7 +169,7 @@ async def _serve_fresh(
 def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation: int) -> int:
     """One worker of a typed run whose world lasts as long as itself."""
     gc.disable()  # until its first step is done
-    return run_session(plan, generation=generation, relay=Relay(channel.observe))
+    return run_session(plan, generation=generation, relay=Relay(channel.observe), tell=channel.send)
 
 
 def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
