@@ -23,6 +23,14 @@ def _nothing() -> None:
     pass
 
 
+class _OwnerFailed(Exception):  # noqa: N818 - no error of this package: it only carries the owner's past those of a connection
+    """A callback of the client's owner raised ``error``."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class CoordinatorClient:
     """Runs in whatever loop awaits ``run``; all methods belong to that loop's thread.
 
@@ -70,7 +78,7 @@ class CoordinatorClient:
         return -1 if self._writer is None else int(self._writer.get_extra_info("socket").fileno())
 
     async def run(self) -> None:
-        """Until ``close``, or until ``refused`` or ``end`` was delivered."""
+        """Until ``close``, or until ``refused`` or ``end`` was delivered. Raises what the owner's callbacks raise."""
         try:
             while not self._is_over:
                 with contextlib.suppress(OSError, ProtocolError, ValueError, TimeoutError, asyncio.IncompleteReadError):
@@ -78,6 +86,9 @@ class CoordinatorClient:
                 if not self._is_over:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), 0.1 + random.random() * 0.1)
+        except _OwnerFailed as failed:
+            # An OSError of the owner's own would pass for a broken connection, and be met again on the next one for ever.
+            raise failed.error from None
         finally:
             self._is_over = True
             self._disconnect()
@@ -156,9 +167,12 @@ class CoordinatorClient:
             self._is_over = True
         if isinstance(message, Welcome):
             self._is_welcome = True
-        self._on_message(message)
-        if isinstance(message, Welcome):
-            self._on_connected()
+        try:
+            self._on_message(message)
+            if isinstance(message, Welcome):
+                self._on_connected()
+        except Exception as error:
+            raise _OwnerFailed(error) from error
 
     def _write(self, message: Message) -> bool:
         writer = self._writer

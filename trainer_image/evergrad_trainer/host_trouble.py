@@ -27,10 +27,14 @@ HOST_ERRNOS: Final = frozenset(
         errno.EMFILE,
         errno.ENFILE,
         errno.ENOMEM,
+        errno.EAGAIN,
         errno.EREMOTEIO,
     }
 )
-"""A mount, a volume, a disk, or this process's share of its machine. Not ENOENT: what a file names should be there."""
+"""A mount, a volume, a disk, or this process's share of its machine (EAGAIN: one process too many).
+
+Not ENOENT: what a file names should be there.
+"""
 
 
 _VOLUME_ERRNOS: Final = frozenset({errno.EIO, errno.ESTALE, errno.EREMOTEIO})

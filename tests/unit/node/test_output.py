@@ -29,6 +29,13 @@ def read_all(path: Path, write: Callable[[int, list[int]], None], *, is_forwarde
     return asyncio.run(run())
 
 
+def test_a_worker_speaks_also_where_its_file_cannot_be_opened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "logs").write_text("no folder")
+    output = read_all(tmp_path / "logs" / "out", lambda descriptor, ranks: os.write(descriptor, b"one\n") and None)
+    assert list(output.last_lines) == ["one"]
+    assert "one" in capfd.readouterr().err
+
+
 def test_lines_carry_the_rank_of_their_moment(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def write(descriptor: int, ranks: list[int]) -> None:
         ranks[0] = 5

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -411,6 +412,30 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_pat
     assert play(tmp_path, script) == 70
     text = f"node 1: the supervisor's {part} failed: RuntimeError: a fault of ours"
     assert decode_termination((tmp_path / "last-words").read_text()) == (ErrorKind.INTERNAL, text)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), ErrorKind.ENVIRONMENT),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), ErrorKind.ENVIRONMENT),
+        (ValueError("a fault of ours"), ErrorKind.INTERNAL),
+        (TimeoutError("a fault of ours"), ErrorKind.INTERNAL),
+    ],
+)
+def test_an_error_of_the_crew_is_not_taken_for_a_broken_connection(tmp_path: Path, error: Exception, kind: ErrorKind) -> None:
+    def fail_to_start(go: Go) -> None:
+        raise error
+
+    async def script(scene: Scene) -> None:
+        peer = await scene.welcome()
+        scene.crew.begin = fail_to_start
+        peer.say(Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000))
+
+    assert play(tmp_path, script) == 70
+    said, text = decode_termination((tmp_path / "last-words").read_text())
+    assert said is kind
+    assert str(error) in text
 
 
 def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(tmp_path: Path) -> None:

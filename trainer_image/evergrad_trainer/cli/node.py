@@ -63,16 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → serve; the exit code says how this node's part ended (0, 64, 70, 75, 76)."""
     try:
-        with sigterm_interrupts():
-            serve = _prepare_patiently(args)
-    except KeyboardInterrupt:
-        return int(ExitCode.STOPPED_SAVED)
+        return _prepare_and_serve(args)
     except EvergradError as error:
         write_termination_message(args.termination_log, error.kind, str(error))
         raise
     except Exception as error:
-        write_termination_message(args.termination_log, ErrorKind.INTERNAL, f"{type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        if describe_host_trouble(error) is not None:
+            write_termination_message(args.termination_log, ErrorKind.ENVIRONMENT, text)
+            raise HostError(f"host {socket.gethostname()}: {text}") from error
+        write_termination_message(args.termination_log, ErrorKind.INTERNAL, text)
         raise
+
+
+def _prepare_and_serve(args: argparse.Namespace) -> int:
+    try:
+        with sigterm_interrupts():
+            serve = _prepare_patiently(args)
+    except KeyboardInterrupt:
+        return int(ExitCode.STOPPED_SAVED)
     return serve()
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import sys
 from collections import deque
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+_log = logging.getLogger(__name__)
 _BLOCK = 1 << 16
 _LONGEST_LINE = 1 << 16
 _LAST_LINES = 40
@@ -18,9 +20,8 @@ class WorkerOutput:
     """Reads one worker's pipe to its end. ``rank`` is asked for each line: it changes with the group."""
 
     def __init__(self, descriptor: int, *, path: Path, node: str, rank: Callable[[], int], is_forwarded: bool) -> None:
-        """Must be made inside a running event loop. Raises OSError if ``path`` cannot be opened."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = path.open("ab", buffering=0)
+        """Must be made inside a running event loop. A file that cannot be opened is done without, since training can be."""
+        self._file = _open(path)
         self._descriptor = descriptor
         self._node = node
         self._rank = rank
@@ -43,8 +44,9 @@ class WorkerOutput:
             if not data:
                 self.close()
                 return
-            with contextlib.suppress(OSError):  # a full volume must not end training
-                self._file.write(data)
+            if self._file is not None:
+                with contextlib.suppress(OSError):  # a full volume must not end training
+                    self._file.write(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
                 self._show(line)
@@ -61,7 +63,9 @@ class WorkerOutput:
         self._descriptor = -1
         if self._rest:
             self._show(self._rest)
-        self._file.close()
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # where a volume tells of its trouble last
+                self._file.close()
 
     def _show(self, line: bytes) -> None:
         text = line.decode("utf-8", errors="replace")
@@ -72,3 +76,12 @@ class WorkerOutput:
             with contextlib.suppress(OSError, ValueError):  # nobody reads this node's stderr any more: no reason to end
                 sys.stderr.write(f"[{where}] {text}\n")
                 sys.stderr.flush()
+
+
+def _open(path: Path) -> IO[bytes] | None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab", buffering=0)
+    except OSError as error:
+        _log.warning("what a worker prints goes into no file; %s", error)
+        return None

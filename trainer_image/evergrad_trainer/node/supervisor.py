@@ -36,6 +36,7 @@ from evergrad_coordinator.protocol import (
 from evergrad_coordinator.wire import ProtocolError
 from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.errors import EvergradError, HostError
+from evergrad_trainer.host_trouble import is_host_trouble
 from evergrad_trainer.node.crew import LOCAL_GENERATION, Crew
 from evergrad_trainer.node.failures import kind_of, write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
@@ -141,7 +142,8 @@ class Supervisor:
     def _fail(self, where: str, error: BaseException) -> None:
         """End the node: a part of its supervisor is gone, without which it would only look alive."""
         if self._exit_code is None:
-            kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL
+            kind = ErrorKind.ENVIRONMENT if is_host_trouble(error) else ErrorKind.INTERNAL
+            kind = error.kind if isinstance(error, EvergradError) else kind
             text = str(error) if isinstance(error, EvergradError) else f"{type(error).__name__}: {error}"
             self._note_cause(kind, f"node {self._settings.node}: the supervisor's {where} failed: {text}")
         _log.error("node %s its %s failed", self._settings.node, where, exc_info=error)
