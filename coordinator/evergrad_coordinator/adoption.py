@@ -72,6 +72,13 @@ def _answer_kept(group: Membership, gathering: Gathering, now: float) -> None:
                 handle_report(group, node, report, now)
 
 
+def drop_others(group: Membership, member: Node, now: float) -> None:
+    """Drop nodes that came before the first member of the group and differ from it: they hear why when they come again."""
+    for node in list(group.nodes.values()):
+        if node.fingerprint != member.fingerprint:
+            group.drop(node, "differs from the group that runs", now)
+
+
 def note_absence(group: Membership, node: Node, seconds: float) -> None:
     """Note a member that was away for nearly a lease: its workers may have ended by themselves, as if they had been asked to."""
     world = group.world

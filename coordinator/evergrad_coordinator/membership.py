@@ -105,7 +105,7 @@ class Membership:
 
     def hello(self, peer: int, hello: Hello, *, now: float) -> list[Effect]:
         """The first message of a connection."""
-        refusal = self._roster.refuse(hello, finished=self.finished)
+        refusal = self._roster.refuse(hello, finished=self.finished, is_adopting=self.phase is Phase.ADOPTING)
         if refusal is not None:
             self.send(peer, refusal)
             self._effects.append(Close(peer, getattr(refusal, "reason", "")))
@@ -301,6 +301,7 @@ class Membership:
         if self.world:
             was_seen = self.world.last_contact.pop(node.key, was_seen)
         adoption.note_absence(self, node, now - was_seen)
+        adoption.drop_others(self, node, now)
         self._heard = max(self._heard, hello.known_generation, node.group)
         self.log("hello", node=node.name, workers=node.workers, had=node.group)
         self.send(peer, Welcome(self.generation, self.settings.lease_seconds, self.settings.silence_seconds))

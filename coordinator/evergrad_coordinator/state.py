@@ -103,6 +103,7 @@ class Node:
     address: str
     workers: int
     seen: float
+    fingerprint: dict[str, str] = field(default_factory=dict)
     had: Had | None = None
     beat_at: float = float("-inf")
     """When the process beside the node's own was last heard."""

@@ -83,6 +83,7 @@ class FakeNode:
     inbox: deque[Message] = field(default_factory=deque)
     received: list[Message] = field(default_factory=list)
     exit_code: int | None = None
+    fingerprint: dict[str, str] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str]:
@@ -109,6 +110,7 @@ class FakeNode:
             f"10.0.0.{self.name}",
             self.workers,
             cluster.settings.recovery,
+            self.fingerprint,
             token=cluster.settings.token,
             had=self.group,
             known_generation=self.known,
@@ -247,10 +249,11 @@ class Cluster:
 
     # ---- what a cluster does -----------------------------------------------------------------------------------------
 
-    def start(self, name: int | str, *, workers: int = 1, step: int = -1) -> FakeNode:
+    def start(self, name: int | str, *, workers: int = 1, step: int = -1, script: str = "") -> FakeNode:
         """A new process of a node."""
         self.num_nodes += 1
         node = FakeNode(self, str(name), f"i{self.num_nodes}", workers=workers, step=step, heard_at=self.now)
+        node.fingerprint = {"script": script} if script else {}
         self.nodes.append(node)
         node.connect()
         return node

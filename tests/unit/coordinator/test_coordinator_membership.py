@@ -867,6 +867,18 @@ def test_a_running_group_is_adopted_without_a_plan() -> None:
     assert len(of_kind(nodes[0], Plan)) == 1
 
 
+@pytest.mark.parametrize("recovery", ["in-process", "fresh"])
+def test_a_newcomer_that_differs_and_is_quicker_than_the_group_costs_the_group_nothing(recovery: str) -> None:
+    cluster, nodes = start_running(recovery=recovery)
+    cluster.restart_coordinator(epoch=1)
+    newcomers = [cluster.start(name, script="edited since") for name in "78"]
+    cluster.run_until_running(within=2)
+    cluster.run(5)
+    assert cluster.gone == 1, "the living group was adopted"
+    assert [node.exit_code for node in (*nodes, *newcomers)] == [None, None, None, 70, 70]
+    assert "edited since; the group's first member has " in of_kind(newcomers[0], Refused)[0].message
+
+
 def test_an_incomplete_group_is_planned_anew_after_a_lease() -> None:
     cluster, nodes = start_running(lease_seconds=1.5)
     cluster.restart_coordinator()
