@@ -203,6 +203,28 @@ def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running
     assert play(tmp_path, script) == 0
 
 
+def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears_of_it(tmp_path: Path) -> None:
+    async def script(scene: Scene) -> None:
+        peer = await scene.accept()
+        await peer.hear(Hello)
+        peer.say(Welcome(generation=7, lease_seconds=0.1, silence_seconds=3.0))
+        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        scene.supervisor.done(Done(7))
+        await peer.hear(Done)
+        await until(lambda: scene.supervisor.seconds_since_contact > 0.1)
+        num_ticks = len(scene.crew.was_told("tick"))
+        await until(lambda: len(scene.crew.was_told("tick")) > num_ticks + 2)
+        assert not scene.crew.was_told("change"), "it would leave the group whose end nobody has heard of"
+        peer.writer.close()
+        again = await scene.accept()
+        assert (await again.hear(Hello)).had == Had(7, 2, 1, 3)
+        again.say(Welcome(generation=1 << 32, lease_seconds=10.0, silence_seconds=3.0))
+        assert await again.hear(Done) == Done(7)
+        again.say(End(exit_code=0, reason="Complete"))
+
+    assert play(tmp_path, script) == 0
+
+
 def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()

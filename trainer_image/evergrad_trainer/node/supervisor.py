@@ -408,7 +408,9 @@ class Supervisor:
             self._on_tick()
             self._progress.flush_if_due()
             away = self._client.seconds_since_contact
-            if not self._is_cut_off and self._crew.place is not None and away > self._lease_seconds:
+            # Workers that have ended well cannot be ruled by others, and the place they had vouches for their end.
+            is_training = self._crew.place is not None and self._done is None
+            if not self._is_cut_off and is_training and away > self._lease_seconds:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")
