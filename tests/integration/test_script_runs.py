@@ -279,6 +279,22 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_pa
     assert "train.py" in said, "the last frames"
 
 
+@pytest.mark.timeout(700)
+def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also_on_a_busy_machine(make: Make) -> None:
+    # All cores are taken, so that the nodes are slow to import, fork and answer; the failures count all the same.
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        run = make(["/bin/sh", "-c", "sleep 4; exit 1"], nodes=3).start()
+        assert run.launcher.wait(4 * SECONDS) == 70, run.output[-4000:]
+    finally:
+        for hog in hogs:
+            hog.kill()
+            hog.wait()
+    said = next(event for event in run.events() if event["event"] == "finished")
+    assert said["reason"] == "FailuresWithoutProgress"
+    assert "exit code 1" in said["message"]
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_peer(
