@@ -101,9 +101,7 @@ def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert main(["node", str(EXAMPLE), "--join", "127.0.0.1:1"]) == 0
 
 
-def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def serve() -> int:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
