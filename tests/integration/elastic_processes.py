@@ -194,7 +194,7 @@ def _be_node(task: dict[str, Any]) -> int:
     settings = NodeSettings(
         run=plan.run.metadata.name,
         coordinator_host="127.0.0.1",
-        recovery="in-process",
+        recovery=task["settings"].pop("recovery", "in-process"),
         run_directory=directory.path,
         fingerprint=fingerprint(plan.run, plan.base_directory),
         shares_host=True,

@@ -93,6 +93,19 @@ def test_saves_that_fail_for_lack_of_space_end_no_run(make_elastic: MakeCluster,
     assert any("No space left on device" in node.said() for node in cluster.nodes.values())
 
 
+def test_workers_of_one_group_tell_trouble_of_their_host_too(make_elastic: MakeCluster) -> None:
+    """Level 2. Not a single failure of the run is allowed here, and this is none."""
+    cluster = make_elastic(expect=2, options=("--max-failures", "0", "--recovery", "fresh"))
+    sets = ["checkpoint.maxFailures=1", "runtime.parallelism=fsdp2", "reproducibility.elastic=fast"]
+    cluster.start(
+        faults=[fault("full", "shard", rank=1, call=2)], sets=[f"spec.training.{one}" for one in sets], recovery="fresh"
+    )
+    cluster.finish()
+    causes = {line["cause"] for line in cluster.log("broken")}
+    assert "environment" in causes and causes <= {"environment", "peer_lost"}, "it is nobody's mistake"
+    assert checkpoints(cluster.directory)[-1] == STEPS
+
+
 @pytest.fixture
 def small_volume(tmp_path: Path) -> Iterator[Path]:
     """A file system of three mebibytes."""

@@ -1,13 +1,16 @@
 """What ranks tell each other when they meet, and what each remembers afterwards."""
 
+import errno
 from dataclasses import asdict
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.inprocess import _adopt, _standing
+from evergrad_trainer.elastic.channel import Failed
+from evergrad_trainer.inprocess import _adopt, _failed, _standing
 from evergrad_trainer.loop import Progress
 
 BEST = {"metric": "held/loss", "value": 2.0, "step": 6}
@@ -83,3 +86,10 @@ def test_a_save_is_lost_when_nobody_has_seen_it_stand(rows: list[dict[str, Any]]
 def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there(step: int, standing: int, is_kept: bool) -> None:
     progress = adopt(row(step, best=BEST, standing=standing, begun=6))
     assert progress.best == (BEST if is_kept else None)
+
+
+def test_an_error_of_the_volume_that_no_one_expected_is_told_as_the_hosts() -> None:
+    end = _failed(None, OSError(errno.EIO, "Input/output error"), generation=3)
+    assert isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.ENVIRONMENT
+    end = _failed(None, ValueError("a mistake"), generation=3)
+    assert isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.INTERNAL

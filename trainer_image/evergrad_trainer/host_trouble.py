@@ -4,7 +4,7 @@ import errno
 from typing import Final
 
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_trainer.errors import HostError, InputError
+from evergrad_trainer.errors import EvergradError, InputError
 
 HOST_ERRNOS: Final = frozenset(
     {
@@ -47,7 +47,7 @@ def is_host_trouble(error: BaseException) -> bool:
 
 def describe_host_trouble(error: BaseException) -> str | None:
     """What is wrong with this host, where that is all that ``error`` is about; None where a person must mend something."""
-    if isinstance(error, HostError):
+    if isinstance(error, EvergradError) and error.kind is ErrorKind.ENVIRONMENT:
         return str(error)
     if isinstance(error, InputError) and error.problems and all(problem.is_of_host for problem in error.problems):
         return str(error)

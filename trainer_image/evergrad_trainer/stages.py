@@ -34,6 +34,7 @@ from evergrad_trainer.errors import (
     SaveError,
     raise_if,
 )
+from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.loop import Progress, Run
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.models.weights import load_model_directory
@@ -374,6 +375,9 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
 def build_last_words(session: Session | None, error: Exception, code: ExitCode, *, generation: int, is_agreed: bool) -> Failed:
     """What a worker tells its node of the error that ends it. ``is_agreed``: all ranks raise it, and the same process goes on."""
     notes = "\n".join(getattr(error, "__notes__", ()))
+    kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL
+    if describe_host_trouble(error) is not None:
+        kind = ErrorKind.ENVIRONMENT
     return Failed(
         generation,
         step=session.progress.finished_steps if session is not None else -1,
@@ -382,7 +386,7 @@ def build_last_words(session: Session | None, error: Exception, code: ExitCode, 
         text=f"{error}\n{notes}".strip()[:MAX_TEXT],
         is_final=isinstance(error, InputError),
         is_agreed=is_agreed,
-        kind=(error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL).value,
+        kind=kind.value,
     )
 
 
