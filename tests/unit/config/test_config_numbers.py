@@ -230,12 +230,16 @@ def _leaves(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[A
         yield annotation, metadata
 
 
+# Each rule of units counts for megabytes in the budget of API servers before 1.34, which was used up before these came.
+_PLAIN_NUMBERS = ("spec.training.onNonFinite.skip", "spec.training.runtime.compareReplicasEvery")
+
+
 def test_every_numeric_field_of_the_manifest_reads_human_numbers() -> None:
     numeric = 0
     for field in walk_fields(TrainingRun):
         for annotation, metadata in _leaves(field.info.annotation, tuple(field.info.metadata)):
-            is_kubernetes_own = field.path.startswith("spec.template.")
-            if (annotation in (int, float) or int in get_args(annotation)) and not is_kubernetes_own:
+            is_plain = field.path.startswith("spec.template.") or field.path in _PLAIN_NUMBERS
+            if (annotation in (int, float) or int in get_args(annotation)) and not is_plain:
                 assert any(isinstance(marker, Human) for marker in metadata), field.path
                 numeric += 1
     assert numeric > 30

@@ -148,7 +148,7 @@ class Stop(Section):
 class OnNonFinite(Section):
     """What follows a step whose loss or gradient norm is not finite. The state before it is always saved first."""
 
-    skip: Count = Field(default=0, ge=0, le=1000)
+    skip: int = Field(default=0, ge=0, le=1000, strict=True)
     """How many such steps in a row are skipped: counted, but without an update."""
     then: Literal["stop"] = "stop"
     """What follows when there are more of them in a row. ``stop``: the run stops, its state saved, and can be resumed."""
@@ -240,7 +240,7 @@ class Runtime(Section):
     """Bytes a gradient bucket (dataParallel), such as ``4Mi``."""
     collective_timeout_seconds: Count = Field(default=600, ge=1, le=86400)
     """Seconds: how long a process waits for the others inside one exchange."""
-    compare_replicas_every: Count = Field(default=100, ge=0, le=2**31)
+    compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)
     """Steps between two comparisons of the replicas' states, also made before each save and in each new world; 0: none."""
 
 
