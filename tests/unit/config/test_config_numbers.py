@@ -231,7 +231,11 @@ def _leaves(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[A
 
 
 # Each rule of units counts for megabytes in the budget of API servers before 1.34, which was used up before these came.
-_PLAIN_NUMBERS = ("spec.training.onNonFinite.skip", "spec.training.runtime.compareReplicasEvery")
+_PLAIN_NUMBERS = (
+    "spec.training.onNonFinite.skip",
+    "spec.training.skipSteps",
+    "spec.training.runtime.compareReplicasEvery",
+)
 
 
 def test_every_numeric_field_of_the_manifest_reads_human_numbers() -> None:
