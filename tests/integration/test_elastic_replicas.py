@@ -48,6 +48,19 @@ def test_a_flipped_bit_is_found_before_the_next_save_and_an_exact_run_goes_back_
     assert all(len(cluster.pids(node)) == 1 for node in range(num_nodes)), "nobody's process ends"
 
 
+def test_two_hosts_that_differ_again_after_they_went_back_follow_rank_0_instead_of_going_back_for_ever(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    flips = [fault("flip", "step", node=1, step=step, is_repeated=True) for step in (6, 11)]
+    sets = ["spec.training.reproducibility.elastic=fast"]
+    cluster = make_elastic(expect=2, options=("--max-failures", "1")).start(faults=flips, sets=sets)
+    cluster.finish()
+    messages = [event["message"] for event in events(cluster.directory, "warning")]
+    assert len(messages) == 3 and all("two cannot tell which" in message for message in messages)
+    assert [row["step"] for row in metric_rows(cluster.directory)] == [*range(1, 11), *range(6, STEPS + 1)]
+    assert all(len(cluster.pids(node)) == 1 for node in range(2)), "nobody's process ends"
+
+
 def test_in_fast_mode_the_replica_that_differs_is_fed_by_the_majority_and_no_step_is_lost(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:

@@ -130,6 +130,10 @@ class _Worker:
         self._channel = channel
         self._has_office = False
         self._has_finished = False
+        self._undecided_at = -1
+        """Newest step at which replicas differed and no majority could tell which is right."""
+        self._do_hosts_differ = False
+        """They differed again at a step that was trained again, as hosts do whose processors round differently."""
 
     @property
     def _progress(self) -> Progress:
@@ -186,8 +190,12 @@ class _Worker:
         """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest checkpoint."""
         world, plan = self.session.world, self.session.plan
         is_exact = plan.run.training.reproducibility.elastic == "exact"
-        # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were equal.
-        if is_exact or world.rank in error.ranks:
+        if len(error.ranks) == world.size and not is_exact:
+            self._do_hosts_differ |= self._progress.finished_steps <= self._undecided_at
+            self._undecided_at = max(self._undecided_at, self._progress.finished_steps)
+        # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were equal. Where hosts
+        # round differently that would never end: rank 0 feeds the others.
+        if not (self._do_hosts_differ and world.is_main) and (is_exact or world.rank in error.ranks):
             self.life.held = Held.DIRTY
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
