@@ -38,6 +38,8 @@ def stand_still(*_, **__):
     print("stands still", flush=True)
     signal.pause()
 
+# A shell starts what runs in its background with this signal ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 setattr(import_module(module), name, stand_still)
 sys.exit(main())
 """
