@@ -207,7 +207,7 @@ while not pathlib.Path("go-on").exists():
 """
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(WAITS_UNDER_GUARD, "utf-8")
     run = make(["train.py"]).start()
