@@ -60,13 +60,22 @@ def operator_watch(operator: Any) -> Any:
     return watch
 
 
+_IS_UNWATCHED = pytest.StashKey[bool]()
+
+
 @pytest.fixture(autouse=True)
 def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
     """After every test: no container of the operator restarted, no unexpected error in its log. See operator_watch.py."""
     if "operator" not in request.fixturenames:
         yield
+        # Tests of the bed itself kill its API server, whether or not an operator is there to see it.
+        request.session.stash[_IS_UNWATCHED] = True
         return
     watch = request.getfixturevalue("operator_watch")
+    if request.session.stash.get(_IS_UNWATCHED, False):
+        request.getfixturevalue("operator").wait_until_ready()
+        watch.look()
+        request.session.stash[_IS_UNWATCHED] = False
     yield
     request.getfixturevalue("operator").wait_until_ready()
     patterns = [pattern for mark in request.node.iter_markers("operator_errors") for pattern in mark.args]
