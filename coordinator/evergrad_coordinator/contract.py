@@ -51,6 +51,18 @@ OUR_VARIABLES: Final = (
     "MASTER_PORT",
 )
 OUR_VARIABLE_PREFIXES: Final = ("EVERGRAD_", "TORCHELASTIC_")
+OPERATIONAL_SECTIONS: Final = (
+    "stop",
+    "onNonFinite",
+    "skipSteps",
+    "checkpoint",
+    "evaluation",
+    "initFrom",
+    "runtime",
+    "logging",
+    "metrics",
+)
+"""Sections of ``spec.training`` that do not decide the result, so that they may change from one start to the next."""
 SOFT_LIMIT_SECONDS: Final = 120
 """So long a coordinator waits by itself for a group that is to end at a step boundary."""
 UNDISTURBED_SECONDS: Final = 600.0

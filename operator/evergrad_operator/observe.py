@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Final
 
+from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
 from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
@@ -19,18 +20,6 @@ PreviousStatus = Memory
 """The typed view of ``status``: what the operator wrote there is what it remembers."""
 ChildKey = tuple[str, str]
 """Kind and name."""
-OPERATIONAL_SECTIONS: Final = (
-    "stop",
-    "onNonFinite",
-    "skipSteps",
-    "checkpoint",
-    "evaluation",
-    "initFrom",
-    "runtime",
-    "logging",
-    "metrics",
-)
-"""Sections of ``spec.training`` that do not decide the result."""
 NAME_TAKEN: Final = "NameTaken"
 """Reason of an ApplyFailure: an object of that name exists, and is not the run's."""
 NAME_LEAVING: Final = "NameLeaving"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
 from evergrad_trainer.config.identity import (
     ABSENT,
-    OPERATIONAL_SECTIONS,
     RECIPE_SECTIONS,
     changed_fields,
     config_hash,

@@ -191,13 +191,6 @@ def test_a_recipe_is_the_same_however_its_keys_are_ordered_and_with_its_nulls() 
     assert hash_recipe(parse_run(script)) != hash_recipe(parse_run(make_run(training=None, script={"command": ["b"]})))
 
 
-def test_the_operators_sections_of_a_recipe_are_the_trainers() -> None:
-    from evergrad_operator.observe import OPERATIONAL_SECTIONS
-    from evergrad_trainer.config import identity
-
-    assert set(OPERATIONAL_SECTIONS) == set(identity.OPERATIONAL_SECTIONS)
-
-
 def test_a_coordinators_answer_is_read_into_values() -> None:
     from evergrad_coordinator.membership import Membership
     from evergrad_coordinator.state import Settings

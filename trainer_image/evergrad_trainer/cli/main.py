@@ -127,12 +127,7 @@ def _build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
 
 def build_whole_parser() -> argparse.ArgumentParser:
     """All commands with all of their arguments, for what describes the command line. Imports every command."""
-    parser = _Parser(prog="evergrad")
-    sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND")
-    for module_name, text in {**COMMANDS, **_in_cluster_folder()}.items():
-        sub = sub_parsers.add_parser(module_name.rpartition(".")[2].replace("_", "-"), help=text)
-        _import_command(sub, module_name, parser)
-    return parser
+    return _add_commands(_Parser(prog="evergrad"), {**COMMANDS, **_in_cluster_folder()}, None)
 
 
 def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -144,14 +139,14 @@ def _in_cluster_folder() -> dict[str, str]:
     return {f"cluster.{name}": text for name, text in CLUSTER_COMMANDS.items()}
 
 
-def _add_commands(parser: _Parser, commands: Mapping[str, str], arguments: Sequence[str]) -> _Parser:
-    """Add all ``commands``. Only the one that ``arguments`` begin with is imported and has its own arguments."""
+def _add_commands(parser: _Parser, commands: Mapping[str, str], arguments: Sequence[str] | None) -> _Parser:
+    """Add all ``commands``. Only the one that ``arguments`` begin with is imported and has its own arguments; for None all."""
     parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
     sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module_name, text in commands.items():
         name = module_name.rpartition(".")[2].replace("_", "-")
         sub = sub_parsers.add_parser(name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        if arguments and arguments[0] == name:
+        if arguments is None or list(arguments[:1]) == [name]:
             _import_command(sub, module_name, parser)
     return parser
 

@@ -26,18 +26,6 @@ RECIPE_SECTIONS: Final = (
     "reproducibility",
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below. ``runtime`` adds its precision."""
-OPERATIONAL_SECTIONS: Final = (
-    "stop",
-    "onNonFinite",
-    "skipSteps",
-    "checkpoint",
-    "evaluation",
-    "initFrom",
-    "runtime",
-    "logging",
-    "metrics",
-)
-"""Sections that may change from one start to the next."""
 _OPERATIONAL_DATA: Final = ("preparedDirectory",)
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
