@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Both images: `--target operator` (operator and coordinator, no torch) and `--target trainer` (coordinator and trainer).
+# Both images: `--target operator` (operator and coordinator, no torch) and `--target trainer` (coordinator, command line and trainer).
 # What each is made of, its size and its build arguments: docs/installing.md. Dependencies come from the hashed locks in
 # requirements/ and are a layer of their own below the code, so a change of code rebuilds and ships some hundred kilobytes.
 
@@ -41,17 +41,20 @@ RUN --mount=type=secret,id=pip.conf,required=false --mount=type=secret,id=ca,req
 
 FROM tools AS operator-code
 COPY coordinator /source/coordinator
+COPY manifest /source/manifest
 COPY operator /source/operator
 RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-build-isolation --no-compile \
-        --ignore-installed --prefix /out --no-warn-script-location /source/coordinator /source/operator \
+        --ignore-installed --prefix /out --no-warn-script-location /source/coordinator /source/manifest /source/operator \
     && python -m compileall -q --invalidation-mode unchecked-hash -s /out -p /opt/evergrad /out \
     && chmod -R a+rX,go-w /out
 
 FROM tools AS trainer-code
 COPY coordinator /source/coordinator
+COPY manifest /source/manifest
+COPY cli /source/cli
 COPY trainer_image /source/trainer_image
 RUN python -m pip install --disable-pip-version-check --no-cache-dir --no-index --no-deps --no-build-isolation --no-compile \
-        --ignore-installed --prefix /out --no-warn-script-location /source/coordinator /source/trainer_image \
+        --ignore-installed --prefix /out --no-warn-script-location /source/coordinator /source/manifest /source/cli /source/trainer_image \
     && python -m compileall -q --invalidation-mode unchecked-hash -s /out -p /opt/evergrad /out \
     && chmod -R a+rX,go-w /out
 

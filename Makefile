@@ -11,6 +11,7 @@ PYDOC := examples/pydoc
 # Another torch to try the rendezvous backend with.
 TORCH ?= 2.15.0
 OTHER := $(VENV)-torch-$(TORCH)
+PACKAGES := $(addsuffix /pyproject.toml,coordinator manifest operator cli trainer_image)
 
 # The working directory never goes onto the import path: the folder operator/ would shadow the standard library's module.
 export PYTHONSAFEPATH := 1
@@ -30,9 +31,9 @@ help: ## list the targets
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
 	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
 
-install: $(INSTALLED) ## make .venv: the locked packages and the three of this repository, editable
+install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
 
-$(INSTALLED): $(LOCKS) requirements/locks.py coordinator/pyproject.toml operator/pyproject.toml trainer_image/pyproject.toml
+$(INSTALLED): $(LOCKS) requirements/locks.py $(PACKAGES)
 	$(call stage,install)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo 'error: $(PYTHON) is not Python 3.11 or newer. Name one with PYTHON=, e.g. make PYTHON=python3.12 install.' >&2; exit 1; }
@@ -72,19 +73,19 @@ chaos: $(INSTALLED) ## kill and freeze a run EVENTS=300 times, drawn by SEED=7, 
 	$(call stage,chaos)
 	OMP_NUM_THREADS=1 CHAOS_EVENTS=$(or $(EVENTS),300) CHAOS_SEED=$(or $(SEED),7) CHAOS_KIND=$(or $(KIND),any) $(BIN)/python -m pytest tests/integration/test_chaos.py
 
-$(OTHER)/.installed: coordinator/pyproject.toml trainer_image/pyproject.toml
+$(OTHER)/.installed: $(PACKAGES)
 	$(call stage,torch $(TORCH))
 	@$(PYTHON) -m venv $(OTHER)
 	@$(OTHER)/bin/python -m pip install --disable-pip-version-check $(if $(TORCH_WHEELS),--find-links $(TORCH_WHEELS)) \
 		torch==$(TORCH) numpy 'setuptools>=77' pytest pytest-timeout
 	@$(OTHER)/bin/python -m pip install --disable-pip-version-check --no-deps --no-build-isolation \
-		--editable coordinator --editable trainer_image
+		--editable coordinator --editable manifest --editable cli --editable trainer_image
 	@touch $@
 
 # Without a CPU build in TORCH_WHEELS this takes the index's torch, with gigabytes of CUDA packages on Linux.
 test-torch-matrix: $(INSTALLED) $(OTHER)/.installed ## the rendezvous backend with another torch (TORCH=2.15.0), in a .venv of its own
 	$(call stage,torch $(TORCH))
-	OMP_NUM_THREADS=1 EVERGRAD_TEST_PYTHON=$(abspath $(OTHER)/bin/python) $(BIN)/python -m pytest tests/unit/elastic/test_torch_behaviours.py \
+	OMP_NUM_THREADS=1 EVERGRAD_TEST_PYTHON=$(abspath $(OTHER)/bin/python) $(BIN)/python -m pytest tests/unit/worker/test_torch_behaviours.py \
 		tests/integration/test_rendezvous_changes.py tests/integration/test_rendezvous_scripts.py -k 'not accelerate and not transformers'
 	$(OTHER)/bin/python -m pytest --config-file=/dev/null --noconftest --import-mode=importlib -p no:cacheprovider tests/unit/test_torch_private.py
 
@@ -102,13 +103,13 @@ format: $(INSTALLED) ## rewrite the sources as lint wants them
 	$(BIN)/ruff format
 
 generate: $(INSTALLED) ## write the generated files anew
-	$(BIN)/python -m evergrad_trainer.config.generate
+	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	$(BIN)/python examples/quickstart/make_documents.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)
-	$(BIN)/python -m evergrad_trainer.config.generate --check
+	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
 	$(BIN)/python examples/quickstart/make_documents.py --check
 

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from common import SMALL, Row, build_training, make_prepared_data, print_rows
 
-from evergrad_trainer.build import build_machinery, build_stepper
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
 from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import plan_model
-from evergrad_trainer.step import NUM_FLAGS
+from evergrad_trainer.training.build import build_machinery, build_stepper
+from evergrad_trainer.training.step import NUM_FLAGS
 from evergrad_trainer.world import Membership, World
 
 INTERVAL_SECONDS = 60.0
@@ -68,9 +68,17 @@ def measure(*, rounds: int = 7) -> list[Row]:
     lost = [with_save - without for with_save, without in pairs]
     what = "asynchronous checkpoint, 50M Llama, 600 MB"
     return [
-        Row(what, "window without a save", statistics.median(pair[1] for pair in pairs), "s", note=f"{length} steps"),
+        Row(
+            what,
+            "window without a save",
+            statistics.median(pair[1] for pair in pairs),
+            "s",
+            note=f"{length} steps",
+        ),
         Row(what, "blocking", statistics.median(blocking[1:]), "s"),
-        Row(what, "lost a save", statistics.median(lost), "s", note=f"from {min(lost):.2f} to {max(lost):.2f}"),
+        Row(
+            what, "lost a save", statistics.median(lost), "s", note=f"from {min(lost):.2f} to {max(lost):.2f}"
+        ),
         Row(what, "lost / 60 s", statistics.median(lost) / INTERVAL_SECONDS, "ratio", goal="<= 0.01"),
     ]
 

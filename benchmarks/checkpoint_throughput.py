@@ -17,8 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from common import Row, print_rows
 
+from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, claim_generation
-from evergrad_trainer.config.training import Checkpoint
 from evergrad_trainer.world import Membership, World
 
 State = dict[str, torch.Tensor]
@@ -29,7 +29,11 @@ def build_state(*, hidden: int = 640, layers: int = 10) -> State:
     shapes: dict[str, tuple[int, ...]] = {"embedding": (1024, hidden), "head": (1024, hidden)}
     for layer in range(layers):
         shapes |= {f"{layer}.{name}": (hidden, hidden) for name in "qkvo"}
-        shapes |= {f"{layer}.gate": (1728, hidden), f"{layer}.up": (1728, hidden), f"{layer}.down": (hidden, 1728)}
+        shapes |= {
+            f"{layer}.gate": (1728, hidden),
+            f"{layer}.up": (1728, hidden),
+            f"{layer}.down": (hidden, 1728),
+        }
         shapes |= {f"{layer}.norm1": (hidden,), f"{layer}.norm2": (hidden,)}
     state = {f"model.{name}": torch.randn(shape) for name, shape in shapes.items()}
     for moment in ("exp_avg", "exp_avg_sq"):
@@ -100,7 +104,9 @@ def measure(*, rounds: int = 7) -> list[Row]:
     what = f"checkpoint of 50M parameters, {size / 1e6:.0f} MB"
     return [
         Row(what, "training stands still", statistics.median(blocking), "s", note=f"first time {first:.2f}"),
-        Row(what, "until published", statistics.median(published), "s", note="hashes, fsync, manifest, rename"),
+        Row(
+            what, "until published", statistics.median(published), "s", note="hashes, fsync, manifest, rename"
+        ),
         Row(what, "torch.save + fsync", statistics.median(torch_save), "s", note="training stands still"),
         Row(what, "dcp.save", statistics.median(plain_dcp), "s", note="training stands still"),
         Row(what, "stands still / torch.save", _ratio(blocking, torch_save), "ratio", goal="<= 0.5"),

@@ -47,9 +47,21 @@ class Evergrad:
 
     def start(self) -> None:
         """Start the operator; returns when it is ready."""
-        words = [Path(sys.executable), "-m", "evergrad_operator", "--all-namespaces", "--lease-namespace", NAMESPACE]
+        words = [
+            Path(sys.executable),
+            "-m",
+            "evergrad_operator",
+            "--all-namespaces",
+            "--lease-namespace",
+            NAMESPACE,
+        ]
         words += ["--host", CONTROL_ADDRESS, "--port", str(_PORT)]
-        words += ["--trainer-image", "localhost/evergrad-trainer:0.1.0", "--operator-image", "localhost/evergrad-operator:0.1.0"]
+        words += [
+            "--trainer-image",
+            "localhost/evergrad-trainer:0.1.0",
+            "--operator-image",
+            "localhost/evergrad-operator:0.1.0",
+        ]
         environment = {"KUBECONFIG": str(self._plane.kubeconfig), "PYTHONSAFEPATH": "1"}
         self._plane.spawn("evergrad", words, environment)
         self._plane.wait_ready(_PORT)
@@ -85,13 +97,22 @@ class Evergrad:
         """Whether only the operator writes this."""
         children = ("configmaps", "services", "networkpolicies", "poddisruptionbudgets")
         is_pod = resource == "pods" and verb in ("POST", "DELETE")
-        return verb == "APPLY" or resource.startswith("trainingruns") or is_pod or (resource in children and verb == "POST")
+        return (
+            verb == "APPLY"
+            or resource.startswith("trainingruns")
+            or is_pod
+            or (resource in children and verb == "POST")
+        )
 
     def count_events(self) -> float:
         """Events that the operator has posted, by its own count: the API server does not say whose they are."""
         with urllib.request.urlopen(f"http://{CONTROL_ADDRESS}:{_PORT}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("evergrad_operator_events_total{"))
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith("evergrad_operator_events_total{")
+        )
 
 
 def _claim(number: int) -> str:

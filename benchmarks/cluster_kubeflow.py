@@ -13,7 +13,10 @@ from cluster_plane import NAMESPACE, NODE_LABEL, TAINT, Plane, collection
 
 SOURCES = Path(__file__).with_name("cluster_tools")
 MODULES = {"trainer": "github.com/kubeflow/trainer/v2", "jobset": "sigs.k8s.io/jobset"}
-_PACKAGES = {"trainer": "github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager", "jobset": "sigs.k8s.io/jobset"}
+_PACKAGES = {
+    "trainer": "github.com/kubeflow/trainer/v2/cmd/trainer-controller-manager",
+    "jobset": "sigs.k8s.io/jobset",
+}
 _WEBHOOK_PORTS = {"trainer": 9443, "jobset": 9444}
 _HEALTH_PORTS = {"trainer": 8081, "jobset": 8082}
 _JOBSET_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -45,7 +48,9 @@ class Kubeflow:
     def prepare(self, *, runs: int) -> None:
         """CRDs, the certificate, both managers and their webhooks, and the shipped torch runtime for kwok's nodes."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        crds = list(_read("trainer", "manifests/base/crds")) + list(_read("jobset", "config/components/crd/bases"))
+        crds = list(_read("trainer", "manifests/base/crds")) + list(
+            _read("jobset", "config/components/crd/bases")
+        )
         for document in crds:
             self._put(document)
         self._plane.wait_for_crds([document["metadata"]["name"] for document in crds])
@@ -59,7 +64,9 @@ class Kubeflow:
         pod = job["template"]["spec"]["template"]["spec"]
         pod |= {"tolerations": [TAINT], "nodeSelector": NODE_LABEL}
         pod["containers"][0]["resources"] = {"requests": {"cpu": "1"}}
-        self._plane.api.create(collection("trainer.kubeflow.org/v1alpha1", "clustertrainingruntimes"), runtime)
+        self._plane.api.create(
+            collection("trainer.kubeflow.org/v1alpha1", "clustertrainingruntimes"), runtime
+        )
 
     def start(self) -> None:
         """Start both managers; returns when they are ready."""
@@ -88,7 +95,10 @@ class Kubeflow:
     @staticmethod
     def owns(verb: str, resource: str) -> bool:
         """Whether only one of the two managers writes this. Pods are the Job controller's, in kcm."""
-        return resource.startswith(("jobsets", "trainjobs")) or (verb, resource) in (("POST", "jobs"), ("POST", "services"))
+        return resource.startswith(("jobsets", "trainjobs")) or (verb, resource) in (
+            ("POST", "jobs"),
+            ("POST", "services"),
+        )
 
     def count_events(self) -> float:
         """Neither manager posts events for runs that start; the Job controller's are counted with the rest of kcm."""
@@ -103,7 +113,16 @@ class Kubeflow:
         """The webhooks' certificate, by the bed's authority, where both managers look for it."""
         keys, folder = self._plane.keys, self._folder / "k8s-webhook-server/serving-certs"
         folder.mkdir(parents=True, exist_ok=True)
-        words: list[object] = ["openssl", "req", "-x509", "-CA", keys / "ca.crt", "-CAkey", keys / "ca.key", *CURVE]
+        words: list[object] = [
+            "openssl",
+            "req",
+            "-x509",
+            "-CA",
+            keys / "ca.crt",
+            "-CAkey",
+            keys / "ca.key",
+            *CURVE,
+        ]
         words += ["-subj", "/CN=webhooks", "-addext", "basicConstraints=critical,CA:FALSE"]
         words += ["-addext", "extendedKeyUsage=serverAuth", "-addext", "subjectAltName=IP:127.0.0.1"]
         run([*words, "-keyout", folder / "tls.key", "-out", folder / "tls.crt"])
@@ -137,14 +156,18 @@ class Kubeflow:
                     url = f"https://127.0.0.1:{_WEBHOOK_PORTS[name]}{service['path']}"
                     webhook["clientConfig"] = {"url": url, "caBundle": authority}
                     if "pod" in webhook["name"]:
-                        webhook["objectSelector"] = {"matchExpressions": [{"key": _JOBSET_LABEL, "operator": "Exists"}]}
+                        webhook["objectSelector"] = {
+                            "matchExpressions": [{"key": _JOBSET_LABEL, "operator": "Exists"}]
+                        }
                 yield document
 
 
 def binary(name: str) -> Path:
     """The path of `trainer` or `jobset`; built first where the cache does not have it. Raises BedError."""
     for known, package in _PACKAGES.items():
-        toolbox.TOOLS.setdefault(known, toolbox.Tool({known: package}, minutes="1 to 3 minutes", sources=SOURCES))
+        toolbox.TOOLS.setdefault(
+            known, toolbox.Tool({known: package}, minutes="1 to 3 minutes", sources=SOURCES)
+        )
     return toolbox.build(name) / name
 
 

@@ -60,7 +60,9 @@ class Watcher:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         self._ready = context.Value("i", 0)
-        self._process = context.Process(target=_watch, args=(kubeconfig, path, run_of, self._ready, there), daemon=True)
+        self._process = context.Process(
+            target=_watch, args=(kubeconfig, path, run_of, self._ready, there), daemon=True
+        )
         self._process.start()
         there.close()
         if not self._here.poll(30) or self._here.recv() != "watching":
@@ -73,7 +75,9 @@ class Watcher:
             if not self._process.is_alive():
                 raise LoadError("The watch of the pods broke.")
             if time.monotonic() > deadline:
-                raise LoadError(f"{self._ready.value} of {runs} runs have all their pods after {seconds:.0f} s.")
+                raise LoadError(
+                    f"{self._ready.value} of {runs} runs have all their pods after {seconds:.0f} s."
+                )
             time.sleep(0.1)
 
     def finish(self) -> Seen:

@@ -25,7 +25,11 @@ def parse_writes(text: str) -> Requests:
     for labels_text, value in _LINE.findall(text):
         labels = dict(_LABEL.findall(labels_text))
         resource = labels["resource"]
-        if labels["verb"] not in WRITES or resource in ("leases", "nodes", "serviceaccounts", "") or resource.endswith("reviews"):
+        if (
+            labels["verb"] not in WRITES
+            or resource in ("leases", "nodes", "serviceaccounts", "")
+            or resource.endswith("reviews")
+        ):
             continue
         name = f"{resource}/{labels['subresource']}" if labels.get("subresource") else resource
         found[labels["verb"], name, labels["code"]] += int(float(value))
@@ -40,13 +44,19 @@ def describe(writes: Mapping[Request, int], runs: int) -> dict[str, float]:
     return {name: round(count / runs, 3) for name, count in sorted(found.items()) if count}
 
 
-def by_writer(writes: Mapping[Request, int], owns: Callable[[str, str], bool], *, events: float) -> dict[str, float]:
+def by_writer(
+    writes: Mapping[Request, int], owns: Callable[[str, str], bool], *, events: float
+) -> dict[str, float]:
     """Writes by who made them. ``owns``: what operators alone write; ``events``: those that they posted."""
     found: Counter[str] = Counter()
     for (verb, resource, _), count in writes.items():
         found[_find_writer(verb, resource, owns)] += count
     named = {name: float(count) for name, count in found.items()}
-    return {**named, "scheduler": named.get("scheduler", 0.0) - events, "operator": named.get("operator", 0.0) + events}
+    return {
+        **named,
+        "scheduler": named.get("scheduler", 0.0) - events,
+        "operator": named.get("operator", 0.0) + events,
+    }
 
 
 def _find_writer(verb: str, resource: str, owns: Callable[[str, str], bool]) -> str:

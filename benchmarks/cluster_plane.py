@@ -79,7 +79,9 @@ class Plane:
 
         def is_ready() -> bool:
             try:
-                with urllib.request.urlopen(f"http://{places.CONTROL_ADDRESS}:{port}/readyz", timeout=5) as answer:
+                with urllib.request.urlopen(
+                    f"http://{places.CONTROL_ADDRESS}:{port}/readyz", timeout=5
+                ) as answer:
                     return bool(answer.status == 200)
             except (urllib.error.URLError, OSError):
                 return False
@@ -105,7 +107,10 @@ class Plane:
         path = collection("v1", "persistentvolumeclaims", NAMESPACE)
 
         def are_bound() -> bool:
-            return sum(claim["status"].get("phase") == "Bound" for claim in self.api.get(path)["items"]) == number
+            return (
+                sum(claim["status"].get("phase") == "Bound" for claim in self.api.get(path)["items"])
+                == number
+            )
 
         wait_until(f"{number} bound claims", are_bound, seconds=60, pause=0.5)
 
@@ -154,7 +159,9 @@ def collection(version: str, plural: str, namespace: str = "") -> str:
 def read_usage(process: Path) -> Usage:
     """CPU and memory from the process's folder in /proc, of all its threads."""
     fields = (process / "stat").read_text().rpartition(")")[2].split()
-    sizes = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines() if line.startswith("Vm"))
+    sizes = dict(
+        line.split(":", 1) for line in (process / "status").read_text().splitlines() if line.startswith("Vm")
+    )
     mib = {key: int(value.split()[0]) / 1024 for key, value in sizes.items()}
     return Usage((int(fields[11]) + int(fields[12])) / _TICKS, mib["VmRSS"], mib["VmHWM"])
 
@@ -168,7 +175,11 @@ def busy_seconds() -> tuple[float, float]:
 def _node(number: int) -> dict[str, Any]:
     room = {"cpu": str(NODE_CPUS), "memory": "256Gi", "pods": "110"}
     return {
-        "metadata": {"name": f"kwok-{number:03}", "labels": NODE_LABEL, "annotations": {"kwok.x-k8s.io/node": "fake"}},
+        "metadata": {
+            "name": f"kwok-{number:03}",
+            "labels": NODE_LABEL,
+            "annotations": {"kwok.x-k8s.io/node": "fake"},
+        },
         "spec": {"taints": [{"key": TAINT["key"], "value": "fake", "effect": TAINT["effect"]}]},
         "status": {"capacity": room, "allocatable": room},
     }

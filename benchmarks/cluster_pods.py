@@ -135,7 +135,9 @@ def measure_stock(bench: Bench, events: int, *, settings: stock.Settings) -> lis
     samples = []
     for _ in range(events):
         with bench.namespace() as runs:
-            stock.create_job(runs, settings, image=bench.trainer_image, resources=RESOURCES, model=model_config())
+            stock.create_job(
+                runs, settings, image=bench.trainer_image, resources=RESOURCES, model=model_config()
+            )
             rows = lambda: stock.read_steps(runs)  # noqa: E731
             wait_until_whole(rows, seconds=240)
             pod = next(one for one in runs.list("pods") if one["metadata"]["labels"][stock.INDEX] == "1")
@@ -169,7 +171,11 @@ def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], No
     def later() -> list[dict[str, Any]]:
         return [row for row in rows() if row["time"] > killed and row["generation"] != old["generation"]]
 
-    wait_for(lambda: any(row["world_size"] == stock.NODES for row in later()), "the replacement's first step", seconds=240)
+    wait_for(
+        lambda: any(row["world_size"] == stock.NODES for row in later()),
+        "the replacement's first step",
+        seconds=240,
+    )
     found = later()
     whole = next(row for row in found if row["world_size"] == stock.NODES)
     finished = max(row["step"] for row in rows() if row["generation"] == old["generation"])
@@ -185,7 +191,10 @@ def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], No
 
 
 def _say(sample: Sample) -> None:
-    print(f"   {time.strftime('%T')}  {', '.join(f'{key} {value:.2f}' for key, value in sample.items())}", flush=True)
+    print(
+        f"   {time.strftime('%T')}  {', '.join(f'{key} {value:.2f}' for key, value in sample.items())}",
+        flush=True,
+    )
 
 
 PARTS: dict[str, Callable[[Bench, int], list[Sample]]] = {
@@ -219,7 +228,12 @@ def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
             if part in samples:
                 goal = _GOALS[key] if part == "recipe" else ""
                 rows.append(
-                    _row(f"SIGKILL of 1 of {stock.NODES} pods → {figure}", what, [one[key] for one in samples[part]], goal)
+                    _row(
+                        f"SIGKILL of 1 of {stock.NODES} pods → {figure}",
+                        what,
+                        [one[key] for one in samples[part]],
+                        goal,
+                    )
                 )
         for ours in ("recipe", "script"):
             for theirs in ("stock_tuned", "stock_default"):
@@ -230,7 +244,9 @@ def make_rows(samples: dict[str, list[Sample]]) -> list[Row]:
         if part in samples:
             lost = [one["lost_steps"] for one in samples[part]]
             goal = "<= 0" if part == "recipe" else ""
-            rows.append(Row("finished steps trained again", what, sum(lost), "", goal, f"in {len(lost)} events"))
+            rows.append(
+                Row("finished steps trained again", what, sum(lost), "", goal, f"in {len(lost)} events")
+            )
     return rows
 
 
@@ -246,12 +262,16 @@ def _median(samples: Sequence[Sample], key: str) -> float:
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
-def measure(*, only: Collection[str] = (), events: int = EVENTS, samples_file: Path = SAMPLES_FILE) -> list[Row]:
+def measure(
+    *, only: Collection[str] = (), events: int = EVENTS, samples_file: Path = SAMPLES_FILE
+) -> list[Row]:
     """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in it.
 
     The bed is brought up, and taken down if it was not up before. Raises BedError, AssertionError where something never came.
     """
-    known: dict[str, Any] = json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+    known: dict[str, Any] = (
+        json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+    )
     was_up = Bed.is_up()
     Bed.up()
     try:
@@ -275,7 +295,9 @@ def main() -> None:
     from run import CLUSTER_PODS, describe_machine, write_results
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=[], help=f"of {', '.join(PARTS)}, with commas")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=[], help=f"of {', '.join(PARTS)}, with commas"
+    )
     parser.add_argument("--events", type=int, default=EVENTS, help=f"of each part; {EVENTS}")
     parser.add_argument("--samples", type=Path, help="another file for the samples; results are printed only")
     options = parser.parse_args()

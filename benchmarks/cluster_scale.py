@@ -122,9 +122,14 @@ def _measure(plane: Plane, side: Side, load: Load, daemons: Sequence[str]) -> Sa
         "deleted_pods": seen.deleted,
         "busy": busy[0] / busy[1],
         "writes": sum(done.values()) / load.runs,
-        "writers": {name: count / load.runs for name, count in meters.by_writer(done, side.owns, events=events).items()},
+        "writers": {
+            name: count / load.runs
+            for name, count in meters.by_writer(done, side.owns, events=events).items()
+        },
         "requests": meters.describe(done, load.runs),
-        "usage": {name: asdict(Usage(now.cpu - usage[name].cpu, now.rss, now.peak)) for name, now in after.items()},
+        "usage": {
+            name: asdict(Usage(now.cpu - usage[name].cpu, now.rss, now.peak)) for name, now in after.items()
+        },
     }
 
 
@@ -183,7 +188,9 @@ def make_rows(samples: dict[str, dict[str, Sample]]) -> list[Row]:
     for name in PARTS:
         if samples.get(name):
             taken = next(iter(samples[name].values()))
-            rows += makers.get(name, _sustained_rows)(f"{taken['runs']:,} runs, {taken['rate']:g}/s", samples[name])
+            rows += makers.get(name, _sustained_rows)(
+                f"{taken['runs']:,} runs, {taken['rate']:g}/s", samples[name]
+            )
     return rows
 
 
@@ -212,7 +219,11 @@ def _write_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
         yield Row(f"{what}: API writes a run, {side}", "mean", sample["writes"], "", "", note)
     if len(sides) == len(SIDES):
         yield Row(
-            f"{what}: API writes a run", "ours / theirs", sides["evergrad"]["writes"] / sides["kubeflow"]["writes"], "", "<= 0.7"
+            f"{what}: API writes a run",
+            "ours / theirs",
+            sides["evergrad"]["writes"] / sides["kubeflow"]["writes"],
+            "",
+            "<= 0.7",
         )
 
 
@@ -222,7 +233,9 @@ def _sustained_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
         note = f"p50 {statistics.median(sample['created']):.2f} s, machine {sample['busy']:.0%} busy"
         yield Row(f"{what}: sustained, {side}", "runs a second", speeds[side], "1/s", "", note)
     if len(sides) == len(SIDES):
-        yield Row(f"{what}: sustained", "ours / theirs", speeds["evergrad"] / speeds["kubeflow"], "", ">= 1.5")
+        yield Row(
+            f"{what}: sustained", "ours / theirs", speeds["evergrad"] / speeds["kubeflow"], "", ">= 1.5"
+        )
 
 
 def _thousand_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
@@ -240,7 +253,14 @@ def _thousand_rows(what: str, sides: dict[str, Sample]) -> Iterator[Row]:
         mine = sum(cpu[name] for name in operators)
         yield Row(f"{what}: CPU a run, {side}", "operator", mine, "ms", "<= 60" if ours else "", note)
         if not ours:
-            yield Row(f"{what}: CPU a run, {side}", "with kcm", mine + cpu["kcm"], "ms", "", "its Jobs are kcm's work")
+            yield Row(
+                f"{what}: CPU a run, {side}",
+                "with kcm",
+                mine + cpu["kcm"],
+                "ms",
+                "",
+                "its Jobs are kcm's work",
+            )
     for side, sample in sides.items():
         if "restart" in sample:
             yield from _restart_rows(
@@ -255,14 +275,20 @@ def _restart_rows(what: str, restart: Sample, is_ours: bool) -> Iterator[Row]:
     yield Row(what, "steady after", restart["steady"], "s", "<= 15" if is_ours else "", note)
     peak = sum(usage["peak"] for usage in restart["usage"].values())
     rss = sum(usage["rss"] for usage in restart["usage"].values())
-    yield Row(what, "memory (RSS), at most", peak, "MiB", "<= 350" if is_ours else "", f"{rss:.0f} in the end")
+    yield Row(
+        what, "memory (RSS), at most", peak, "MiB", "<= 350" if is_ours else "", f"{rss:.0f} in the end"
+    )
 
 
 # ---- the command --------------------------------------------------------------------------------------------------------
 
 
 def measure(
-    *, only: Collection[str] = (), sides: Collection[str] = (), scale: float = 1.0, samples_file: Path = SAMPLES_FILE
+    *,
+    only: Collection[str] = (),
+    sides: Collection[str] = (),
+    scale: float = 1.0,
+    samples_file: Path = SAMPLES_FILE,
 ) -> list[Row]:
     """Take the parts in ``only`` on ``sides`` (default: all) and put their samples into the file; rows of all that is in it.
 
@@ -270,7 +296,9 @@ def measure(
     """
     for side in sides or SIDES:
         SIDES[side].build()
-    known: dict[str, Any] = json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+    known: dict[str, Any] = (
+        json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+    )
     for part in only or PARTS:
         load = PARTS[part]
         load = Load(max(NODES, round(load.runs * scale)), load.rate, load.restarts)
@@ -290,14 +318,21 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__)
     names = lambda known: lambda text: [_check(name, known) for name in text.split(",")]  # noqa: E731
-    parser.add_argument("--only", type=names(PARTS), default=[], help=f"parts, with commas between them: {', '.join(PARTS)}")
+    parser.add_argument(
+        "--only", type=names(PARTS), default=[], help=f"parts, with commas between them: {', '.join(PARTS)}"
+    )
     parser.add_argument("--sides", type=names(SIDES), default=[], help=f"of {', '.join(SIDES)}")
     parser.add_argument("--scale", type=float, default=1.0, help="make all loads smaller, to try things")
     parser.add_argument("--samples", type=Path, help="another file for the samples; results are printed only")
     options = parser.parse_args()
     machine = describe_machine()
     try:
-        rows = measure(only=options.only, sides=options.sides, scale=options.scale, samples_file=options.samples or SAMPLES_FILE)
+        rows = measure(
+            only=options.only,
+            sides=options.sides,
+            scale=options.scale,
+            samples_file=options.samples or SAMPLES_FILE,
+        )
     except LoadError as error:
         sys.exit(f"error: {error}")
     print_rows(rows)

@@ -44,7 +44,9 @@ def create_script(runs: Runs) -> None:
     runs.kubectl("create", "configmap", "script", f"--from-literal=recovery_stock.py={text}")
 
 
-def create_job(runs: Runs, settings: Settings, *, image: str, resources: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+def create_job(
+    runs: Runs, settings: Settings, *, image: str, resources: Mapping[str, Any], model: Mapping[str, Any]
+) -> None:
     """The Job, the headless Service that gives its pods names, and a volume that all of them share."""
     create_script(runs)
     claim = {
@@ -76,12 +78,22 @@ def read_steps(runs: Runs) -> list[dict[str, Any]]:
         return []
 
 
-def _job(settings: Settings, image: str, resources: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
+def _job(
+    settings: Settings, image: str, resources: Mapping[str, Any], model: Mapping[str, Any]
+) -> dict[str, Any]:
     container = {
         "name": "trainer",
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "command": ["sh", "-c", _shell(settings), "torchrun", *arguments("/output"), "--model", json.dumps(model)],
+        "command": [
+            "sh",
+            "-c",
+            _shell(settings),
+            "torchrun",
+            *arguments("/output"),
+            "--model",
+            json.dumps(model),
+        ],
         "env": [
             {"name": "OMP_NUM_THREADS", "value": "1"},
             # Without it no group outlives the node whose agent holds the store of its workers.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 
 _COMPARISONS = {">=": operator.ge, "<=": operator.le}
 
@@ -37,7 +37,10 @@ def print_rows(rows: list[Row]) -> None:
     """A table for people."""
     for row in rows:
         verdict = {None: "", True: "reached", False: "MISSED"}[row.is_reached]
-        print(f"{row.what:<58} {row.name:<28} {row.value:>14,.4g} {row.unit:<10} {row.goal:<10} {verdict} {row.note}", flush=True)
+        print(
+            f"{row.what:<58} {row.name:<28} {row.value:>14,.4g} {row.unit:<10} {row.goal:<10} {verdict} {row.note}",
+            flush=True,
+        )
 
 
 def model_config(parameters: str = "10M") -> dict[str, Any]:
@@ -52,7 +55,11 @@ SMALL = (2, 64)
 
 
 def build_training(
-    *, precision: str = "fp32", compile_mode: str = "off", parameters: str = "10M", shape: tuple[int, int] = (8, 256)
+    *,
+    precision: str = "fp32",
+    compile_mode: str = "off",
+    parameters: str = "10M",
+    shape: tuple[int, int] = (8, 256),
 ) -> Training:
     """``spec.training`` of the benchmarks: ``shape`` (samples, tokens each) a step in two slots, two threads."""
     samples, length = shape
@@ -75,7 +82,9 @@ def write_documents(path: Path, *, megabytes: float = 0.7) -> Path:
     with path.open("w", encoding="utf-8") as file:
         while written < megabytes * 1e6:
             for topic, text in topics:
-                written += file.write(json.dumps({"topic": topic, "text": text if not number else f"{number} {text}"}) + "\n")
+                written += file.write(
+                    json.dumps({"topic": topic, "text": text if not number else f"{number} {text}"}) + "\n"
+                )
             number += 1
     return path
 
@@ -88,7 +97,9 @@ def make_prepared_data(training: Training, folder: Path) -> Any:
 
     write_documents(folder / "documents.jsonl")
     tokenizer = load_tokenizer(training.tokenizer, folder)
-    prepared = prepare(training, base_directory=folder, prepared_directory=folder / "prepared", workers=1, on_progress=None)
+    prepared = prepare(
+        training, base_directory=folder, prepared_directory=folder / "prepared", workers=1, on_progress=None
+    )
     return build_data(training, prepared, tokenizer)
 
 

@@ -37,7 +37,11 @@ class FakeNode(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Say hello."""
         self.transport = typing.cast(asyncio.Transport, transport)
-        self.write(encode(Hello("r", str(self.number), f"i{self.number}", "127.0.0.1", 1, "in-process", token=_TOKEN)))
+        self.write(
+            encode(
+                Hello("r", str(self.number), f"i{self.number}", "127.0.0.1", 1, "in-process", token=_TOKEN)
+            )
+        )
 
     def data_received(self, data: bytes) -> None:
         """As a node that has nothing to stop."""
@@ -112,7 +116,9 @@ def resident_megabytes(pid: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 1000
 
 
-async def measure_crowd(port: int, pid: int, *, num_nodes: int, losses: int, idle_seconds: float) -> dict[str, float]:
+async def measure_crowd(
+    port: int, pid: int, *, num_nodes: int, losses: int, idle_seconds: float
+) -> dict[str, float]:
     """Form the group, lose nodes one after the other, then leave it alone."""
     crowd = Crowd(port)
     pinger = asyncio.create_task(crowd.ping())
@@ -137,7 +143,11 @@ async def measure_crowd(port: int, pid: int, *, num_nodes: int, losses: int, idl
     idle = (cpu_seconds(pid) - before) / idle_seconds
     megabytes = resident_megabytes(pid)
     pinger.cancel()
-    medians = {"heard": statistics.median(heard), "told": statistics.median(told), "busy": statistics.median(busy)}
+    medians = {
+        "heard": statistics.median(heard),
+        "told": statistics.median(told),
+        "busy": statistics.median(busy),
+    }
     return {"formed": formed, "most": max(told), "idle": idle, "megabytes": megabytes, **medians}
 
 
@@ -146,7 +156,17 @@ def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.
     allow_many_files()
     with tempfile.TemporaryDirectory() as name:
         address = Path(name) / "address.json"
-        command = [sys.executable, "-m", "evergrad_coordinator", "--run", "r", "--min", "1", "--max", str(num_nodes)]
+        command = [
+            sys.executable,
+            "-m",
+            "evergrad_coordinator",
+            "--run",
+            "r",
+            "--min",
+            "1",
+            "--max",
+            str(num_nodes),
+        ]
         command += ["--host", "127.0.0.1", "--state", f"{name}/state", "--address-file", str(address)]
         command += ["--token-file", f"{name}/token"]
         Path(name, "token").write_text(_TOKEN, encoding="ascii")
@@ -156,13 +176,22 @@ def measure(*, num_nodes: int = 1000, losses: int = 7, idle_seconds: float = 10.
                     time.sleep(0.01)
                 alone = resident_megabytes(process.pid)
                 port = json.loads(address.read_text(encoding="ascii"))["port"]
-                job = measure_crowd(port, process.pid, num_nodes=num_nodes, losses=losses, idle_seconds=idle_seconds)
+                job = measure_crowd(
+                    port, process.pid, num_nodes=num_nodes, losses=losses, idle_seconds=idle_seconds
+                )
                 found = asyncio.run(job)
             finally:
                 process.kill()
     what = f"coordinator of {num_nodes} nodes"
     return [
-        Row(what, "resident memory", found["megabytes"], "MB", goal="<= 40", note=f"{alone:.1f} MB without nodes"),
+        Row(
+            what,
+            "resident memory",
+            found["megabytes"],
+            "MB",
+            goal="<= 40",
+            note=f"{alone:.1f} MB without nodes",
+        ),
         Row(
             what,
             "one lost, all others told",

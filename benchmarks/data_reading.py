@@ -45,7 +45,9 @@ def build_stream(folder: Path, *, sequence_length: int, batch: int) -> TrainingS
     """A stream of one source, one slot a step."""
     source = PreparedSource("docs", folder, "", "", find_sequence(folder))
     batching = Batching(global_batch_size=batch, micro_batch_size=batch, sequence_length=sequence_length)
-    return TrainingStream([source], weights=[1.0], seed=0, batching=batching, end_of_document=256, tokenizer_identity="byte-1")
+    return TrainingStream(
+        [source], weights=[1.0], seed=0, batching=batching, end_of_document=256, tokenizer_identity="byte-1"
+    )
 
 
 def resident_megabytes() -> float:
@@ -79,7 +81,10 @@ def run_memory_map(folder: Path) -> dict[str, float]:
     mixture = Mixture([windows], weights=[1.0], seed=0)
 
     def read(step: int) -> list[object]:
-        begins = (mixture.locate(position).window * SEQUENCE_LENGTH for position in range((step - 1) * BATCH, step * BATCH))
+        begins = (
+            mixture.locate(position).window * SEQUENCE_LENGTH
+            for position in range((step - 1) * BATCH, step * BATCH)
+        )
         places = (divmod(begin, SHARD_TOKENS) for begin in begins)
         return [maps[shard][first : first + SEQUENCE_LENGTH + 1].astype(np.int64) for shard, first in places]
 
@@ -89,7 +94,9 @@ def run_memory_map(folder: Path) -> dict[str, float]:
 def run_alone(side: str, folder: Path) -> dict[str, float]:
     """One side in a process of its own."""
     command = [sys.executable, __file__, "--side", side, "--folder", str(folder)]
-    result: dict[str, float] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    result: dict[str, float] = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     return result
 
 
@@ -116,7 +123,12 @@ def measure_window(folder: Path, *, rounds: int) -> list[Row]:
                 stream.slot(1 + number * 500 + step, 0)
             costs.append((time.perf_counter() - begun) / 500 / batch * 1e6)
         rows.append(
-            Row("a window of 256 tokens, from position to tensors", f"micro-batch of {batch}", statistics.median(costs), "µs")
+            Row(
+                "a window of 256 tokens, from position to tensors",
+                f"micro-batch of {batch}",
+                statistics.median(costs),
+                "µs",
+            )
         )
     return rows
 

@@ -43,7 +43,10 @@ def measure_cost(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[
     nodes = ElasticNodes(NodesSettings(folder / "elastic", manifest, NUM_NODES, extra=patience))
     with running(nodes, num_nodes=NUM_NODES) as first:
         nodes.steps.wait_further(first, 2)
-        elastic = [nodes.coordinator.pid, *(pid for index in nodes.nodes for pid in _with_descendants(nodes.pid(index)))]
+        elastic = [
+            nodes.coordinator.pid,
+            *(pid for index in nodes.nodes for pid in _with_descendants(nodes.pid(index))),
+        ]
         with _stopped(elastic), _static(folder / "static", nodes.directory.parent) as (agent, steps):
             static = _with_descendants(agent.pid)
             samples = []
@@ -53,7 +56,10 @@ def measure_cost(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[
                 # The first turn warms up.
                 samples += [turn] if number else []
                 if number and number % 5 == 0:
-                    print(f"  turn {number}: {turn['elastic']:.0f} and {turn['static']:.0f} tokens/s", flush=True)
+                    print(
+                        f"  turn {number}: {turn['elastic']:.0f} and {turn['static']:.0f} tokens/s",
+                        flush=True,
+                    )
             _signal(static, signal.SIGCONT)
     return {"turn": samples}
 
@@ -73,12 +79,14 @@ def _static(folder: Path, elastic: Path) -> Iterator[tuple[subprocess.Popen[byte
         "--master-port",
         str(free_port()),
     ]
-    command += ["-m", "evergrad_trainer", "run", "run.yaml", "--run-directory", "run"]
+    command += ["-m", "evergrad_cli", "run", "run.yaml", "--run-directory", "run"]
     agent = start_process(command, output=folder / "torchrun.log")
 
     def check() -> None:
         if agent.poll() is not None:
-            raise BenchmarkError(f"torchrun has ended: {(folder / 'torchrun.log').read_text(encoding='utf-8')[-2000:]}")
+            raise BenchmarkError(
+                f"torchrun has ended: {(folder / 'torchrun.log').read_text(encoding='utf-8')[-2000:]}"
+            )
 
     try:
         steps = Steps(folder / "run" / "metrics.jsonl")
@@ -133,7 +141,17 @@ def measure_memory(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
     manifest = training_manifest(num_nodes=1, is_tiny=is_tiny)
     nodes = ElasticNodes(NodesSettings(folder, manifest, 1))
     port = nodes.port
-    command = [sys.executable, "-m", "evergrad_trainer", "node", "run.yaml", "--join", f"127.0.0.1:{port}", "--node", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "evergrad_cli",
+        "node",
+        "run.yaml",
+        "--join",
+        f"127.0.0.1:{port}",
+        "--node",
+        "0",
+    ]
     command += ["--address", "127.0.0.1", "--run-directory", "run", "--workers", "1"]
     samples: list[Sample] = []
     try:

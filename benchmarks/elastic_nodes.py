@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from common import manifest, write_documents
 
-from evergrad_trainer.elastic.processes import die_with_parent
+from evergrad_trainer.worker.processes import die_with_parent
 
 WAIT_SECONDS = 240.0
 """A hang's bound for whatever is waited for."""
@@ -36,7 +36,9 @@ class BenchmarkError(Exception):
     """A group did not do what the benchmark waits for."""
 
 
-def training_manifest(*, num_nodes: int, is_tiny: bool, compile_mode: str = "off", samples: int = SAMPLES) -> dict[str, Any]:
+def training_manifest(
+    *, num_nodes: int, is_tiny: bool, compile_mode: str = "off", samples: int = SAMPLES
+) -> dict[str, Any]:
     """The 10M model in fp32 (or one that is only for trying), a slot a sample, one thread a worker."""
     document = manifest("bench", shape=(samples, LENGTH))
     training = document["spec"]["training"]
@@ -76,7 +78,9 @@ class Steps:
             if row not in self.rows[-3:]:
                 self.rows.append(row)
 
-    def wait(self, found: Callable[[Step], bool], what: str, *, check: Callable[[], None] = lambda: None) -> Step:
+    def wait(
+        self, found: Callable[[Step], bool], what: str, *, check: Callable[[], None] = lambda: None
+    ) -> Step:
         """The first step that is ``found``. Raises BenchmarkError when it does not come."""
         deadline = time.monotonic() + WAIT_SECONDS
         seen = 0
@@ -88,20 +92,35 @@ class Steps:
             seen = len(self.rows)
             check()
             if time.monotonic() > deadline:
-                raise BenchmarkError(f"{what} did not come within {WAIT_SECONDS:g} s; last step: {self.rows[-1:]}")
+                raise BenchmarkError(
+                    f"{what} did not come within {WAIT_SECONDS:g} s; last step: {self.rows[-1:]}"
+                )
             time.sleep(0.01)
 
     def wait_further(self, row: Step, count: int) -> list[float]:
         """Seconds of each of ``count`` steps that follow ``row`` in its group."""
         generation, last = row["generation"], row["step"] + count
-        self.wait(lambda one: one["generation"] == generation and one["step"] >= last, f"step {last} of the same group")
-        return step_seconds([one for one in self.rows if one["generation"] == generation and row["step"] <= one["step"] <= last])
+        self.wait(
+            lambda one: one["generation"] == generation and one["step"] >= last,
+            f"step {last} of the same group",
+        )
+        return step_seconds(
+            [
+                one
+                for one in self.rows
+                if one["generation"] == generation and row["step"] <= one["step"] <= last
+            ]
+        )
 
 
 def step_seconds(rows: list[Step]) -> list[float]:
     """From the end of one step to the end of the next, within a group."""
     pairs = itertools.pairwise(rows)
-    return [b["time"] - a["time"] for a, b in pairs if a["generation"] == b["generation"] and b["step"] == a["step"] + 1]
+    return [
+        b["time"] - a["time"]
+        for a, b in pairs
+        if a["generation"] == b["generation"] and b["step"] == a["step"] + 1
+    ]
 
 
 class Group(Protocol):
@@ -122,7 +141,9 @@ def running(group: Group, *, num_nodes: int) -> Iterator[Step]:
     try:
         for index in range(num_nodes):
             group.start_node(index)
-        yield group.steps.wait(lambda row: row["world_size"] == num_nodes, f"the first step of {num_nodes} nodes")
+        yield group.steps.wait(
+            lambda row: row["world_size"] == num_nodes, f"the first step of {num_nodes} nodes"
+        )
     finally:
         group.close()
 
@@ -170,15 +191,28 @@ class ElasticNodes:
         while not (folder / "address.json").exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 end_process(process)
-                raise BenchmarkError(f"the coordinator did not start: {(folder / 'coordinator.log').read_text()[-2000:]}")
+                raise BenchmarkError(
+                    f"the coordinator did not start: {(folder / 'coordinator.log').read_text()[-2000:]}"
+                )
             time.sleep(0.01)
         return process
 
     def start_node(self, index: int) -> None:
-        arguments = ["node", "run.yaml", "--join", f"127.0.0.1:{self.port}", "--node", str(index), "--address", "127.0.0.1"]
+        arguments = [
+            "node",
+            "run.yaml",
+            "--join",
+            f"127.0.0.1:{self.port}",
+            "--node",
+            str(index),
+            "--address",
+            "127.0.0.1",
+        ]
         arguments += ["--run-directory", "run", "--workers", "1", "--token-file", "token"]
         process = multiprocessing.get_context("fork").Process(
-            target=_be_node, args=(arguments, self._folder, os.getpid(), self._settings.on_start), name=f"node-{index}"
+            target=_be_node,
+            args=(arguments, self._folder, os.getpid(), self._settings.on_start),
+            name=f"node-{index}",
         )
         process.start()
         self.nodes[index] = process
@@ -227,7 +261,7 @@ def _be_node(arguments: list[str], folder: Path, parent: int, on_start: Callable
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     code = 70
     try:
-        from evergrad_trainer.cli.main import main
+        from evergrad_cli.main import main
 
         on_start()
         code = main(arguments)
@@ -241,10 +275,9 @@ def warm_up_this_process() -> None:
     """Import what ``evergrad run --nodes`` has imported before it forks nodes."""
     from transformers import AutoModelForCausalLM  # noqa: F401
 
-    import evergrad_trainer.cli.main
     import evergrad_trainer.cli.node
-    import evergrad_trainer.inprocess
-    import evergrad_trainer.session  # noqa: F401
+    import evergrad_trainer.worker.inprocess
+    import evergrad_trainer.worker.session  # noqa: F401
     from evergrad_trainer.node.run import prepare_process
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -278,7 +311,9 @@ class StockNodes:
         self._folder, self._conf, self._command = folder, conf, command
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         self._port = free_port()
-        self._store = start_process([sys.executable, "-c", _STORE, str(self._port)], output=folder / "store.log")
+        self._store = start_process(
+            [sys.executable, "-c", _STORE, str(self._port)], output=folder / "store.log"
+        )
         deadline = time.monotonic() + 60
         while "listening" not in (folder / "store.log").read_text():
             if time.monotonic() > deadline or self._store.poll() is not None:
@@ -314,7 +349,9 @@ class StockNodes:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def start_process(command: list[str], *, output: Path, variables: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start_process(
+    command: list[str], *, output: Path, variables: dict[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """Start a command that dies with this process; its output is appended to a file."""
     parent = os.getpid()
     environment = {

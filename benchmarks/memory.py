@@ -22,7 +22,11 @@ def _train(kind: str) -> None:
     training = build_training(parameters="50M", shape=SMALL)
     with tempfile.TemporaryDirectory() as name:
         data = make_prepared_data(training, Path(name))
-        turn = evergrad_turn(data, training) if kind == "evergrad" else hand_turn(data.train, training, compiled=False)
+        turn = (
+            evergrad_turn(data, training)
+            if kind == "evergrad"
+            else hand_turn(data.train, training, compiled=False)
+        )
         for _ in range(STEPS):
             turn()
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -44,7 +48,12 @@ def measure(*, rounds: int = 3) -> list[Row]:
     what = "peak memory of training, 50M Llama, fp32"
     medians = {kind: statistics.median(values) for kind, values in peaks.items()}
     rows = [Row(what, kind, value / 2**20, "MiB") for kind, value in medians.items()]
-    return [*rows, Row(what, "evergrad / hand loop", medians["evergrad"] / medians["hand loop"], "ratio", goal="<= 1.05")]
+    return [
+        *rows,
+        Row(
+            what, "evergrad / hand loop", medians["evergrad"] / medians["hand loop"], "ratio", goal="<= 1.05"
+        ),
+    ]
 
 
 if __name__ == "__main__":

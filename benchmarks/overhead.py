@@ -21,7 +21,7 @@ def run_rows(folder: Path, *, steps: int) -> list[dict[str, float]]:
     """The metrics of ``evergrad run``, without its first two steps."""
     write_documents(folder / "documents.jsonl")
     (folder / "run.yaml").write_text(json.dumps(manifest("bench")))
-    command = [sys.executable, "-m", "evergrad_trainer", "run", "run.yaml", "--stop-after-steps", str(steps + 2)]
+    command = [sys.executable, "-m", "evergrad_cli", "run", "run.yaml", "--stop-after-steps", str(steps + 2)]
     subprocess.run(command, cwd=folder, capture_output=True, check=False)
     return [json.loads(line) for line in (folder / "runs/bench/metrics.jsonl").read_text().splitlines()][2:]
 
@@ -68,7 +68,14 @@ def measure(*, steps: int = 20, records: int = 5000) -> list[Row]:
     return [
         Row(what, "step", step, "s"),
         Row(what, "data wait / step", data, "ratio", goal="<= 0.01"),
-        Row(what, "metrics / step", metrics / step, "ratio", goal="<= 0.005", note=f"{metrics * 1e6:.0f} us a step"),
+        Row(
+            what,
+            "metrics / step",
+            metrics / step,
+            "ratio",
+            goal="<= 0.005",
+            note=f"{metrics * 1e6:.0f} us a step",
+        ),
     ]
 
 

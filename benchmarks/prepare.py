@@ -25,7 +25,7 @@ from pathlib import Path
 from common import Row, print_rows
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.prepare import prepare
 from evergrad_trainer.data.tokenizers import ByteTokenizer
 
@@ -41,7 +41,9 @@ def write_varied_documents(path: Path, *, megabytes: float) -> Path:
         while written < megabytes * 1e6:
             topic = rng.choice(topics)
             begin = rng.randrange(max(1, len(topic) - 200))
-            written += file.write(json.dumps({"id": written, "text": topic[begin : begin + rng.randrange(200, 6000)]}) + "\n")
+            written += file.write(
+                json.dumps({"id": written, "text": topic[begin : begin + rng.randrange(200, 6000)]}) + "\n"
+            )
     return path
 
 
@@ -52,7 +54,10 @@ def train_bpe(directory: Path) -> Path:
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     backend.train_from_iterator(pydoc_data.topics.topics.values(), trainer)
     directory.mkdir()
@@ -118,9 +123,23 @@ def prepare_documents(documents: Path, tokenizer: Path | None, folder: Path) -> 
 
 def run_alone(side: str, documents: Path, tokenizer: str, exported: Path) -> Cost:
     """One side in a process of its own, on one core; what it prints is its cost."""
-    command = [sys.executable, __file__, "--side", side, "--documents", str(documents), "--tokenizer", tokenizer, str(exported)]
+    command = [
+        sys.executable,
+        __file__,
+        "--side",
+        side,
+        "--documents",
+        str(documents),
+        "--tokenizer",
+        tokenizer,
+        str(exported),
+    ]
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
-    return Cost(**json.loads(subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout))
+    return Cost(
+        **json.loads(
+            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+        )
+    )
 
 
 def run_side(side: str, documents: Path, tokenizer: str, exported: Path) -> Cost:
@@ -144,13 +163,26 @@ def measure(*, megabytes: float = 64, rounds: int = 3) -> list[Row]:
         size = documents.stat().st_size / 1e6
         for tokenizer, exported in exports.items():
             turns = [
-                (run_alone("prepare", documents, tokenizer, exported), run_alone("library", documents, tokenizer, exported))
+                (
+                    run_alone("prepare", documents, tokenizer, exported),
+                    run_alone("library", documents, tokenizer, exported),
+                )
                 for _ in range(rounds)
             ]
             what = f"prepare {size:.0f} MB of JSONL on one core, {tokenizer} tokenizer"
-            for name, costs in zip(("evergrad prepare", "read + tokenizers library"), zip(*turns, strict=True), strict=True):
+            for name, costs in zip(
+                ("evergrad prepare", "read + tokenizers library"), zip(*turns, strict=True), strict=True
+            ):
                 wall = f"{size / statistics.median(cost.wall for cost in costs):.2f} MB/s of wall time"
-                rows.append(Row(what, name, size / statistics.median(cost.processor for cost in costs), "MB/s", note=wall))
+                rows.append(
+                    Row(
+                        what,
+                        name,
+                        size / statistics.median(cost.processor for cost in costs),
+                        "MB/s",
+                        note=wall,
+                    )
+                )
             ratio = statistics.median(library.processor / own.processor for own, library in turns)
             rows.append(Row(what, "prepare / library", ratio, "ratio", goal=GOAL))
     return rows

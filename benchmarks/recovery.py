@@ -43,7 +43,11 @@ PARTS: dict[str, Callable[..., Samples]] = {
 
 
 def measure(
-    *, only: Collection[str] = (), events: int = EVENTS, is_tiny: bool = False, samples_file: Path = SAMPLES_FILE
+    *,
+    only: Collection[str] = (),
+    events: int = EVENTS,
+    is_tiny: bool = False,
+    samples_file: Path = SAMPLES_FILE,
 ) -> list[Row]:
     """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in it.
 
@@ -53,7 +57,9 @@ def measure(
     # As Ctrl-C: by an exception, so that processes and folders are cleaned up.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     warm_up_this_process()
-    known: dict[str, Any] = json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+    known: dict[str, Any] = (
+        json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}
+    )
     begun, failed = time.strftime("%Y-%m-%d %H:%M"), []
     for name in only or PARTS:
         print(f"== {time.strftime('%T')}  {name}, load {os.getloadavg()[0]:.1f}", flush=True)
@@ -71,7 +77,8 @@ def measure(
     if failed and len(failed) == len(only or PARTS):
         raise SystemExit(f"every part failed: {', '.join(failed)}")
     return build_rows(
-        {name: part["samples"] for name, part in known.items()}, times={name: part["taken"] for name, part in known.items()}
+        {name: part["samples"] for name, part in known.items()},
+        times={name: part["taken"] for name, part in known.items()},
     )
 
 
@@ -104,7 +111,12 @@ def _level1(own: Samples, taken: dict[str, Samples]) -> list[Row]:
             "steps",
             "<= 1",
         ),
-        _row(what, "agreed boundary -> their next finished", [one["after_boundary_seconds"] for one in leaves], "s"),
+        _row(
+            what,
+            "agreed boundary -> their next finished",
+            [one["after_boundary_seconds"] for one in leaves],
+            "s",
+        ),
         _row(what, "SIGTERM -> their next finished", [one["seconds"] for one in leaves], "s"),
         _lost_row(what, leaves),
     ]
@@ -114,7 +126,11 @@ def _level1(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     if "reduction" in taken:
         transfer = statistics.median(_of(taken["reduction"]["transfer"], "seconds"))
         note = f"bare transfer {transfer:.3f} s"
-        rows.append(_row(what, "of it above the bare transfer", [one - transfer for one in pauses], "s", "<= 0.5", note))
+        rows.append(
+            _row(
+                what, "of it above the bare transfer", [one - transfer for one in pauses], "s", "<= 0.5", note
+            )
+        )
     return rows
 
 
@@ -124,9 +140,18 @@ def _level2(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     reload = statistics.median(_of(own["reload"], "seconds"))
     return [
         _row(what, "seconds", _of(kills, "seconds"), "s", note=_start_note(kills)),
-        _row(what, "above the bare reload", [one["seconds"] - reload for one in kills], "s", "<= 1", f"reload {reload:.3f} s"),
+        _row(
+            what,
+            "above the bare reload",
+            [one["seconds"] - reload for one in kills],
+            "s",
+            "<= 1",
+            f"reload {reload:.3f} s",
+        ),
         _row(what, "one undisturbed step", _of(kills, "step_seconds"), "s"),
-        _row(what, "steps trained again", _of(kills, "steps_lost"), "steps", note="a checkpoint every 5 steps"),
+        _row(
+            what, "steps trained again", _of(kills, "steps_lost"), "steps", note="a checkpoint every 5 steps"
+        ),
         *_ratios(what, kills, taken, goals={"stock_tuned": 6, "stock_default": 30}),
     ]
 
@@ -137,7 +162,9 @@ def _stock(own: Samples, taken: dict[str, Samples], *, name: str) -> list[Row]:
     return [
         _row(what, "seconds", _of(kills, "seconds"), "s", note=_start_note(kills)),
         _row(what, "one undisturbed step", _of(kills, "step_seconds"), "s"),
-        _row(what, "steps trained again", _of(kills, "steps_lost"), "steps", note="a checkpoint every 5 steps"),
+        _row(
+            what, "steps trained again", _of(kills, "steps_lost"), "steps", note="a checkpoint every 5 steps"
+        ),
     ]
 
 
@@ -147,7 +174,13 @@ def _compiled(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     graphs = f"of {max(_of(kills, 'graphs')):.0f} each, in {sum(_of(kills, 'survivors')):.0f} survivors of {len(kills)} kills"
     return [
         Row(what, "graphs compiled again", sum(_of(kills, "recompiled")), "graphs", "<= 0", graphs),
-        _row(what, "seconds", _of(kills, "seconds"), "s", note=f"a step {statistics.median(_of(kills, 'step_seconds')):.3f} s"),
+        _row(
+            what,
+            "seconds",
+            _of(kills, "seconds"),
+            "s",
+            note=f"a step {statistics.median(_of(kills, 'step_seconds')):.3f} s",
+        ),
     ]
 
 
@@ -159,7 +192,13 @@ def _reduction(own: Samples, taken: dict[str, Samples]) -> list[Row]:
         _row(what, "step with flat buckets", _of(own["turn"], "evergrad"), "s"),
         _row(what, "step with DDP", _of(own["turn"], "DDP"), "s"),
         _row(what, "evergrad / DDP", ratios, "ratio", ">= 1.15"),
-        _row(what, "the same, DDP's gradients kept", kept, "ratio", note="for scale: zero_grad(set_to_none=False)"),
+        _row(
+            what,
+            "the same, DDP's gradients kept",
+            kept,
+            "ratio",
+            note="for scale: zero_grad(set_to_none=False)",
+        ),
     ]
 
 
@@ -168,7 +207,13 @@ def _cost(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     return [
         _row(what, "evergrad node", _of(own["turn"], "elastic"), "tokens/s"),
         _row(what, "plain torchrun", _of(own["turn"], "static"), "tokens/s"),
-        _row(what, "elastic / torchrun", [one["elastic"] / one["static"] for one in own["turn"]], "ratio", ">= 0.99"),
+        _row(
+            what,
+            "elastic / torchrun",
+            [one["elastic"] / one["static"] for one in own["turn"]],
+            "ratio",
+            ">= 0.99",
+        ),
     ]
 
 
@@ -207,10 +252,19 @@ def _over_steps(sample: dict[str, Any]) -> float:
 
 
 def _lost_row(what: str, samples: list[dict[str, Any]]) -> Row:
-    return Row(what, "steps trained again, in all", sum(_of(samples, "steps_lost")), "steps", "<= 0", f"n={len(samples)}")
+    return Row(
+        what,
+        "steps trained again, in all",
+        sum(_of(samples, "steps_lost")),
+        "steps",
+        "<= 0",
+        f"n={len(samples)}",
+    )
 
 
-def _ratios(what: str, kills: list[dict[str, Any]], taken: dict[str, Samples], *, goals: dict[str, int]) -> list[Row]:
+def _ratios(
+    what: str, kills: list[dict[str, Any]], taken: dict[str, Samples], *, goals: dict[str, int]
+) -> list[Row]:
     """How many times faster than stock torchrun: ratios of medians."""
     own = statistics.median(_of(kills, "seconds"))
     rows = []
@@ -220,8 +274,12 @@ def _ratios(what: str, kills: list[dict[str, Any]], taken: dict[str, Samples], *
             note = f"theirs {statistics.median(theirs):.1f} s, n={len(theirs)}"
             title = f"{name.replace('_', ' ')} / evergrad"
             rows.append(Row(what, title, statistics.median(theirs) / own, "ratio", f">= {goal}", note))
-            warm = statistics.median(one["seconds"] - one["start"]["imports"] for one in taken[name]["node_kill"])
-            rows.append(Row(what, f"{title}, warm", warm / own, "ratio", note="for scale: theirs without its imports"))
+            warm = statistics.median(
+                one["seconds"] - one["start"]["imports"] for one in taken[name]["node_kill"]
+            )
+            rows.append(
+                Row(what, f"{title}, warm", warm / own, "ratio", note="for scale: theirs without its imports")
+            )
     return rows
 
 
@@ -245,9 +303,15 @@ def _start_note(kills: list[dict[str, Any]]) -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that ``run.py`` passes on."""
     parser.add_argument(
-        "--only", type=_parts, default=(), metavar="PART,...", help=f"of recovery: {', '.join(PARTS)}; default: all"
+        "--only",
+        type=_parts,
+        default=(),
+        metavar="PART,...",
+        help=f"of recovery: {', '.join(PARTS)}; default: all",
     )
-    parser.add_argument("--events", type=int, default=EVENTS, help=f"of recovery: events of each kind ({EVENTS})")
+    parser.add_argument(
+        "--events", type=int, default=EVENTS, help=f"of recovery: events of each kind ({EVENTS})"
+    )
 
 
 def _parts(text: str) -> tuple[str, ...]:
@@ -264,4 +328,6 @@ if __name__ == "__main__":
     parser.add_argument("--tiny", action="store_true", help="a model that is only for trying")
     parser.add_argument("--samples", type=Path, default=SAMPLES_FILE, help="where samples are kept")
     options = parser.parse_args()
-    print_rows(measure(only=options.only, events=options.events, is_tiny=options.tiny, samples_file=options.samples))
+    print_rows(
+        measure(only=options.only, events=options.events, is_tiny=options.tiny, samples_file=options.samples)
+    )

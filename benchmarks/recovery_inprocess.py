@@ -11,7 +11,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from elastic_nodes import BenchmarkError, ElasticNodes, NodesSettings, Step, descendants, running, training_manifest
+from elastic_nodes import (
+    BenchmarkError,
+    ElasticNodes,
+    NodesSettings,
+    Step,
+    descendants,
+    running,
+    training_manifest,
+)
 
 NUM_NODES = 3
 _UNDISTURBED_STEPS = 4
@@ -51,7 +59,8 @@ def kill_node(nodes: ElasticNodes, index: int) -> Sample:
     before = time.time()
     nodes.kill(index)
     row = nodes.steps.wait(
-        lambda one: one["world_size"] == NUM_NODES - 1 and one["time"] > before, "the first step after a node's SIGKILL"
+        lambda one: one["world_size"] == NUM_NODES - 1 and one["time"] > before,
+        "the first step after a node's SIGKILL",
     )
     steps = nodes.steps.wait_further(row, _UNDISTURBED_STEPS)
     return {
@@ -70,7 +79,8 @@ def kill_worker(nodes: ElasticNodes, index: int, *, step_seconds: float) -> Samp
     before = time.time()
     os.kill(pid, signal.SIGKILL)
     row = nodes.steps.wait(
-        lambda one: one["generation"] > last["generation"] and one["time"] > before, "the first step after a worker's SIGKILL"
+        lambda one: one["generation"] > last["generation"] and one["time"] > before,
+        "the first step after a worker's SIGKILL",
     )
     if row["world_size"] == NUM_NODES:
         # The worker was back before the others had agreed to go on without it.
@@ -92,7 +102,8 @@ def ask_to_leave(nodes: ElasticNodes, index: int) -> Sample:
     before = time.time()
     nodes.terminate(index)
     row = nodes.steps.wait(
-        lambda one: one["world_size"] == NUM_NODES - 1 and one["time"] > before, "the first step after a node was asked to leave"
+        lambda one: one["world_size"] == NUM_NODES - 1 and one["time"] > before,
+        "the first step after a node was asked to leave",
     )
     boundary = max(one["time"] for one in nodes.steps.rows if one["generation"] < row["generation"])
     steps = nodes.steps.wait_further(row, _UNDISTURBED_STEPS)
@@ -119,7 +130,9 @@ def rejoin(nodes: ElasticNodes, index: int) -> Sample:
 
 def _wait_until_complete(nodes: ElasticNodes, *, newer_than: int) -> Step:
     """The first step of a newer group of all nodes; returns when they have done some more."""
-    row = nodes.steps.wait(lambda one: one["world_size"] == NUM_NODES and one["generation"] > newer_than, "a step of all nodes")
+    row = nodes.steps.wait(
+        lambda one: one["world_size"] == NUM_NODES and one["generation"] > newer_than, "a step of all nodes"
+    )
     nodes.steps.wait_further(row, 3)
     return row
 
@@ -134,7 +147,9 @@ def _pause(nodes: ElasticNodes, first: Step) -> float:
 
 def _steps_lost(nodes: ElasticNodes, first: Step) -> int:
     """Steps of older groups that this group has trained again."""
-    return sum(row["generation"] < first["generation"] and row["step"] >= first["step"] for row in nodes.steps.rows)
+    return sum(
+        row["generation"] < first["generation"] and row["step"] >= first["step"] for row in nodes.steps.rows
+    )
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------
@@ -172,7 +187,7 @@ def _count_graphs(path: Path) -> None:
     """In a node, before it forks workers: each worker writes after each step how many graphs it has compiled so far."""
     from torch._dynamo.utils import counters
 
-    from evergrad_trainer.step import Stepper
+    from evergrad_trainer.training.step import Stepper
 
     run = Stepper.run
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

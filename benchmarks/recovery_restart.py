@@ -37,28 +37,49 @@ def measure_script(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
     manifest["spec"]["script"] = {"command": command}
     nodes = ElasticNodes(
         NodesSettings(
-            folder, manifest, NUM_NODES, recovery="fresh", steps=folder / "output" / "steps.jsonl", extra=("--hold-joins",)
+            folder,
+            manifest,
+            NUM_NODES,
+            recovery="fresh",
+            steps=folder / "output" / "steps.jsonl",
+            extra=("--hold-joins",),
         )
     )
     samples = _kill_nodes(nodes, events=events)
-    return {"node_kill": samples, "reload": [{"seconds": seconds} for seconds in _time_reloads(folder, command, events)]}
+    return {
+        "node_kill": samples,
+        "reload": [{"seconds": seconds} for seconds in _time_reloads(folder, command, events)],
+    }
 
 
 def measure_stock(folder: Path, *, events: int, is_tiny: bool, settings: str) -> dict[str, list[Sample]]:
     """Stock torchrun with one of the STOCK_SETTINGS."""
     command = _command(folder, is_tiny=is_tiny)
-    nodes = StockNodes(folder, STOCK_SETTINGS[settings], steps=folder / "output" / "steps.jsonl", command=command)
+    nodes = StockNodes(
+        folder, STOCK_SETTINGS[settings], steps=folder / "output" / "steps.jsonl", command=command
+    )
     return {"node_kill": _kill_nodes(nodes, events=events)}
 
 
 def _command(folder: Path, *, is_tiny: bool) -> list[str]:
     config = (
-        model_config() if not is_tiny else training_manifest(num_nodes=1, is_tiny=True)["spec"]["training"]["model"]["config"]
+        model_config()
+        if not is_tiny
+        else training_manifest(num_nodes=1, is_tiny=True)["spec"]["training"]["model"]["config"]
     )
     (folder / "output").mkdir(parents=True)
     # The typed run's vocabulary: bytes and one more.
     arguments = ["--output", str(folder / "output"), "--model", json.dumps(config | {"vocab_size": 257})]
-    return [str(_SCRIPT), *arguments, "--slots", str(SAMPLES), "--length", str(LENGTH), "--save-every", str(_STEPS_BETWEEN - 1)]
+    return [
+        str(_SCRIPT),
+        *arguments,
+        "--slots",
+        str(SAMPLES),
+        "--length",
+        str(LENGTH),
+        "--save-every",
+        str(_STEPS_BETWEEN - 1),
+    ]
 
 
 def _kill_nodes(group: Group, *, events: int) -> list[Sample]:
@@ -70,7 +91,10 @@ def _kill_nodes(group: Group, *, events: int) -> list[Sample]:
             samples.append(_kill_node(group, number % NUM_NODES))
             before = time.time()
             group.start_node(number % NUM_NODES)
-            row = group.steps.wait(lambda one: one["world_size"] == NUM_NODES and one["time"] > before, "a step of all nodes")  # noqa: B023
+            row = group.steps.wait(
+                lambda one, since=before: one["world_size"] == NUM_NODES and one["time"] > since,  # type: ignore[misc]
+                "a step of all nodes",
+            )
             samples[-1]["join_seconds"] = row["time"] - before
             print(
                 f"  {number + 1}/{events}: node killed {samples[-1]['seconds']:.2f} s "
@@ -86,7 +110,8 @@ def _kill_node(group: Group, index: int) -> Sample:
     before = time.time()
     group.kill(index)
     row = group.steps.wait(
-        lambda one: one["world_size"] == NUM_NODES - 1 and one["time"] > before, "the first step after a node's SIGKILL"
+        lambda one: one["world_size"] == NUM_NODES - 1 and one["time"] > before,
+        "the first step after a node's SIGKILL",
     )
     steps = group.steps.wait_further(row, 3)
     return {

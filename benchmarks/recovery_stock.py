@@ -68,7 +68,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=6)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--save-every", type=int, default=5)
-    parser.add_argument("--reloads", type=int, help="only load the checkpoint so often, and print the seconds of each")
+    parser.add_argument(
+        "--reloads", type=int, help="only load the checkpoint so often, and print the seconds of each"
+    )
     return parser.parse_args()
 
 
@@ -96,7 +98,12 @@ def main() -> None:
     model, optimizer = build(arguments.model)
     built = time.time()
     first = reload(checkpoint, model, optimizer) if checkpoint.exists() else 0
-    start = {"imports": imported - _BEGUN, "group": met - imported, "model": built - met, "reload": time.time() - built}
+    start = {
+        "imports": imported - _BEGUN,
+        "group": met - imported,
+        "model": built - met,
+        "reload": time.time() - built,
+    }
     parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
     steps = os.open(arguments.output / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     generation = time.time_ns()
@@ -105,8 +112,15 @@ def main() -> None:
         train_step(parallel, step=step, num_slots=arguments.slots, length=arguments.length)
         optimizer.step()
         if dist.get_rank() == 0:
-            row = {"step": step, "generation": generation, "world_size": dist.get_world_size(), "time": time.time()}
-            os.write(steps, json.dumps(row | ({"start": start} if step == first + 1 else {})).encode() + b"\n")
+            row = {
+                "step": step,
+                "generation": generation,
+                "world_size": dist.get_world_size(),
+                "time": time.time(),
+            }
+            os.write(
+                steps, json.dumps(row | ({"start": start} if step == first + 1 else {})).encode() + b"\n"
+            )
             if step % arguments.save_every == 0:
                 save(checkpoint, model, optimizer, step)
 

@@ -79,7 +79,7 @@ def _be_rank(config: dict[str, Any], rounds: int) -> None:
 def _build(config: dict[str, Any]) -> tuple[Any, Any]:
     import torch
 
-    from evergrad_trainer.config.training import Model
+    from evergrad_manifest.training import Model
     from evergrad_trainer.models.build import build_model, plan_model
 
     plan = plan_model(Model.model_validate({"config": config}), base_directory=Path(), vocab_size=257)
@@ -100,7 +100,7 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
     import torch
     import torch.distributed as dist
 
-    from evergrad_trainer.config.training import Runtime
+    from evergrad_manifest.training import Runtime
     from evergrad_trainer.models.gradients import BucketedSum
     from evergrad_trainer.world import Interrupt, World
 

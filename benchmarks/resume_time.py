@@ -19,7 +19,7 @@ def evergrad_seconds(folder: Path) -> float:
     """Start ``evergrad run`` for one more step; seconds until that step's row says it is done."""
     rows = folder / "runs" / "bench" / "metrics.jsonl"
     before = time.time()
-    command = [sys.executable, "-m", "evergrad_trainer", "run", "run.yaml", "--stop-after-steps", "1"]
+    command = [sys.executable, "-m", "evergrad_cli", "run", "run.yaml", "--stop-after-steps", "1"]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if result.returncode != 75:
         raise RuntimeError(f"evergrad run ended with {result.returncode}: {result.stderr[-2000:]}")
@@ -31,7 +31,12 @@ def trainer_seconds(folder: Path, *, until: int) -> float:
     before = time.time()
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
     result = subprocess.run(
-        [sys.executable, str(_TRAINER), str(until)], cwd=folder, capture_output=True, text=True, env=environment, check=False
+        [sys.executable, str(_TRAINER), str(until)],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     if result.returncode != 0:
         raise RuntimeError(f"the Trainer ended with {result.returncode}: {result.stderr[-2000:]}")

@@ -19,7 +19,9 @@ RESULTS = Path(__file__).with_name("results")
 
 
 def _speed(precision: str, *, compiled: bool, rounds: int) -> Callable[[], list[Row]]:
-    return lambda: importlib.import_module("training_speed").measure(rounds=rounds, precision=precision, compiled=compiled)
+    return lambda: importlib.import_module("training_speed").measure(
+        rounds=rounds, precision=precision, compiled=compiled
+    )
 
 
 RECOVERY = "recovery"
@@ -107,7 +109,9 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
         ]
         for row in part["rows"]:
             end = f"{verdicts[row['reached']]} {row['note']}".strip()
-            lines.append(f"| {row['what']} | {row['name']} | {row['value']:,.4g} {row['unit']} | {row['goal']} | {end} |")
+            lines.append(
+                f"| {row['what']} | {row['name']} | {row['value']:,.4g} {row['unit']} | {row['goal']} | {end} |"
+            )
     return lines
 
 
@@ -115,7 +119,10 @@ def main() -> None:
     """Run those that were named, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but {', '.join(_NOT_BY_DEFAULT)}"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(BENCHMARKS)}; default: all but {', '.join(_NOT_BY_DEFAULT)}",
     )
     recovery = importlib.import_module(RECOVERY)
     recovery.add_options(parser)

@@ -17,13 +17,13 @@ import torch
 from common import SMALL, Row, build_training, make_prepared_data, print_rows
 from torch.nn import functional
 
-from evergrad_trainer.build import build_machinery, build_stepper
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import build_model, plan_model
-from evergrad_trainer.step import NUM_FLAGS
+from evergrad_trainer.training.build import build_machinery, build_stepper
+from evergrad_trainer.training.step import NUM_FLAGS
 from evergrad_trainer.world import World
 
 STEPS_A_TURN = 1
@@ -56,7 +56,9 @@ def hand_turn(stream: TrainingStream, training: Training, *, compiled: bool) -> 
         return functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
     loss_of = torch.compile(mean_loss, dynamic=False) if compiled else mean_loss
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     steps = iter(range(1, 100_000))
 
     def turn() -> None:
@@ -98,11 +100,16 @@ def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False
     set_threads(2)
     warnings.simplefilter("ignore")
     training = build_training(
-        precision=precision, compile_mode="on" if compiled else "off", shape=(8, 256) if precision == "fp32" else SMALL
+        precision=precision,
+        compile_mode="on" if compiled else "off",
+        shape=(8, 256) if precision == "fp32" else SMALL,
     )
     with tempfile.TemporaryDirectory() as folder:
         data = make_prepared_data(training, Path(folder))
-        turns = {"evergrad": evergrad_turn(data, training), "hand loop": hand_turn(data.train, training, compiled=compiled)}
+        turns = {
+            "evergrad": evergrad_turn(data, training),
+            "hand loop": hand_turn(data.train, training, compiled=compiled),
+        }
         seconds: dict[str, list[float]] = {"evergrad": [], "hand loop": [], "Trainer": []}
 
         class Turns(TrainerCallback):

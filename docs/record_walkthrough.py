@@ -68,9 +68,16 @@ def main() -> int:
             continue
         print(f"$ {command}", flush=True)
         begun = time.monotonic()
-        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
         seconds = time.monotonic() - begun
-        printed = (done.stdout + done.stderr).replace(str(ROOT), ".").replace(str(Path.home()), "~").replace(folder, ".cluster/")
+        printed = (
+            (done.stdout + done.stderr)
+            .replace(str(ROOT), ".")
+            .replace(str(Path.home()), "~")
+            .replace(folder, ".cluster/")
+        )
         lines = "".join(f"    {line}".rstrip() + "\n" for line in printed.rstrip().splitlines())
         text.append(f"    $ {command}\n{lines}\n*{seconds:.0f} s*\n")
         if done.returncode:

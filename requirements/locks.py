@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-PACKAGES = ("coordinator", "operator", "trainer_image")
+PACKAGES = ("coordinator", "manifest", "operator", "cli", "trainer_image")
 ROOTS = ("trainer.in", "operator.in", "dev.in")
 FILES = ("trainer.txt", "torch.txt", "operator.txt", "dev.txt")
 HEADER = "# Written by `make lock`. Do not edit; change {source} instead.\n# {duty}\n"
@@ -98,7 +98,9 @@ def fits_this_python(wheel: Path) -> bool:
     *_, python, _abi, platforms = wheel.stem.split("-")
     ours = f"cp{sys.version_info.major}{sys.version_info.minor}"
     return (
-        python == ours and platforms.endswith(platform.machine()) and sys.platform.startswith("linux") == ("linux" in platforms)
+        python == ours
+        and platforms.endswith(platform.machine())
+        and sys.platform.startswith("linux") == ("linux" in platforms)
     )
 
 
@@ -107,7 +109,10 @@ def choose_torch(wheels: Path | None, *, locked_version: str, installed_version:
     if wheels and any(fits_this_python(wheel) for wheel in find_cpu_wheels(wheels, locked_version)):
         return ["--find-links", str(wheels), "-r", str(FOLDER / "torch-cpu.txt")]
     if wheels:
-        print(f"{wheels}: holds no CPU build of torch {locked_version} for this Python; taking the index's build.", flush=True)
+        print(
+            f"{wheels}: holds no CPU build of torch {locked_version} for this Python; taking the index's build.",
+            flush=True,
+        )
     if installed_version == f"{locked_version}+cpu":
         return ["-r", str(FOLDER / "torch-cpu.txt")]
     return ["-r", str(FOLDER / "torch.txt")]
@@ -131,10 +136,14 @@ def run(command: Sequence[str]) -> None:
 
 
 def install(wheels: Path | None) -> None:
-    """Install the locked packages into this Python's environment, then our three packages, editable."""
+    """Install the locked packages into this Python's environment, then our five packages, editable."""
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]
-    torch = choose_torch(wheels, locked_version=locked_torch_version(), installed_version=installed_torch_version())
-    locks = [part for name in ("trainer.txt", "operator.txt", "dev.txt") for part in ("-r", str(FOLDER / name))]
+    torch = choose_torch(
+        wheels, locked_version=locked_torch_version(), installed_version=installed_torch_version()
+    )
+    locks = [
+        part for name in ("trainer.txt", "operator.txt", "dev.txt") for part in ("-r", str(FOLDER / name))
+    ]
     run([*pip, "--require-hashes", *torch, *locks])
     editable = [part for name in PACKAGES for part in ("--editable", str(FOLDER.parent / name))]
     run([*pip, "--no-deps", "--no-build-isolation", *editable])
@@ -145,14 +154,35 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         output = Path(scratch) / "all.txt"
         output.write_text("".join((FOLDER / name).read_text() for name in FILES if (FOLDER / name).exists()))
-        uv = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
-        uv += ["--generate-hashes", "--no-header", "--no-emit-index-url", "--no-emit-find-links", "--output-file", str(output)]
+        uv = [
+            str(Path(sys.executable).parent / "uv"),
+            "pip",
+            "compile",
+            "--quiet",
+            "--universal",
+            "--python-version",
+            "3.11",
+        ]
+        uv += [
+            "--generate-hashes",
+            "--no-header",
+            "--no-emit-index-url",
+            "--no-emit-find-links",
+            "--output-file",
+            str(output),
+        ]
         print("+", shlex.join([*uv, *ROOTS]), flush=True)
         subprocess.run([*uv, *(["--upgrade"] if upgrade else []), *ROOTS], check=True, cwd=FOLDER)
         pins = parse_lock(output.read_text())
     duties = {
-        "trainer.txt": ("trainer.in", "What the trainer needs except torch: torch.txt or torch-cpu.txt has that."),
-        "torch.txt": ("trainer.in", "The index's build of torch and, on Linux, the CUDA packages that build needs."),
+        "trainer.txt": (
+            "trainer.in",
+            "What the trainer needs except torch: torch.txt or torch-cpu.txt has that.",
+        ),
+        "torch.txt": (
+            "trainer.in",
+            "The index's build of torch and, on Linux, the CUDA packages that build needs.",
+        ),
         "operator.txt": ("operator.in", "What the operator needs, the coordinator included."),
         "dev.txt": ("dev.in", "What tests, checks and benchmarks need beyond the trainer and the operator."),
     }
@@ -179,15 +209,22 @@ def update_cpu_lock(wheels: Path | None, *, version: str) -> None:
         duty="The CPU build of torch; the index does not carry it, so give pip --find-links with the wheel's folder.",
     )
     path.write_text(
-        header + f"torch=={version}+cpu" + "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(known)) + "\n"
+        header
+        + f"torch=={version}+cpu"
+        + "".join(f" \\\n    --hash=sha256:{digest}" for digest in sorted(known))
+        + "\n"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("install", "update"))
     parser.add_argument(
-        "--upgrade", action="store_true", help="update: take newer releases too, not only what changed in the .in files"
+        "--upgrade",
+        action="store_true",
+        help="update: take newer releases too, not only what changed in the .in files",
     )
     parsed = parser.parse_args(arguments)
     given = os.environ.get("TORCH_WHEELS")
@@ -199,7 +236,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             update(wheels, upgrade=parsed.upgrade)
     except subprocess.CalledProcessError as error:
         print(
-            f"error: {shlex.join(error.cmd[:4])} … ended with {error.returncode}; its own message stands above.", file=sys.stderr
+            f"error: {shlex.join(error.cmd[:4])} … ended with {error.returncode}; its own message stands above.",
+            file=sys.stderr,
         )
         return 1
     return 0

@@ -77,13 +77,24 @@ class RunWriter:
     """Writes processes one after the other, as the loop would."""
 
     def __init__(
-        self, path: Path, *, total_steps: int = 200, save_every: int = 50, evaluate_every: int = 40, name: str = "docs-lm"
+        self,
+        path: Path,
+        *,
+        total_steps: int = 200,
+        save_every: int = 50,
+        evaluate_every: int = 40,
+        name: str = "docs-lm",
     ) -> None:
         self.directory = RunDirectory(path)
         self.directory.create()
         self.now = BEGIN
         self.seconds: dict[str, float] = {}
-        self._total_steps, self._save_every, self._evaluate_every, self._name = total_steps, save_every, evaluate_every, name
+        self._total_steps, self._save_every, self._evaluate_every, self._name = (
+            total_steps,
+            save_every,
+            evaluate_every,
+            name,
+        )
         self._generation = 0
         self._step_now = 0
         self._world_size = 2
@@ -106,7 +117,9 @@ class RunWriter:
         if process.resumed_from is not None:
             self._pass("restore", RESTORE_SECONDS)
             checkpoint = f"step-{process.resumed_from}"
-            self._event(log, EventType.RESTORED, process.resumed_from, checkpoint=checkpoint, seconds=RESTORE_SECONDS)
+            self._event(
+                log, EventType.RESTORED, process.resumed_from, checkpoint=checkpoint, seconds=RESTORE_SECONDS
+            )
         first = (process.resumed_from or 0) + 1
         for step in range(first, process.last + 1):
             self._step(log, step, is_first=step == first)
@@ -122,7 +135,11 @@ class RunWriter:
         self._step_now -= world.forgotten
         sizes = {"world_size": world.world_size, "from_world_size": self._world_size}
         self._world_size = world.world_size
-        paused = {"cause": world.cause, "paused_seconds": world.paused_seconds, "pid": 1000 + self._generation}
+        paused = {
+            "cause": world.cause,
+            "paused_seconds": world.paused_seconds,
+            "pid": 1000 + self._generation,
+        }
         self._event(log, EventType.WORLD, self._step_now, **sizes, **paused)
         first = self._step_now + 1
         if world.last >= first:
@@ -138,12 +155,23 @@ class RunWriter:
             self._pass("other", PAUSE_SECONDS)
         self._pass("step", STEP_SECONDS)
         self._step_now = step
-        log.step_end(step_record(step, generation=self._generation, world_size=self._world_size, time=self.now))
+        log.step_end(
+            step_record(step, generation=self._generation, world_size=self._world_size, time=self.now)
+        )
         if step % self._evaluate_every == 0:
             self._pass("evaluation", EVALUATION_SECONDS)
             loss = 2.2 + 3.3 * math.exp(-step / 60)
             log.evaluation_end(
-                EvaluationRecord(step, self._generation, self.set_name, loss, math.exp(loss), 40960, EVALUATION_SECONDS, self.now)
+                EvaluationRecord(
+                    step,
+                    self._generation,
+                    self.set_name,
+                    loss,
+                    math.exp(loss),
+                    40960,
+                    EVALUATION_SECONDS,
+                    self.now,
+                )
             )
         if step % self._save_every == 0:
             self._save(log, step)
@@ -158,7 +186,12 @@ class RunWriter:
             return
         if process.ended == "failed":
             self._event(
-                log, EventType.FAILED, process.last, error="SaveError", message="3 saves in a row have failed.", exit_code=70
+                log,
+                EventType.FAILED,
+                process.last,
+                error="SaveError",
+                message="3 saves in a row have failed.",
+                exit_code=70,
             )
             self._event(log, EventType.END, process.last, exit_code=64)
             return

@@ -40,7 +40,9 @@ def log_line(event: str, **fields: object) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Exit code 64 for what argparse cannot read."""
-    parser = argparse.ArgumentParser(prog="python -m evergrad_coordinator", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m evergrad_coordinator", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--run", required=True, help="name of the run; nodes of another are refused")
     parser.add_argument("--min", type=int, required=True, help="fewest nodes that train")
     parser.add_argument("--max", type=int, required=True, help="most nodes that train; others are spares")
@@ -50,13 +52,26 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--status-port", type=int, default=0)
     parser.add_argument("--address-file", type=Path, help="gets {port, statusPort} once both listen")
     parser.add_argument("--state", type=Path, help="file of the newest generation; also the lock of the run")
-    parser.add_argument("--first-generation", type=int, default=0, help="newest generation known from elsewhere")
+    parser.add_argument(
+        "--first-generation", type=int, default=0, help="newest generation known from elsewhere"
+    )
     parser.add_argument("--epoch", type=int, default=0, help="high bits of all generations")
-    parser.add_argument("--token-file", type=Path, required=True, help="what nodes and callers must say; made if it is not there")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        required=True,
+        help="what nodes and callers must say; made if it is not there",
+    )
     parser.add_argument("--recovery", choices=["in-process", "fresh"], default="in-process")
-    parser.add_argument("--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint")
-    parser.add_argument("--exit-when-empty", action="store_true", help="end with 75 or 76 when all nodes have left")
-    parser.add_argument("--nothing-runs", action="store_true", help="no group of this run is left from before: wait for none")
+    parser.add_argument(
+        "--hold-joins", action="store_true", help="fresh workers: joins wait for a checkpoint"
+    )
+    parser.add_argument(
+        "--exit-when-empty", action="store_true", help="end with 75 or 76 when all nodes have left"
+    )
+    parser.add_argument(
+        "--nothing-runs", action="store_true", help="no group of this run is left from before: wait for none"
+    )
     most = Settings.max_failures_without_progress
     parser.add_argument("--max-failures", type=int, default=most, help=f"allowed without progress ({most})")
     parser.add_argument("--max-members", type=int, default=Settings.max_members)
@@ -64,7 +79,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, text in _TIMES.items():
         default = getattr(Settings, f"{name}_seconds")
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=float, default=default, metavar="SECONDS", help=f"{text} ({default:g})"
+            f"--{name.replace('_', '-')}",
+            type=float,
+            default=default,
+            metavar="SECONDS",
+            help=f"{text} ({default:g})",
         )
     try:
         return parser.parse_args(arguments)
@@ -82,7 +101,9 @@ def find_problems(options: argparse.Namespace) -> list[str]:
             f"--max: {options.max} is below --min {options.min}. Raise --max to at least {options.min}, or lower --min."
         )
     if options.expect is not None and not options.min <= options.expect <= max(options.min, options.max):
-        problems.append(f"--expect: {options.expect} is not within --min {options.min} and --max {options.max}.")
+        problems.append(
+            f"--expect: {options.expect} is not within --min {options.min} and --max {options.max}."
+        )
     if options.max > options.max_members:
         problems.append(
             f"--max: {options.max} is above --max-members {options.max_members}. Raise --max-members, or lower --max."
@@ -101,9 +122,13 @@ def find_problems(options: argparse.Namespace) -> list[str]:
         ("status_port", 65535),
     ):
         if not 0 <= getattr(options, name) <= most:
-            problems.append(f"--{name.replace('_', '-')}: {getattr(options, name)} is not within 0 and {most}.")
+            problems.append(
+                f"--{name.replace('_', '-')}: {getattr(options, name)} is not within 0 and {most}."
+            )
     if options.hold_joins and options.recovery != "fresh":
-        problems.append("--hold-joins: only fresh workers have joins to hold. Add --recovery fresh, or leave it out.")
+        problems.append(
+            "--hold-joins: only fresh workers have joins to hold. Add --recovery fresh, or leave it out."
+        )
     return problems
 
 
@@ -126,7 +151,9 @@ def build_settings(options: argparse.Namespace, token: str) -> Settings:
     )
 
 
-async def serve(options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int) -> int:
+async def serve(
+    options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int
+) -> int:
     """Until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
     gc.freeze()  # a change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
     gc.set_threshold(20_000, 20, 20)
@@ -189,7 +216,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         token = "" if problems else obtain_token(options.token_file)
     except (OSError, ValueError) as error:
-        problems.append(f"--token-file: {options.token_file} cannot be read or made; {error}. Give a text file with the token.")
+        problems.append(
+            f"--token-file: {options.token_file} cannot be read or made; {error}. Give a text file with the token."
+        )
     if problems:
         for problem in problems:
             log_line("failed", message=problem)
@@ -210,7 +239,9 @@ def prepare_generation(store: GenerationStore, first: int) -> int:
     """The newest number known; the store is brought up to it, so that its next compare-and-set fits."""
     known = store.load()
     if first > known and not store.advance(known, first):
-        raise JournalError("another coordinator advanced the generation at the same moment. Only one may run.")
+        raise JournalError(
+            "another coordinator advanced the generation at the same moment. Only one may run."
+        )
     return max(known, first)
 
 

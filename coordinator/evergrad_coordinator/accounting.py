@@ -22,7 +22,9 @@ class Accounting:
             self.cause, self.since = cause, at
             return
         self.since = min(self.since, at)
-        if self.cause == "peer_lost" or (self.cause in PLANNED and cause not in PLANNED and cause != "peer_lost"):
+        if self.cause == "peer_lost" or (
+            self.cause in PLANNED and cause not in PLANNED and cause != "peer_lost"
+        ):
             self.cause = cause
 
     def end(self, *, now: float) -> None:

@@ -16,7 +16,10 @@ def refuse(hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | No
     """Why this node cannot join, or None. ``fingerprint``: of the group's first member."""
     # A stranger is told nothing else: no name, no version, no value of the group.
     if not is_token(hello.token, settings.token):
-        return _build("WrongToken", "hello.token: not this run's. Give the node the token file that its coordinator was given.")
+        return _build(
+            "WrongToken",
+            "hello.token: not this run's. Give the node the token file that its coordinator was given.",
+        )
     for check in (_find_wrong_run, _find_wrong_values, _find_wrong_kind):
         if found := check(hello, settings):
             return _build(*found)
@@ -27,7 +30,9 @@ def refuse(hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | No
 
 def refuse_crowd(settings: Settings) -> Refused:
     """No place for one more node."""
-    return _build("TooManyMembers", f"hello: the group has {settings.max_members} nodes, spares included. Start fewer.")
+    return _build(
+        "TooManyMembers", f"hello: the group has {settings.max_members} nodes, spares included. Start fewer."
+    )
 
 
 def _build(reason: str, message: str) -> Refused:
@@ -49,7 +54,12 @@ def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | No
     del settings
     generations = [hello.known_generation, *([hello.had.generation] if hello.had else [])]
     checks = [
-        ("node", hello.node, 0 < len(hello.node) <= MAX_NAME and hello.node.isprintable(), f"1 to {MAX_NAME} characters"),
+        (
+            "node",
+            hello.node,
+            0 < len(hello.node) <= MAX_NAME and hello.node.isprintable(),
+            f"1 to {MAX_NAME} characters",
+        ),
         ("incarnation", "…", 0 < len(hello.incarnation) <= MAX_NAME, f"1 to {MAX_NAME} characters"),
         ("address", "…", 0 < len(hello.address) <= MAX_ADDRESS, f"1 to {MAX_ADDRESS} characters"),
         ("workers", str(hello.workers), 0 <= hello.workers <= MAX_WORKERS, f"0 to {MAX_WORKERS}"),
@@ -57,7 +67,10 @@ def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | No
     ]
     for name, shown, is_right, wanted in checks:
         if not is_right:
-            return "WrongValue", f"hello.{name}: {shown[:MAX_NAME]} is not allowed; it must be {wanted}. Correct the node."
+            return (
+                "WrongValue",
+                f"hello.{name}: {shown[:MAX_NAME]} is not allowed; it must be {wanted}. Correct the node.",
+            )
     return None
 
 

@@ -49,7 +49,11 @@ def give_up(group: Membership, gathering: Gathering, now: float) -> None:
     world = group.world
     if world is not None and not world.is_over:
         world.is_broken = True
-        world.out |= {node.key for node in group.nodes.values() if node.key in world.places and node.group != world.generation}
+        world.out |= {
+            node.key
+            for node in group.nodes.values()
+            if node.key in world.places and node.group != world.generation
+        }
     _answer_kept(group, gathering, now)
 
 
@@ -82,5 +86,9 @@ def drop_others(group: Membership, member: Node, now: float) -> None:
 def note_absence(group: Membership, node: Node, seconds: float) -> None:
     """Note a member that was away for nearly a lease: its workers may have ended by themselves, as if they had been asked to."""
     world = group.world
-    if world and node.key in world.places and seconds > max(group.settings.lease_seconds - _LEASE_MARGIN_SECONDS, 0):
+    if (
+        world
+        and node.key in world.places
+        and seconds > max(group.settings.lease_seconds - _LEASE_MARGIN_SECONDS, 0)
+    ):
         world.unwatched.add(node.key)

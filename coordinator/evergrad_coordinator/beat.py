@@ -73,7 +73,9 @@ def main() -> None:
     hello = json.dumps(order["beat"]).encode("ascii") + b"\n"
     while os.getppid() == parent:
         try:
-            with socket.create_connection((order["host"], order["port"]), timeout=_CONNECT_SECONDS) as connection:
+            with socket.create_connection(
+                (order["host"], order["port"]), timeout=_CONNECT_SECONDS
+            ) as connection:
                 if beat(connection, hello, parent=parent):
                     return
         except OSError:

@@ -81,7 +81,9 @@ class CoordinatorClient:
         """Until ``close``, or until ``refused`` or ``end`` was delivered. Raises what the owner's callbacks raise."""
         try:
             while not self._is_over:
-                with contextlib.suppress(OSError, ProtocolError, ValueError, TimeoutError, asyncio.IncompleteReadError):
+                with contextlib.suppress(
+                    OSError, ProtocolError, ValueError, TimeoutError, asyncio.IncompleteReadError
+                ):
                     await self._run_session()
                 if not self._is_over:
                     with contextlib.suppress(TimeoutError):
@@ -179,7 +181,9 @@ class CoordinatorClient:
         if writer is None or writer.is_closing():
             return False
         writer.write(encode(message))
-        if writer.transport.get_write_buffer_size() > UNSENT_BYTES:  # the coordinator hangs: better a new connection
+        if (
+            writer.transport.get_write_buffer_size() > UNSENT_BYTES
+        ):  # the coordinator hangs: better a new connection
             writer.transport.abort()
             return False
         return True

@@ -26,7 +26,11 @@ class Departures:
 
     def release(self, group: Membership, now: float, *, staying: list[Node] | None) -> None:
         """Let leavers go that are in no group. ``staying``: who goes on; None for a group that runs, which holds the state."""
-        leavers = [node for node in group.nodes.values() if node.is_leaving and node.released_at is None and node.group == 0]
+        leavers = [
+            node
+            for node in group.nodes.values()
+            if node.is_leaving and node.released_at is None and node.group == 0
+        ]
         if staying is not None and self.saver is None and group.settings.recovery == "in-process":
             saver = planning.choose_saver(leavers, staying=staying, saved_step=self.saved_step)
             if saver is not None:
@@ -43,7 +47,9 @@ class Departures:
 
     def is_awaited(self, members: Iterable[Node]) -> bool:
         """Whether ``members`` can only begin with what the saver is saving."""
-        return self.saver is not None and not any(node.step is not None and node.step >= 0 for node in members)
+        return self.saver is not None and not any(
+            node.step is not None and node.step >= 0 for node in members
+        )
 
     def note_saved(self, node: Node) -> None:
         """The saver has left, and what it held is saved."""

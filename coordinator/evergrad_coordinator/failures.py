@@ -116,7 +116,9 @@ class FailureBudget:
             return
         steps = [one.report.step for one in self._reports if one.report.generation == ending.generation]
         reached = training.checkpoint_step if self.recovery == "fresh" else max(training.step, *steps, -1)
-        hosts = {one.node for one in self._reports if one.report.generation == ending.generation and one.is_of_host}
+        hosts = {
+            one.node for one in self._reports if one.report.generation == ending.generation and one.is_of_host
+        }
         if ending.lost and not hosts:
             self._away = _Away(ending, reached, set(ending.lost), before)
         if ending.lost or hosts:
@@ -150,7 +152,12 @@ class FailureBudget:
             self._count_silent(ending, last, text, training)
 
     def _judge_unexplained(
-        self, ending: Break, reached: int, before: tuple[int, float] | None, training: Training, silent: str = ""
+        self,
+        ending: Break,
+        reached: int,
+        before: tuple[int, float] | None,
+        training: Training,
+        silent: str = "",
     ) -> None:
         """Count a break of a whole group that has no cause, unless it is the first at this place."""
         reports = [one for one in self._reports if one.report.generation == ending.generation]

@@ -25,7 +25,9 @@ class Gathering:
         num_candidates = sum(node.is_candidate for node in nodes)
         if self.adopts_until is not None:
             # However many strangers are here: the old group may still train out of sight.
-            is_useful = num_candidates >= settings.min_nodes or any(node.is_leaving or node.group for node in nodes)
+            is_useful = num_candidates >= settings.min_nodes or any(
+                node.is_leaving or node.group for node in nodes
+            )
             return self.adopts_until if is_useful else float("inf")
         if num_candidates >= settings.expect or any(node.group for node in nodes):
             return float("-inf")

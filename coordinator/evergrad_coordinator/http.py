@@ -107,7 +107,9 @@ class StatusServer:
             status, kind, body = 405, _TEXT, f"only GET and HEAD, and POST of {_BOUNDS}\n"
         else:
             page = self._pages.get(path)
-            status, kind, body = page() if page else (404, _TEXT, f"there are {', '.join((*self._pages, _BOUNDS))}\n")
+            status, kind, body = (
+                page() if page else (404, _TEXT, f"there are {', '.join((*self._pages, _BOUNDS))}\n")
+            )
         data = body.encode()
         lines = [
             f"HTTP/1.1 {status} {_REASONS[status]}",

@@ -82,7 +82,9 @@ class FileStore:
         except FileNotFoundError:
             return 0
         except (OSError, UnicodeDecodeError) as error:
-            raise JournalError(f"{self._path}: cannot be read; {error}. Repair the volume, or delete the file.") from error
+            raise JournalError(
+                f"{self._path}: cannot be read; {error}. Repair the volume, or delete the file."
+            ) from error
         try:
             generation = json.loads(text)["generation"]
         except (ValueError, KeyError, TypeError):

@@ -162,7 +162,9 @@ class Membership:
             self._review(now)
         return self._take()
 
-    def set_bounds(self, *, min_nodes: int, max_nodes: int, max_failures: int | None = None, now: float) -> list[Effect]:
+    def set_bounds(
+        self, *, min_nodes: int, max_nodes: int, max_failures: int | None = None, now: float
+    ) -> list[Effect]:
         """Other limits from now on (None: as it was); a group that runs is changed at its next step boundary, if at all."""
         settings = self.settings
         if max_failures is not None and max_failures != self.budget.limit:
@@ -170,7 +172,9 @@ class Membership:
             self.log("bounds", maxFailures=max_failures)
             self.change(now)
         if (min_nodes, max_nodes) != (settings.min_nodes, settings.max_nodes):
-            self.settings = dataclasses.replace(settings, min_nodes=min_nodes, max_nodes=max_nodes, expect=max_nodes)
+            self.settings = dataclasses.replace(
+                settings, min_nodes=min_nodes, max_nodes=max_nodes, expect=max_nodes
+            )
             self.log("bounds", min=min_nodes, max=max_nodes)
             self.change(now)
         return self._take()
@@ -231,7 +235,9 @@ class Membership:
             return
         self.world.is_broken = True
         if failure.report.cause != "peer_lost" and not self.world.broken_by:
-            self.world.broken_by = f"rank {failure.report.rank} of node {failure.node} broke: {failure.report.cause}"
+            self.world.broken_by = (
+                f"rank {failure.report.rank} of node {failure.node} broke: {failure.report.cause}"
+            )
         self.accounting.begin(failure.report.cause, at=failure.at)
         self.budget.report(failure, self.training)
         self.change(now)
@@ -241,7 +247,12 @@ class Membership:
         if self.departures.may_commit(node, generation):
             return True
         world = self.world
-        is_running = world is not None and not world.is_over and world.generation == generation and node.key in world.places
+        is_running = (
+            world is not None
+            and not world.is_over
+            and world.generation == generation
+            and node.key in world.places
+        )
         return is_running and not (self.proposal and self.proposal.hard)
 
     def settle(self, now: float) -> None:
@@ -250,7 +261,9 @@ class Membership:
         if proposal is None or proposal.waits_for or self.finished:
             return
         members = [self.nodes[name] for name, _ in proposal.members if name in self.nodes]
-        if tuple(node.key for node in members) != proposal.members or not all(_takes_part(node, proposal) for node in members):
+        if tuple(node.key for node in members) != proposal.members or not all(
+            _takes_part(node, proposal) for node in members
+        ):
             self.change(now)
             return
         is_going = len(members) >= self._needed
@@ -308,7 +321,9 @@ class Membership:
         self.budget.note_return(node.key, self.training)
         self._place_again(node, now)
         if self.gathering and node.is_candidate:
-            self.gathering.first_seen = now if self.gathering.first_seen is None else self.gathering.first_seen
+            self.gathering.first_seen = (
+                now if self.gathering.first_seen is None else self.gathering.first_seen
+            )
         self.change(now)
 
     def _place_again(self, node: Node, now: float) -> None:
@@ -324,7 +339,10 @@ class Membership:
                 proposal.waits_for.add(node.key)
             self._announce(node, proposal)
         elif world and not world.is_over and 0 < node.group < world.generation:
-            self.send(node.peer, Plan(world.generation, hard=True, is_member=False, reason="this group has been replaced"))
+            self.send(
+                node.peer,
+                Plan(world.generation, hard=True, is_member=False, reason="this group has been replaced"),
+            )
 
     def _become_empty(self, last: Node, now: float) -> None:
         self.proposal = None
@@ -363,7 +381,9 @@ class Membership:
         if self.gathering and not self._has_gathered(self.gathering, now):
             return
         nodes = self.nodes.values()
-        members = planning.choose_members(nodes, world=self.world, proposal=self.proposal, max_nodes=self.settings.max_nodes)
+        members = planning.choose_members(
+            nodes, world=self.world, proposal=self.proposal, max_nodes=self.settings.max_nodes
+        )
         is_enough = len(members) >= self._needed
         if self._is_settled(members, now):
             return
@@ -421,12 +441,22 @@ class Membership:
 
     def _must_be_asked(self, node: Node) -> bool:
         """Whether only its ``ready`` can tell: its workers are in a group, or it leaves and may hold the newest state."""
-        may_hold = self.settings.recovery == "in-process" and self.generation > 0 and node.step is None and node.workers > 0
+        may_hold = (
+            self.settings.recovery == "in-process"
+            and self.generation > 0
+            and node.step is None
+            and node.workers > 0
+        )
         return node.group > 0 or (node.is_leaving and node.released_at is None and may_hold)
 
     def has_boundary_ahead(self, node: Node) -> bool:
         """Whether its workers are in the running group; any other group waits for members that are elsewhere."""
-        return node.group > 0 and self.world is not None and not self.world.is_over and node.group == self.world.generation
+        return (
+            node.group > 0
+            and self.world is not None
+            and not self.world.is_over
+            and node.group == self.world.generation
+        )
 
     def _wait_until(self, members: tuple[Node, ...], now: float) -> float:
         """When a plan of ``members`` may be made at the earliest; infinity for what an event ends."""
@@ -434,13 +464,18 @@ class Membership:
         world = self.world
         if world and not any(node.key in world.places for node in members):
             # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last contact.
-            contacts = [world.last_contact.get(key, now) for key in planning.find_lost(world, self.nodes.values())]
+            contacts = [
+                world.last_contact.get(key, now) for key in planning.find_lost(world, self.nodes.values())
+            ]
             self.fence_until = max(contacts, default=float("-inf")) + self.lease_end
         if self.departures.is_awaited(members):
             return float("inf")
         delay = 0.0
         if self._fruitless > _FREE_PLANS:
-            delay = min(_LONGEST_DELAY_SECONDS, self.settings.debounce_seconds * 2 ** min(self._fruitless - _FREE_PLANS, 16))
+            delay = min(
+                _LONGEST_DELAY_SECONDS,
+                self.settings.debounce_seconds * 2 ** min(self._fruitless - _FREE_PLANS, 16),
+            )
         return max(self.fence_until, self._planned_at + delay)
 
     # ---- acts --------------------------------------------------------------------------------------------------------
@@ -449,7 +484,9 @@ class Membership:
         world = self.world
         cause, reason = planning.describe_change(world, members, self.nodes.values())
         is_fruitful = (
-            world is not None and world.up_at is not None and (now - world.up_at > 10 or self.training.step > world.up_step)
+            world is not None
+            and world.up_at is not None
+            and (now - world.up_at > 10 or self.training.step > world.up_step)
         )
         self._fruitless = 0 if is_fruitful else self._fruitless + 1
         self._planned_at = now
@@ -460,7 +497,11 @@ class Membership:
         waits_for = set(keys) | {node.key for node in self.nodes.values() if self._must_be_asked(node)}
         is_hard = planning.must_be_hard(world, self.nodes.values())
         # A group of which too few stay saves while it is whole: one node alone would write for all within its grace period.
-        saves = not is_hard and len(members) < self._needed and any(node.is_leaving for node in self.nodes.values())
+        saves = (
+            not is_hard
+            and len(members) < self._needed
+            and any(node.is_leaving for node in self.nodes.values())
+        )
         self.proposal = Proposal(self.generation, keys, is_hard, cause, reason, now, waits_for, saves=saves)
         self.log("plan", hard=self.proposal.hard, members=len(keys), reason=reason, saves=saves)
         self._num_holders = sum(node.step is not None and node.step >= 0 for node in self.nodes.values())
@@ -475,7 +516,10 @@ class Membership:
         is_only_holder = self._num_holders <= int(node.step is not None and node.step >= 0)
         patience = planning.choose_patience(proposal, self.settings)
         saves = proposal.saves and not is_hard
-        self.send(node.peer, Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder, patience, saves))
+        self.send(
+            node.peer,
+            Plan(proposal.generation, is_hard, is_member, proposal.reason, is_only_holder, patience, saves),
+        )
 
     def _go(self, members: list[Node], now: float) -> None:
         places = planning.assign_places(members)

@@ -7,7 +7,9 @@ from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.state import Key, Node, Place, Proposal, Settings, World, node_order
 
 
-def choose_members(nodes: Iterable[Node], *, world: World | None, proposal: Proposal | None, max_nodes: int) -> tuple[Node, ...]:
+def choose_members(
+    nodes: Iterable[Node], *, world: World | None, proposal: Proposal | None, max_nodes: int
+) -> tuple[Node, ...]:
     """Members of the running world first, then those already planned, then spares; sorted by index.
 
     Once members have ended well (fresh workers), the group only shrinks: those that have not, or failing that whoever can take
@@ -61,7 +63,11 @@ def is_intact(world: World, members: Sequence[Node]) -> bool:
 def holds_its_place(world: World, node: Node) -> bool:
     """Whether a member that has come back still has the ranks it was given."""
     had = node.had
-    return had is not None and had.generation == world.generation and Place(had.first_rank, had.workers) == world.places[node.key]
+    return (
+        had is not None
+        and had.generation == world.generation
+        and Place(had.first_rank, had.workers) == world.places[node.key]
+    )
 
 
 def is_growth(world: World, members: Sequence[Node]) -> bool:

@@ -13,7 +13,16 @@ MAX_TEXT = 4096
 
 Recovery = Literal["in-process", "fresh"]
 """in-process: workers outlive a change of the group. fresh: each generation has its own workers."""
-Cause = Literal["worker_crash", "out_of_memory", "peer_lost", "user_error", "setup_failed", "stuck", "environment", "numeric"]
+Cause = Literal[
+    "worker_crash",
+    "out_of_memory",
+    "peer_lost",
+    "user_error",
+    "setup_failed",
+    "stuck",
+    "environment",
+    "numeric",
+]
 """Why a generation broke, as its node sees it. ``peer_lost`` is a consequence; a failure only where nobody was lost.
 
 ``environment``: trouble of one host or one moment. ``numeric``: a value that is not finite, or replicas that differ.

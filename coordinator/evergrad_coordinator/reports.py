@@ -41,7 +41,11 @@ def handle_report(group: Membership, node: Node, message: Message, now: float) -
 
 def _is_early(group: Membership, node: Node, message: Message) -> bool:
     """Whether it is said of a group that may be adopted in a moment. An end of the run waits for nothing."""
-    if group.phase is not Phase.ADOPTING or node.had is None or not isinstance(message, Up | Broken | Done | Boundary | Progress):
+    if (
+        group.phase is not Phase.ADOPTING
+        or node.had is None
+        or not isinstance(message, Up | Broken | Done | Boundary | Progress)
+    ):
         return False
     is_final = isinstance(message, Broken) and message.is_final
     return node.had.generation == message.generation and not is_final
@@ -67,7 +71,12 @@ def _on_ready(group: Membership, node: Node, message: Ready, now: float) -> None
     world, proposal = group.world, group.proposal
     if node.group < message.generation:
         node.group = 0
-    if world and world.generation < message.generation and node.key in world.places and node.key not in world.out:
+    if (
+        world
+        and world.generation < message.generation
+        and node.key in world.places
+        and node.key not in world.out
+    ):
         world.out.add(node.key)
         if proposal and not world.is_over:
             group.accounting.begin(proposal.cause, at=now)
@@ -97,11 +106,20 @@ def _on_up(group: Membership, node: Node, message: Up, now: float) -> None:
 
 
 def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> None:
-    is_early = group.phase is Phase.ADOPTING and node.had is not None and node.had.generation == message.generation
+    is_early = (
+        group.phase is Phase.ADOPTING and node.had is not None and node.had.generation == message.generation
+    )
     world = _find_world(group, node, message.generation)
     if not is_early and (world is None or world.is_over):
         return
-    group.log("broken", node=node.name, rank=message.rank, cause=message.cause, exitCode=message.exit_code, step=message.step)
+    group.log(
+        "broken",
+        node=node.name,
+        rank=message.rank,
+        cause=message.cause,
+        exitCode=message.exit_code,
+        step=message.step,
+    )
     failure = Failure(node.name, now - message.time_since, message)
     group.break_world(failure, now=now)
     if message.is_final:
@@ -111,7 +129,9 @@ def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> No
         )
         is_internal = message.exit_code == ExitCode.INTERNAL
         group.finish(
-            ExitCode.INTERNAL if is_internal else ExitCode.USER_ERROR, "InternalError" if is_internal else "UserError", text
+            ExitCode.INTERNAL if is_internal else ExitCode.USER_ERROR,
+            "InternalError" if is_internal else "UserError",
+            text,
         )
 
 

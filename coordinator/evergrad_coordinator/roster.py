@@ -25,7 +25,9 @@ class Roster:
     def refuse(self, hello: Hello, *, finished: End | None, is_adopting: bool) -> Refused | End | None:
         """Why this hello is not welcome. After the end only a stranger is refused: the run's own nodes learn how it ended."""
         # While a living group is looked for, its members say what is equal, not a newcomer that was quicker.
-        is_first_member = is_adopting and hello.had is not None and not any(node.group for node in self.nodes.values())
+        is_first_member = (
+            is_adopting and hello.had is not None and not any(node.group for node in self.nodes.values())
+        )
         fingerprint = None if finished or is_first_member else self._fingerprint
         if refused := admission.refuse(hello, self._settings, fingerprint=fingerprint):
             return refused
@@ -54,7 +56,16 @@ class Roster:
 
     def add(self, peer: int, hello: Hello, *, now: float) -> Node:
         """A node is here. What is known of its memory comes back with the same process."""
-        node = Node(peer, hello.node, hello.incarnation, hello.address, hello.workers, now, hello.fingerprint, had=hello.had)
+        node = Node(
+            peer,
+            hello.node,
+            hello.incarnation,
+            hello.address,
+            hello.workers,
+            now,
+            hello.fingerprint,
+            had=hello.had,
+        )
         node.step = self.steps.pop(node.key, None)
         node.group = hello.had.generation if hello.had else 0
         self._fingerprint = hello.fingerprint

@@ -132,7 +132,9 @@ class Peer(asyncio.Protocol):
 class Server:
     """Feeds ``membership`` with what arrives and carries out what it answers, in order."""
 
-    def __init__(self, membership: Membership, store: GenerationStore, *, log: LogLine, limits: Limits | None = None) -> None:
+    def __init__(
+        self, membership: Membership, store: GenerationStore, *, log: LogLine, limits: Limits | None = None
+    ) -> None:
         self.membership = membership
         self.limits = limits or Limits()
         self.counters = Counters()
@@ -185,7 +187,9 @@ class Server:
         if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
             return f"bounds: maxFailures {max_failures} is not within 0 and {MAX_FAILURES}. Correct it."
         now = time.monotonic()
-        bounds = self.membership.set_bounds(min_nodes=min_nodes, max_nodes=max_nodes, max_failures=max_failures, now=now)
+        bounds = self.membership.set_bounds(
+            min_nodes=min_nodes, max_nodes=max_nodes, max_failures=max_failures, now=now
+        )
         self._apply(bounds)
         return ""
 
@@ -222,7 +226,9 @@ class Server:
         if isinstance(message, Beat) or peer.beats_for is not None:
             self._take_beat(peer, message, now)
         elif isinstance(message, Hello) == peer.has_joined:
-            self.reject(peer, "malformed", f"{message.TYPE}: {'said twice' if peer.has_joined else 'before hello'}")
+            self.reject(
+                peer, "malformed", f"{message.TYPE}: {'said twice' if peer.has_joined else 'before hello'}"
+            )
         elif isinstance(message, Hello):
             peer.has_joined = True
             self._unknown.pop(peer.number, None)
@@ -244,7 +250,11 @@ class Server:
             self._unknown.pop(peer.number, None)
             peer.beats_for = (message.node, message.incarnation)
         elif not isinstance(message, Ping):
-            self.reject(peer, "malformed", f"{message.TYPE}: on a connection that only beats, or beside another first message")
+            self.reject(
+                peer,
+                "malformed",
+                f"{message.TYPE}: on a connection that only beats, or beside another first message",
+            )
             return
         if peer.beats_for is not None:
             self.membership.beat(peer.beats_for, now=now)
@@ -279,7 +289,9 @@ class Server:
                     if not self.finished.done():
                         self.finished.set_result(exit_code)
                 case Persist(expected, generation):
-                    self._persisting = asyncio.get_running_loop().create_task(self._persist(expected, generation))
+                    self._persisting = asyncio.get_running_loop().create_task(
+                        self._persist(expected, generation)
+                    )
                     return
 
     async def _persist(self, expected: int, generation: int) -> None:
@@ -295,7 +307,9 @@ class Server:
                 await asyncio.sleep(self.limits.persist_retry_seconds)
         self.is_writable = True
         if not is_ours:
-            self._log("superseded", message="another coordinator has taken the next generation: this one ends")
+            self._log(
+                "superseded", message="another coordinator has taken the next generation: this one ends"
+            )
             self._effects.clear()
             if not self.finished.done():
                 self.finished.set_result(ExitCode.INTERNAL)
@@ -325,7 +339,9 @@ class Server:
     def _tick(self) -> None:
         now = time.monotonic()
         self._timer = None
-        late = [peer for peer in self._unknown.values() if now - peer.connected_at > self.limits.hello_seconds]
+        late = [
+            peer for peer in self._unknown.values() if now - peer.connected_at > self.limits.hello_seconds
+        ]
         for peer in late:
             self.reject(peer, "no_hello")
         self._apply(self.membership.tick(now=now))

@@ -27,7 +27,11 @@ def describe_condition(group: Membership, *, now: float) -> Condition:
     """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
     if group.finished:
         end = group.finished
-        phase = {ExitCode.DONE: "Complete", ExitCode.STOPPED_SAVED: "Stopped", ExitCode.STOPPED_UNSAVED: "Stopped"}
+        phase = {
+            ExitCode.DONE: "Complete",
+            ExitCode.STOPPED_SAVED: "Stopped",
+            ExitCode.STOPPED_UNSAVED: "Stopped",
+        }
         return Condition(phase.get(ExitCode(end.exit_code) if end.exit_code in list(ExitCode) else ExitCode.INTERNAL, "Failed"),
                          _camel_reason(end.reason), end.message)  # fmt: skip
     if group.nodes and group.fence_until > now:
@@ -53,9 +57,15 @@ def _describe_world(group: Membership) -> Condition:
     if is_short and is_broken:
         return _describe_shortage(group)
     if is_broken:
-        return Condition("Starting", "GroupBroken", f"generation {world.generation} broke; a new one is about to be planned")
+        return Condition(
+            "Starting",
+            "GroupBroken",
+            f"generation {world.generation} broke; a new one is about to be planned",
+        )
     if not world.is_up:
-        return Condition("Starting", "MembersStarting", f"{len(world.up)} of {len(world.places)} nodes are up")
+        return Condition(
+            "Starting", "MembersStarting", f"{len(world.up)} of {len(world.places)} nodes are up"
+        )
     return Condition("Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers")
 
 
@@ -65,26 +75,45 @@ def _describe_proposal(group: Membership) -> Condition:
         return _describe_shortage(group)
     waits = f"{proposal.reason}; waiting for {len(proposal.waits_for)} nodes to be ready"
     if not proposal.waits_for and group.departures.saver:
-        return Condition("Draining", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves")
+        return Condition(
+            "Draining", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves"
+        )
     is_draining = group.world is not None and not group.world.is_over and not proposal.hard
     return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", waits)
 
 
 def _describe_wait(group: Membership, now: float) -> Condition:
     if not group.nodes and group.departures.was_left:
-        return Condition("Stopped", "AllNodesLeft", "all nodes have left; the run goes on when enough are here again")
+        return Condition(
+            "Stopped", "AllNodesLeft", "all nodes have left; the run goes on when enough are here again"
+        )
     if group.nodes and group.departures.saver:
-        return Condition("Waiting", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves")
-    if group.gathering and group.gathering.adopts_until is not None and group.gathering.adopts_until > now and group.nodes:
-        return Condition("Waiting", "WaitingForReconnects", "a group may be running; its nodes have a lease's time to report it")
+        return Condition(
+            "Waiting", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves"
+        )
+    if (
+        group.gathering
+        and group.gathering.adopts_until is not None
+        and group.gathering.adopts_until > now
+        and group.nodes
+    ):
+        return Condition(
+            "Waiting",
+            "WaitingForReconnects",
+            "a group may be running; its nodes have a lease's time to report it",
+        )
     return _describe_shortage(group)
 
 
 def _describe_shortage(group: Membership) -> Condition:
     ready, settings = sum(node.is_candidate for node in group.nodes.values()), group.settings
     if group.gathering and settings.min_nodes <= ready < settings.expect:
-        return Condition("Waiting", "WaitingForNodes", f"{ready} nodes of the {settings.expect} expected are here")
-    return Condition("Waiting", "WaitingForNodes", f"{ready} nodes are here; at least {settings.min_nodes} are needed")
+        return Condition(
+            "Waiting", "WaitingForNodes", f"{ready} nodes of the {settings.expect} expected are here"
+        )
+    return Condition(
+        "Waiting", "WaitingForNodes", f"{ready} nodes are here; at least {settings.min_nodes} are needed"
+    )
 
 
 def build_status(group: Membership, *, now: float) -> dict[str, Any]:
@@ -116,7 +145,9 @@ def build_status(group: Membership, *, now: float) -> dict[str, Any]:
         "etaSeconds": training.eta_seconds,
         "checkpointStep": training.checkpoint_step if training.checkpoint_step >= 0 else None,
         "restarts": dict(group.accounting.restarts),
-        "lostSeconds": {cause: round(seconds, 3) for cause, seconds in group.accounting.observe_lost(now=now).items()},
+        "lostSeconds": {
+            cause: round(seconds, 3) for cause, seconds in group.accounting.observe_lost(now=now).items()
+        },
         "maxFailures": group.budget.limit,
         "lastFailure": _build_failure(group, now),
         "updatedSecondsAgo": None if training.updated_at is None else round(now - training.updated_at, 3),
@@ -173,7 +204,9 @@ def _build_failure(group: Membership, now: float) -> dict[str, Any] | None:
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def build_metrics(group: Membership, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float) -> str:
+def build_metrics(
+    group: Membership, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float
+) -> str:
     """Prometheus text. ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``."""
     status = build_status(group, now=now)
     lines: list[str] = []
@@ -181,7 +214,10 @@ def build_metrics(group: Membership, edge: Mapping[str, float], rejected: Mappin
     def add(name: str, help_text: str, values: dict[str, float], *, label: str = "") -> None:
         kind = "counter" if name.endswith("_total") else "gauge"
         lines.extend([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"])
-        lines.extend(f'{name}{{{label}="{key}"}} {value}' if label else f"{name} {value}" for key, value in values.items())
+        lines.extend(
+            f'{name}{{{label}="{key}"}} {value}' if label else f"{name} {value}"
+            for key, value in values.items()
+        )
 
     phases = ("Waiting", "Starting", "Running", "Draining", "Complete", "Stopped", "Failed")
     add(
@@ -197,10 +233,26 @@ def build_metrics(group: Membership, edge: Mapping[str, float], rejected: Mappin
         "Nodes that are connected, with those that are starting or leaving.",
         {"": len(group.nodes)},
     )
-    add("evergrad_run_world_size", "Workers of the running group; 0 while there is none.", {"": status["worldSize"]})
-    add("evergrad_run_restarts_total", "Changes of the group after its start, by cause.", status["restarts"], label="cause")
-    add("evergrad_run_lost_seconds_total", "Seconds without training, by cause.", status["lostSeconds"], label="cause")
-    add("evergrad_run_failures_without_progress", "Failures since the last progress.", {"": group.budget.used})
+    add(
+        "evergrad_run_world_size",
+        "Workers of the running group; 0 while there is none.",
+        {"": status["worldSize"]},
+    )
+    add(
+        "evergrad_run_restarts_total",
+        "Changes of the group after its start, by cause.",
+        status["restarts"],
+        label="cause",
+    )
+    add(
+        "evergrad_run_lost_seconds_total",
+        "Seconds without training, by cause.",
+        status["lostSeconds"],
+        label="cause",
+    )
+    add(
+        "evergrad_run_failures_without_progress", "Failures since the last progress.", {"": group.budget.used}
+    )
     for name, key, text in (
         ("step", "step", "Newest step that was reported."),
         ("steps", "totalSteps", "Steps of the whole run."),
@@ -212,7 +264,12 @@ def build_metrics(group: Membership, edge: Mapping[str, float], rejected: Mappin
             add(f"evergrad_run_{name}", text, {"": status[key]})
     for name, value in edge.items():
         add(f"evergrad_coordinator_{name}", _EDGE_HELP[name], {"": value})
-    add("evergrad_coordinator_rejected_total", "Connections that were ended for breaking a rule.", dict(rejected), label="reason")
+    add(
+        "evergrad_coordinator_rejected_total",
+        "Connections that were ended for breaking a rule.",
+        dict(rejected),
+        label="reason",
+    )
     return "\n".join(lines) + "\n"
 
 

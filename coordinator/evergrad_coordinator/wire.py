@@ -39,7 +39,9 @@ def encode(message: Message) -> bytes:
         _refuse_numbers(message)
     line = text.encode("ascii") + b"\n"
     if len(line) > MAX_LINE_BYTES:
-        raise ProtocolError(f"{message.TYPE}: {len(line)} bytes are more than the {MAX_LINE_BYTES} of a line. Shorten its texts.")
+        raise ProtocolError(
+            f"{message.TYPE}: {len(line)} bytes are more than the {MAX_LINE_BYTES} of a line. Shorten its texts."
+        )
     return line
 
 
@@ -82,7 +84,9 @@ def _refuse_numbers(message: Message) -> None:
     for one in _fields(type(message)):
         value = getattr(message, one.name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ProtocolError(f"{message.TYPE}.{one.wire}: {value} is no number JSON knows. Send null or leave it out.")
+            raise ProtocolError(
+                f"{message.TYPE}.{one.wire}: {value} is no number JSON knows. Send null or leave it out."
+            )
 
 
 def _decode(line: bytes, known: Mapping[str, type[Message]]) -> Message:
@@ -90,7 +94,10 @@ def _decode(line: bytes, known: Mapping[str, type[Message]]) -> Message:
         raise ProtocolError(f"line: more than {MAX_LINE_BYTES} bytes")
     try:
         found = json.loads(line)
-    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
         raise ProtocolError(f"line: not JSON; {type(error).__name__}") from None
     if not isinstance(found, dict):
         raise ProtocolError("line: not a JSON object")
@@ -158,7 +165,11 @@ def _read_integer(value: Any, where: str) -> int:
 
 
 def _read_number(value: Any, where: str) -> float:
-    if type(value) not in (int, float) or (type(value) is int and abs(value) > MAX_INTEGER) or not math.isfinite(value):
+    if (
+        type(value) not in (int, float)
+        or (type(value) is int and abs(value) > MAX_INTEGER)
+        or not math.isfinite(value)
+    ):
         raise ProtocolError(f"{where}: {_show(value)} is not a finite number")
     return float(value)
 

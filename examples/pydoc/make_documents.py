@@ -16,7 +16,11 @@ def render_documents() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "path", nargs="?", type=Path, default=Path(__file__).with_name("documents.jsonl"), help="default: %(default)s"
+        "path",
+        nargs="?",
+        type=Path,
+        default=Path(__file__).with_name("documents.jsonl"),
+        help="default: %(default)s",
     )
     path: Path = parser.parse_args().path
     data = render_documents().encode()

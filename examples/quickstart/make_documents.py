@@ -18,7 +18,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="only look whether the file is up to date")
     is_check = parser.parse_args().check
     pages = sorted(path for path in ROOT.glob("docs/**/*.md"))
-    lines = [json.dumps({"text": page.read_text("utf-8"), "title": page.stem}, ensure_ascii=True) for page in pages]
+    lines = [
+        json.dumps({"text": page.read_text("utf-8"), "title": page.stem}, ensure_ascii=True) for page in pages
+    ]
     manifest = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -26,10 +28,14 @@ def main() -> int:
         "data": {"documents.jsonl": "\n".join(lines) + "\n"},
     }
     target = HERE / "documents.yaml"
-    text = f"# Written by make_documents.py beside this file. JSON is YAML.\n{json.dumps(manifest, indent=1)}\n"
+    text = (
+        f"# Written by make_documents.py beside this file. JSON is YAML.\n{json.dumps(manifest, indent=1)}\n"
+    )
     if is_check:
         is_current = target.read_text("utf-8") == text
-        print(f"{target.name}: {'up to date' if is_current else 'docs/ has changed since; run make generate'}")
+        print(
+            f"{target.name}: {'up to date' if is_current else 'docs/ has changed since; run make generate'}"
+        )
         return int(not is_current)
     target.write_text(text, "utf-8")
     print(f"{target.name}: {len(lines)} documents, {target.stat().st_size} bytes")

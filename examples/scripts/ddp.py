@@ -44,7 +44,11 @@ def main() -> None:
     arguments = parse_arguments()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     arguments.output.mkdir(parents=True, exist_ok=True)
     checkpoint = arguments.output / "checkpoint.pt"
 
@@ -71,9 +75,15 @@ def main() -> None:
         total = loss.detach() / world_size
         dist.all_reduce(total)
         if rank == 0:
-            print(f"step {step + 1} loss {total.item():.6f} world {world_size} from sample {indices[0]}", flush=True)
+            print(
+                f"step {step + 1} loss {total.item():.6f} world {world_size} from sample {indices[0]}",
+                flush=True,
+            )
             if (step + 1) % arguments.save_every == 0 or step + 1 == arguments.steps:
-                save(checkpoint, {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1})
+                save(
+                    checkpoint,
+                    {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1},
+                )
         time.sleep(max(0.0, arguments.step_seconds - (time.monotonic() - began)))
     dist.barrier()
     dist.destroy_process_group()

@@ -63,7 +63,9 @@ def main() -> None:
     arguments = parse_arguments()
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        )
     )
     settings = TrainingArguments(
         output_dir=str(arguments.output),
@@ -77,7 +79,12 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = Trainer(model=model, args=settings, train_dataset=CountingTexts(4096), callbacks=[Progress(arguments.step_seconds)])
+    trainer = Trainer(
+        model=model,
+        args=settings,
+        train_dataset=CountingTexts(4096),
+        callbacks=[Progress(arguments.step_seconds)],
+    )
     # None on the first start; the Trainer's own choice (True) fails where there is no checkpoint, or half of one.
     last = find_last_checkpoint(arguments.output)
     trainer.train(resume_from_checkpoint=str(last) if last else None)

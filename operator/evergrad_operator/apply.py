@@ -15,7 +15,14 @@ from evergrad_operator.errors import ApiError, LeaseLostError, OperatorError
 from evergrad_operator.kube import CLAIM, KINDS, POD, SERVICE, Kind, Raw
 from evergrad_operator.mirror import CHILDREN, CLAIMS, PODS, Mirror
 from evergrad_operator.names import Key
-from evergrad_operator.observe import BOUNDS_NOT_TAKEN, NAME_LEAVING, NAME_TAKEN, ApplyFailure, Observation, owns
+from evergrad_operator.observe import (
+    BOUNDS_NOT_TAKEN,
+    NAME_LEAVING,
+    NAME_TAKEN,
+    ApplyFailure,
+    Observation,
+    owns,
+)
 from evergrad_operator.plan import Deletion, Plan
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.refusals import Refusals, Step
@@ -34,20 +41,30 @@ class Cluster(Protocol):
         """The object, or None."""
 
     async def list_all(
-        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        selector: str = "",
+        name: str = "",
+        metadata_only: bool = False,
     ) -> tuple[list[Raw], int]:
         """Objects, and the version of the list."""
 
     async def create(self, body: Raw, *, is_brief: bool = False) -> Raw:
         """A new object; ``is_brief``: only its metadata are answered."""
 
-    async def apply(self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER, is_brief: bool = False) -> Raw:
+    async def apply(
+        self, body: Raw, *, subresource: str = "", manager: str = names.FIELD_MANAGER, is_brief: bool = False
+    ) -> Raw:
         """The whole intent, by server-side apply."""
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
         """A JSON merge patch."""
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+    ) -> bool:
         """End one object; False if it was gone."""
 
 
@@ -110,7 +127,9 @@ class _Pass:
 class Applier:
     """Applies plans. ``clock``: seconds since 1970."""
 
-    def __init__(self, cluster: Cluster, *, mirror: Mirror, coordinators: Coordinators, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, cluster: Cluster, *, mirror: Mirror, coordinators: Coordinators, clock: Callable[[], float]
+    ) -> None:
         self._cluster, self._mirror, self._coordinators, self._clock = cluster, mirror, coordinators, clock
 
     async def apply(self, key: Key, seen: Observation, plan: Plan, applied: Applied) -> list[Result]:
@@ -126,9 +145,13 @@ class Applier:
 
         # Without its Secret a pod would be given a host and wait there.
         has_token = True
-        if plan.token is not None and (plan.create or self._clock() - applied.token_posted_at >= TOKEN_SECONDS):
+        if plan.token is not None and (
+            plan.create or self._clock() - applied.token_posted_at >= TOKEN_SECONDS
+        ):
             applied.token_posted_at = self._clock()
-            results.append(await self._try(work, _step_of("create", plan.token), partial(self._create_once, plan.token)))
+            results.append(
+                await self._try(work, _step_of("create", plan.token), partial(self._create_once, plan.token))
+            )
             # A quota that is used up refuses also what exists already; where pods were made before, it does, most likely.
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
         pods = plan.create if has_record and has_token else ()
@@ -145,7 +168,9 @@ class Applier:
 
         # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement nor an end.
         if plan.bounds is not None:
-            results.append(await self._try(work, _BOUNDS_STEP, partial(self._coordinators.post_bounds, key, plan.bounds)))
+            results.append(
+                await self._try(work, _BOUNDS_STEP, partial(self._coordinators.post_bounds, key, plan.bounds))
+            )
         return results
 
     # ---- one step -----------------------------------------------------------------------------------------------------
@@ -213,7 +238,9 @@ class Applier:
 
         async def delete() -> None:
             namespace, uid = work.key[0], end.uid or None
-            was_there = await self._cluster.delete(kind, namespace, end.name, uid=uid, grace=end.grace_seconds)
+            was_there = await self._cluster.delete(
+                kind, namespace, end.name, uid=uid, grace=end.grace_seconds
+            )
             if not was_there and kind is POD and end.uid:
                 self._mirror.forget_pod(work.key, end.name, end.uid)
 
@@ -251,7 +278,9 @@ class Applier:
         if own is not None:
             return own
         if all(_is_of_a_namesake(raw, work.seen.run.name) for raw in found):
-            raise ApiError(409, NAME_LEAVING, f"the {kind.kind} {name} of an older run of this name is about to go") from error
+            raise ApiError(
+                409, NAME_LEAVING, f"the {kind.kind} {name} of an older run of this name is about to go"
+            ) from error
         text = f"a {kind.kind} of this name exists and belongs to somebody else"
         raise ApiError(_NOT_AS_EXPECTED, NAME_TAKEN, text) from error
 

@@ -13,7 +13,9 @@ from evergrad_operator.times import format_time, parse_time
 
 _SHORT: Final = 256
 """Longest message of a condition that only repeats another's, in bytes."""
-_ON_ITS_WAY: Final = frozenset({Phase.PENDING, Phase.STARTING, Phase.RESTARTING, Phase.SUSPENDING, Phase.WAITING})
+_ON_ITS_WAY: Final = frozenset(
+    {Phase.PENDING, Phase.STARTING, Phase.RESTARTING, Phase.SUSPENDING, Phase.WAITING}
+)
 _WITHOUT_PODS: Final = frozenset({Phase.SUSPENDED, Phase.COMPLETE, Phase.FAILED})
 
 
@@ -37,14 +39,18 @@ def build_conditions(
         Condition.FAILED: _say_end(decision, Phase.FAILED, Reason.NOT_FAILED),
         Condition.SUSPENDED: _say_suspended(decision),
         Condition.PODS_READY: _say_pods(observation, decision),
-        Condition.PROGRESSING: _say_progressing(decision, old.get(Condition.READY, {}), now=now, timeout=progress_timeout),
+        Condition.PROGRESSING: _say_progressing(
+            decision, old.get(Condition.READY, {}), now=now, timeout=progress_timeout
+        ),
         Condition.CHECKPOINT_HEALTHY: _say_checkpoint(decision),
         Condition.COORDINATOR_UNREACHABLE: _say_unreachable(observation, decision),
         Condition.STALLED: _say_stalled(decision),
         Condition.RECONCILING: _say_reconciling(decision),
     }
     generation = observation.run.generation
-    return [_build(kind, one, old.get(kind, {}), generation=generation, now=now) for kind, one in said.items()]
+    return [
+        _build(kind, one, old.get(kind, {}), generation=generation, now=now) for kind, one in said.items()
+    ]
 
 
 def build_refused_conditions(raw: Mapping[str, Any], message: str, *, now: float) -> list[dict[str, Any]]:
@@ -56,11 +62,16 @@ def build_refused_conditions(raw: Mapping[str, Any], message: str, *, now: float
         Condition.RECONCILING: _Said(False, Reason.INVALID_SPEC),
     }
     old = {get_text(one, "type"): one for one in get_maps(get_map(raw, "status"), "conditions")}
-    told = {kind.value: _build(kind, one, old.get(kind, {}), generation=generation, now=now) for kind, one in said.items()}
+    told = {
+        kind.value: _build(kind, one, old.get(kind, {}), generation=generation, now=now)
+        for kind, one in said.items()
+    }
     return [*(told.pop(kind, dict(one)) for kind, one in old.items()), *told.values()]
 
 
-def _build(kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: int, now: float) -> dict[str, Any]:
+def _build(
+    kind: Condition, said: _Said, old: Mapping[str, Any], *, generation: int, now: float
+) -> dict[str, Any]:
     status = "Unknown" if said.status is None else str(said.status)
     since = get_text(old, "lastTransitionTime") if old.get("status") == status else ""
     return {
@@ -81,7 +92,11 @@ def _say_ready(decision: Decision) -> _Said:
 
 
 def _say_end(decision: Decision, phase: Phase, otherwise: Reason) -> _Said:
-    return _Said(True, decision.reason, _end_message(decision)) if decision.phase == phase else _Said(False, otherwise)
+    return (
+        _Said(True, decision.reason, _end_message(decision))
+        if decision.phase == phase
+        else _Said(False, otherwise)
+    )
 
 
 def _end_message(decision: Decision) -> str:
@@ -106,17 +121,23 @@ def _say_pods(observation: Observation, decision: Decision) -> _Said:
     return _Said(False, Reason.SOME_READY, keep_start(decision.message, _SHORT))
 
 
-def _say_progressing(decision: Decision, was_ready: Mapping[str, Any], *, now: float, timeout: float) -> _Said:
+def _say_progressing(
+    decision: Decision, was_ready: Mapping[str, Any], *, now: float, timeout: float
+) -> _Said:
     """``was_ready``: the condition Ready as it stands. Time in which no group was up is no time without a step."""
     training = decision.memory.training
-    ready_since = parse_time(was_ready.get("lastTransitionTime")) if was_ready.get("status") == "True" else None
+    ready_since = (
+        parse_time(was_ready.get("lastTransitionTime")) if was_ready.get("status") == "True" else None
+    )
     if decision.phase != Phase.RUNNING:
         return _Said(False, decision.reason)
     if training.step is None or training.updated_at is None:
         return _Said(None, Reason.NO_STEP_YET)
     if now - max(training.updated_at, now if ready_since is None else ready_since) > timeout:
         since = format_time(training.updated_at)
-        return _Said(False, Reason.NO_STEPS, f"no step since {since}. See the logs of node 0, and kubectl top pods")
+        return _Said(
+            False, Reason.NO_STEPS, f"no step since {since}. See the logs of node 0, and kubectl top pods"
+        )
     return _Said(True, Reason.STEPS_ADVANCE)
 
 
@@ -126,7 +147,9 @@ def _say_checkpoint(decision: Decision) -> _Said:
     if memory.budget.failures and failure is not None and failure.cause == Cause.VOLUME_FULL:
         return _Said(False, Reason.VOLUME_FULL, "the volume is full: enlarge the PersistentVolumeClaim")
     return (
-        _Said(None, Reason.NO_CHECKPOINT_YET) if memory.training.checkpoint_step is None else _Said(True, Reason.CHECKPOINT_SAVED)
+        _Said(None, Reason.NO_CHECKPOINT_YET)
+        if memory.training.checkpoint_step is None
+        else _Said(True, Reason.CHECKPOINT_SAVED)
     )
 
 
@@ -134,7 +157,11 @@ def _say_unreachable(observation: Observation, decision: Decision) -> _Said:
     silence = observation.unreachable
     if decision.phase in _WITHOUT_PODS:
         return _Said(False, Reason.NO_PODS)
-    return _Said(False, Reason.NOTHING_IN_THE_WAY) if silence is None else _Said(True, silence.reason, silence.text)
+    return (
+        _Said(False, Reason.NOTHING_IN_THE_WAY)
+        if silence is None
+        else _Said(True, silence.reason, silence.text)
+    )
 
 
 def _say_stalled(decision: Decision) -> _Said:

@@ -21,7 +21,9 @@ class SpecError(OperatorError):
 
     def __init__(self, path: str, what: str) -> None:
         self.path = path
-        super().__init__(f"{path}: {what}. Install the CRD that belongs to this operator and apply the run again.")
+        super().__init__(
+            f"{path}: {what}. Install the CRD that belongs to this operator and apply the run again."
+        )
 
 
 class ApiError(OperatorError):
@@ -31,9 +33,21 @@ class ApiError(OperatorError):
     """
 
     def __init__(
-        self, status: int, reason: str, message: str, *, retry_after: float | None = None, causes: tuple[str, ...] = ()
+        self,
+        status: int,
+        reason: str,
+        message: str,
+        *,
+        retry_after: float | None = None,
+        causes: tuple[str, ...] = (),
     ) -> None:
-        self.status, self.reason, self.message, self.retry_after, self.causes = status, reason, message, retry_after, causes
+        self.status, self.reason, self.message, self.retry_after, self.causes = (
+            status,
+            reason,
+            message,
+            retry_after,
+            causes,
+        )
         super().__init__(f"{status or 'no answer'} {reason}: {message}")
 
     @property
@@ -50,7 +64,9 @@ class LeaseLostError(OperatorError):
     """The lease is lost or run out. Nothing may be written any more."""
 
     def __init__(self) -> None:
-        super().__init__("the lease is lost or has run out: another operator may be writing. This process has to end")
+        super().__init__(
+            "the lease is lost or has run out: another operator may be writing. This process has to end"
+        )
 
 
 class SettingsError(OperatorError):

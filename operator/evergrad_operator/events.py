@@ -45,7 +45,9 @@ class Event:
     message: str
 
 
-def derive_events(old_status: Mapping[str, Any], new_status: Mapping[str, Any], observation: Observation) -> tuple[Event, ...]:
+def derive_events(
+    old_status: Mapping[str, Any], new_status: Mapping[str, Any], observation: Observation
+) -> tuple[Event, ...]:
     """What a change of status tells people; nothing for what has been told before."""
     del observation
     return (
@@ -68,7 +70,11 @@ def _tell_transition(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator
 
 def _tell_ends(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Event]:
     known = {(get_text(one, "pod"), get_text(one, "cause")) for one in get_maps(old, "attempts")}
-    fresh = [one for one in get_maps(new, "attempts") if (get_text(one, "pod"), get_text(one, "cause")) not in known]
+    fresh = [
+        one
+        for one in get_maps(new, "attempts")
+        if (get_text(one, "pod"), get_text(one, "cause")) not in known
+    ]
     told = [one for one in fresh if get_text(one, "cause") not in _QUIET_CAUSES]
     if len(told) > _MOST_ENDS:
         causes = sorted({get_text(one, "cause") for one in told})

@@ -33,7 +33,11 @@ class Expectations:
         The oldest version that is owed counts: a watch that shows nothing at all is late by the first one, however many follow.
         """
         known = resource, uid
-        if resource in self._resources and self._shown.get(known, 0) < version and known not in self._expected:
+        if (
+            resource in self._resources
+            and self._shown.get(known, 0) < version
+            and known not in self._expected
+        ):
             self._expected[known] = Expectation(version, self._clock())
 
     def observe(self, resource: str, uid: str, version: int) -> None:

@@ -39,7 +39,9 @@ def count_phases(runs: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 def read_runs(runs: Mapping[tuple[str, str], Mapping[str, Any]], *, now: float) -> tuple[RunFacts, ...]:
     """Facts of all runs that are not long over. ``now``: epoch seconds."""
     facts = (_read_run(key, raw) for key, raw in runs.items())
-    return tuple(fact for fact in facts if fact.completed_at is None or now - fact.completed_at < FINISHED_SECONDS)
+    return tuple(
+        fact for fact in facts if fact.completed_at is None or now - fact.completed_at < FINISHED_SECONDS
+    )
 
 
 def _read_run(key: tuple[str, str], raw: Mapping[str, Any]) -> RunFacts:

@@ -4,7 +4,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
 
 import kopf
-from kopf import AnnotationsDiffBaseStorage, AnnotationsProgressStorage, ConnectionInfo, OperatorRegistry, OperatorSettings
+from kopf import (
+    AnnotationsDiffBaseStorage,
+    AnnotationsProgressStorage,
+    ConnectionInfo,
+    OperatorRegistry,
+    OperatorSettings,
+)
 
 from evergrad_coordinator.contract import API_GROUP, API_VERSION
 from evergrad_operator.connection import Connection
@@ -38,7 +44,9 @@ def check_kopf(version: str) -> None:
     """Raises SettingsError unless kopf is of a version whose dead watches end the process."""
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
     if not OLDEST <= numbers < NEWEST:
-        raise SettingsError(f"kopf {version} is installed, but kopf>=1.45.2,<2 is needed. Install requirements/operator.txt.")
+        raise SettingsError(
+            f"kopf {version} is installed, but kopf>=1.45.2,<2 is needed. Install requirements/operator.txt."
+        )
 
 
 def build_settings(namespaces: Collection[str]) -> OperatorSettings:

@@ -12,7 +12,9 @@ Check = Callable[[], str | None]
 class HealthServer:
     """Answers 200 with ``ok``, or 503 with what is wrong. ``live``: a restart would help; ``ready``: it does its work."""
 
-    def __init__(self, *, live: Sequence[Check], ready: Sequence[Check], metrics: Callable[[], Callable[[], bytes]]) -> None:
+    def __init__(
+        self, *, live: Sequence[Check], ready: Sequence[Check], metrics: Callable[[], Callable[[], bytes]]
+    ) -> None:
         # ``metrics`` gathers what is needed, here on the event loop, and returns what renders it, in a thread.
         self._live, self._ready, self._metrics = live, ready, metrics
         self._runner: web.AppRunner | None = None
@@ -43,7 +45,9 @@ class HealthServer:
     async def _answer_metrics(self, _: web.Request) -> web.Response:
         # Rendering thousands of series takes a while; the event loop goes on meanwhile.
         body = await asyncio.to_thread(self._metrics())
-        return web.Response(body=body, content_type="text/plain", charset="utf-8", headers={"Cache-Control": "no-store"})
+        return web.Response(
+            body=body, content_type="text/plain", charset="utf-8", headers={"Cache-Control": "no-store"}
+        )
 
 
 def _report(checks: Sequence[Check]) -> web.Response:

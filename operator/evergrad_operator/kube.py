@@ -59,7 +59,19 @@ LEASE: Final = Kind("Lease", "coordination.k8s.io/v1", "leases")
 ACCESS_REVIEW: Final = Kind("SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews")
 KINDS: Final = {
     kind.kind: kind
-    for kind in (RUN, POD, SERVICE, CONFIG_MAP, CLAIM, SECRET, EVENT, BUDGET, NETWORK_POLICY, LEASE, ACCESS_REVIEW)
+    for kind in (
+        RUN,
+        POD,
+        SERVICE,
+        CONFIG_MAP,
+        CLAIM,
+        SECRET,
+        EVENT,
+        BUDGET,
+        NETWORK_POLICY,
+        LEASE,
+        ACCESS_REVIEW,
+    )
 }
 
 
@@ -146,18 +158,28 @@ class Kube:
             raise
 
     async def list_all(
-        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        selector: str = "",
+        name: str = "",
+        metadata_only: bool = False,
     ) -> tuple[list[Raw], int]:
         """All objects, or those of one name, and the version the list is as of.
 
         ``metadata_only``: as the API server's PartialObjectMetadata.
         """
         items: list[Raw] = []
-        accept = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" if metadata_only else _JSON
+        accept = (
+            "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1" if metadata_only else _JSON
+        )
         query: Query = {"limit": "500", **({"labelSelector": selector} if selector else {})}
         query |= {"fieldSelector": f"metadata.name={name}"} if name else {}
         while True:
-            page = await self._request("GET", kind, kind.path(namespace), verb="list", query=query, accept=accept)
+            page = await self._request(
+                "GET", kind, kind.path(namespace), verb="list", query=query, accept=accept
+            )
             items += [{**item, "kind": kind.kind} for item in page.get("items") or ()]
             metadata = page.get("metadata") or {}
             if not metadata.get("continue"):
@@ -169,29 +191,48 @@ class Kube:
         kind, namespace = _locate(body)
         path, accept = kind.path(namespace), _METADATA if is_brief else _JSON
         query = {"fieldManager": FIELD_MANAGER}
-        return await self._request("POST", kind, path, verb="create", query=query, body=body, accept=accept, is_fenced=is_fenced)
+        return await self._request(
+            "POST", kind, path, verb="create", query=query, body=body, accept=accept, is_fenced=is_fenced
+        )
 
-    async def apply(self, body: Raw, *, subresource: str = "", manager: str = FIELD_MANAGER, is_brief: bool = False) -> Raw:
+    async def apply(
+        self, body: Raw, *, subresource: str = "", manager: str = FIELD_MANAGER, is_brief: bool = False
+    ) -> Raw:
         """The complete intent of ``manager`` by server-side apply, by force; the object as it was stored, or its metadata."""
         kind, namespace = _locate(body)
-        path, accept = kind.path(namespace, body["metadata"]["name"], subresource), _METADATA if is_brief else _JSON
+        path, accept = (
+            kind.path(namespace, body["metadata"]["name"], subresource),
+            _METADATA if is_brief else _JSON,
+        )
         query = {"fieldManager": manager, "force": "true"}
-        return await self._request("PATCH", kind, path, verb="patch", query=query, body=body, content=_APPLY, accept=accept)
+        return await self._request(
+            "PATCH", kind, path, verb="patch", query=query, body=body, content=_APPLY, accept=accept
+        )
 
     async def merge(self, kind: Kind, namespace: str, name: str, patch: Raw) -> Raw:
         """A JSON merge patch; metadata of the object as it was stored."""
         path, query = kind.path(namespace, name), {"fieldManager": FIELD_MANAGER}
-        return await self._request("PATCH", kind, path, verb="patch", query=query, body=patch, content=_MERGE, accept=_METADATA)
+        return await self._request(
+            "PATCH", kind, path, verb="patch", query=query, body=patch, content=_MERGE, accept=_METADATA
+        )
 
     async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
         """The whole object, if its resourceVersion is still the newest. ApiError 409: it is not."""
         kind, namespace = _locate(body)
         path, query = kind.path(namespace, body["metadata"]["name"]), {"fieldManager": FIELD_MANAGER}
-        return await self._request("PUT", kind, path, verb="update", query=query, body=body, is_fenced=is_fenced)
+        return await self._request(
+            "PUT", kind, path, verb="update", query=query, body=body, is_fenced=is_fenced
+        )
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+    ) -> bool:
         """End one object, and no other of the same name; False if it was gone. ``grace``: seconds, None for the object's own."""
-        options: dict[str, Any] = {"kind": "DeleteOptions", "apiVersion": "v1", "propagationPolicy": "Background"}
+        options: dict[str, Any] = {
+            "kind": "DeleteOptions",
+            "apiVersion": "v1",
+            "propagationPolicy": "Background",
+        }
         options |= {"preconditions": {"uid": uid}} if uid else {}
         options |= {"gracePeriodSeconds": grace} if grace is not None else {}
         try:
@@ -205,9 +246,21 @@ class Kube:
     async def may(self, verb: str, kind: Kind, *, namespace: str | None, subresource: str = "") -> bool:
         """Whether this process may do ``verb``, as the API server sees it."""
         group = kind.version.partition("/")[0] if "/" in kind.version else ""
-        asked = {"verb": verb, "group": group, "resource": kind.plural, "subresource": subresource, "namespace": namespace or ""}
-        body = {"kind": ACCESS_REVIEW.kind, "apiVersion": ACCESS_REVIEW.version, "spec": {"resourceAttributes": asked}}
-        answer = await self._request("POST", ACCESS_REVIEW, ACCESS_REVIEW.path(None), verb="create", body=body, is_fenced=False)
+        asked = {
+            "verb": verb,
+            "group": group,
+            "resource": kind.plural,
+            "subresource": subresource,
+            "namespace": namespace or "",
+        }
+        body = {
+            "kind": ACCESS_REVIEW.kind,
+            "apiVersion": ACCESS_REVIEW.version,
+            "spec": {"resourceAttributes": asked},
+        }
+        answer = await self._request(
+            "POST", ACCESS_REVIEW, ACCESS_REVIEW.path(None), verb="create", body=body, is_fenced=False
+        )
         return bool((answer.get("status") or {}).get("allowed"))
 
     async def close(self) -> None:
@@ -235,7 +288,9 @@ class Kube:
         pauses = self._pauses()
         while True:
             try:
-                return await self._try_once(method, kind, url, verb=verb, headers=headers, body=body, gate=gate)
+                return await self._try_once(
+                    method, kind, url, verb=verb, headers=headers, body=body, gate=gate
+                )
             except ApiError as error:
                 pause = next(pauses, None) if error.is_transient else None
                 if error.status == 401:
@@ -244,7 +299,11 @@ class Kube:
                     pause = next(pauses, None)
                 if pause is None:
                     raise
-                wait = pause if error.retry_after is None else min(error.retry_after, 4 * self._limits.longest_pause)
+                wait = (
+                    pause
+                    if error.retry_after is None
+                    else min(error.retry_after, 4 * self._limits.longest_pause)
+                )
             await asyncio.sleep(wait)
 
     def _pauses(self) -> Iterator[float]:
@@ -270,7 +329,9 @@ class Kube:
             reset = _fence.set(gate)
             try:
                 full, timeout = self._client.configuration.host + url, aiohttp.ClientTimeout(total=seconds)
-                answer = await self._client.rest_client.request(method, full, headers=sent, body=body, _request_timeout=timeout)
+                answer = await self._client.rest_client.request(
+                    method, full, headers=sent, body=body, _request_timeout=timeout
+                )
                 codes.append(str(answer.status))
                 data = await answer.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -314,4 +375,10 @@ def _parse_refusal(status: int, data: bytes, retry_after: str | None) -> ApiErro
     reason = str(details.get("reason") or "")
     causes: Sequence[Raw] = (details.get("details") or {}).get("causes") or ()
     wait = float(retry_after) if retry_after is not None and retry_after.strip().isdecimal() else None
-    return ApiError(status, reason, message, retry_after=wait, causes=tuple(str(cause.get("reason", "")) for cause in causes))
+    return ApiError(
+        status,
+        reason,
+        message,
+        retry_after=wait,
+        causes=tuple(str(cause.get("reason", "")) for cause in causes),
+    )

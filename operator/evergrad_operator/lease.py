@@ -56,7 +56,12 @@ class LeaseGate:
                 log.info("waiting for the lease %s/%s", self._settings.namespace, self._settings.name)
                 told = True
             await asyncio.sleep(self._settings.seconds / 8)
-        log.info("holding the lease %s/%s as %s", self._settings.namespace, self._settings.name, self._settings.identity)
+        log.info(
+            "holding the lease %s/%s as %s",
+            self._settings.namespace,
+            self._settings.name,
+            self._settings.identity,
+        )
         self.on_change(True)
 
     async def keep(self, kube: Kube) -> None:
@@ -102,7 +107,10 @@ class LeaseGate:
             await kube.create(self._build(None), is_fenced=False)
         else:
             spec = raw.get("spec") or {}
-            holder, version = spec.get("holderIdentity") or "", str(raw["metadata"].get("resourceVersion", ""))
+            holder, version = (
+                spec.get("holderIdentity") or "",
+                str(raw["metadata"].get("resourceVersion", "")),
+            )
             if holder and holder != self._settings.identity and not self._is_stale(version, spec):
                 self._held_until = float("-inf")
                 return False
@@ -129,6 +137,9 @@ class LeaseGate:
             "renewTime": now,
             "leaseTransitions": int(old.get("leaseTransitions") or 0) + (raw is not None and not is_ours),
         }
-        metadata = (raw or {}).get("metadata") or {"name": self._settings.name, "namespace": self._settings.namespace}
+        metadata = (raw or {}).get("metadata") or {
+            "name": self._settings.name,
+            "namespace": self._settings.namespace,
+        }
         kept = {key: value for key, value in metadata.items() if key != "managedFields"}
         return {"apiVersion": LEASE.version, "kind": LEASE.kind, "metadata": kept, "spec": spec}

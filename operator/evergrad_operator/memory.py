@@ -225,9 +225,16 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
 
 def _parse_finish(status: Mapping[str, Any], conditions: Iterable[Mapping[str, Any]]) -> Finish | None:
     for condition in conditions:
-        if condition.get("type") in (Condition.COMPLETE, Condition.FAILED) and condition.get("status") == "True":
+        if (
+            condition.get("type") in (Condition.COMPLETE, Condition.FAILED)
+            and condition.get("status") == "True"
+        ):
             phase = Phase.COMPLETE if condition["type"] == Condition.COMPLETE else Phase.FAILED
-            at = parse_time(status.get("completionTime")) or parse_time(condition.get("lastTransitionTime")) or 0.0
+            at = (
+                parse_time(status.get("completionTime"))
+                or parse_time(condition.get("lastTransitionTime"))
+                or 0.0
+            )
             return Finish(phase, get_text(condition, "reason"), get_text(condition, "message"), at)
     return None
 
@@ -262,7 +269,9 @@ def _parse_stop(text: str) -> str:
 
 def _parse_faults(raw: Mapping[str, Any], nodes: str) -> HostFaults:
     hosts = raw.get("hosts")
-    pairs = [one for one in hosts if isinstance(one, list) and len(one) == 2] if isinstance(hosts, list) else []
+    pairs = (
+        [one for one in hosts if isinstance(one, list) and len(one) == 2] if isinstance(hosts, list) else []
+    )
     return HostFaults(
         hosts=tuple((str(host), count) for host, count in pairs if isinstance(count, int))[-MAX_HOSTS:],
         nodes=frozenset(unpack_ranges(nodes)),
@@ -345,7 +354,10 @@ def build_memory(memory: Memory) -> dict[str, Any]:
         "completionTime": _time(memory.finish.at) if memory.finish else None,
         "coordinator": {"attempt": coordinator.attempt} if coordinator.attempt >= 0 else None,
         "lostSeconds": dict(sorted(memory.lost_seconds.items())),
-        "restarts": {"total": sum(memory.restarts.values()), "byCause": dict(sorted(memory.restarts.items()))},
+        "restarts": {
+            "total": sum(memory.restarts.values()),
+            "byCause": dict(sorted(memory.restarts.items())),
+        },
         "failures": {
             "withoutProgress": budget.failures,
             "checkpointStep": budget.checkpoint_step if budget.checkpoint_step >= 0 else None,
@@ -419,7 +431,11 @@ def without_empty(value: Any) -> Any:
     """Without what says nothing: None, empty texts, lists and mappings, at any depth."""
     if isinstance(value, Mapping):
         cleaned = {key: without_empty(item) for key, item in value.items()}
-        return {key: item for key, item in cleaned.items() if item is not None and item != "" and item != {} and item != []}
+        return {
+            key: item
+            for key, item in cleaned.items()
+            if item is not None and item != "" and item != {} and item != []
+        }
     if isinstance(value, list | tuple):
         return [without_empty(item) for item in value]
     return value

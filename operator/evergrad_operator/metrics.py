@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Final
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
@@ -40,13 +47,20 @@ class Metrics:
         def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(PREFIX + name, text, tuple(labels), registry=registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str] = ()) -> Histogram:
+        def histogram(
+            name: str, text: str, buckets: tuple[float, ...], labels: Iterable[str] = ()
+        ) -> Histogram:
             return Histogram(PREFIX + name, text, tuple(labels), buckets=buckets, registry=registry)
 
         build = Gauge(
-            PREFIX + "build_info", "1, with what the operator is made of.", ("version", "python", "kopf"), registry=registry
+            PREFIX + "build_info",
+            "1, with what the operator is made of.",
+            ("version", "python", "kopf"),
+            registry=registry,
         )
-        build.labels(metadata.version("evergrad-operator"), platform.python_version(), metadata.version("kopf")).set(1)
+        build.labels(
+            metadata.version("evergrad-operator"), platform.python_version(), metadata.version("kopf")
+        ).set(1)
         self.reconciles = counter("reconcile", "Reconciles by result.", ("result",))
         self.reconcile_seconds = histogram("reconcile_duration_seconds", "Seconds of one reconcile.", _FAST)
         self.reconcile_errors = counter("reconcile_errors", "Reconciles that failed, by reason.", ("reason",))
@@ -57,16 +71,24 @@ class Metrics:
             ("resource",),
             registry=registry,
         )
-        self.api_requests = counter("api_requests", "Requests to the API server.", ("verb", "resource", "code"))
-        self.api_seconds = histogram("api_request_duration_seconds", "Seconds of a request.", _FAST, ("verb", "resource"))
+        self.api_requests = counter(
+            "api_requests", "Requests to the API server.", ("verb", "resource", "code")
+        )
+        self.api_seconds = histogram(
+            "api_request_duration_seconds", "Seconds of a request.", _FAST, ("verb", "resource")
+        )
         self.leader = Gauge(PREFIX + "leader", "1 while this operator may write.", registry=registry)
         self.queue_seconds = histogram("run_queue_seconds", "From a run's creation to its first pod.", _SLOW)
-        self.startup_seconds = histogram("run_startup_seconds", "From a run's creation to its first step.", _SLOW)
+        self.startup_seconds = histogram(
+            "run_startup_seconds", "From a run's creation to its first step.", _SLOW
+        )
         self.recovery_seconds = histogram(
             "pod_replacement_seconds", "From a pod's end to its replacement's creation.", (*_FAST, 30.0, 60.0)
         )
         self.poll_failures = counter(
-            "coordinator_poll_failures", "Questions to coordinators that were not answered, by cause.", ("cause",)
+            "coordinator_poll_failures",
+            "Questions to coordinators that were not answered, by cause.",
+            ("cause",),
         )
         self.events = counter("events", "Kubernetes events posted, or only counted up.", ("action",))
         self.status_writes = counter("status_writes", "Statuses written.")
@@ -98,8 +120,15 @@ class FactsCollector:
         facts = self.facts
         yield _gauge("queue_depth", "Runs that are due and not worked on.", facts.queue_depth)
         yield _gauge("queue_oldest_age_seconds", "How long the oldest of them waits.", facts.queue_oldest_age)
-        yield CounterMetricFamily(PREFIX + "queue_adds", "Keys that were put into the queue.", value=facts.queue_adds)
-        yield _by("watch_lag_seconds", "How far a watch is behind what the API server has answered.", "resource", facts.watch_lag)
+        yield CounterMetricFamily(
+            PREFIX + "queue_adds", "Keys that were put into the queue.", value=facts.queue_adds
+        )
+        yield _by(
+            "watch_lag_seconds",
+            "How far a watch is behind what the API server has answered.",
+            "resource",
+            facts.watch_lag,
+        )
         yield _by("mirror_objects", "Objects that are known.", "resource", facts.objects)
         yield _by("runs", "Runs by phase.", "phase", facts.phases)
         yield from _collect_runs(facts.runs)
@@ -107,8 +136,12 @@ class FactsCollector:
 
 def _collect_runs(runs: Iterable[RunFacts]) -> Iterable[Metric]:
     labels = ("run_namespace", "run")
-    phase = GaugeMetricFamily(PREFIX + "run_phase", "1 for the phase that a run is in.", labels=(*labels, "phase"))
-    restarts = CounterMetricFamily(PREFIX + "run_restarts", "Pods that were replaced, by cause.", labels=(*labels, "reason"))
+    phase = GaugeMetricFamily(
+        PREFIX + "run_phase", "1 for the phase that a run is in.", labels=(*labels, "phase")
+    )
+    restarts = CounterMetricFamily(
+        PREFIX + "run_restarts", "Pods that were replaced, by cause.", labels=(*labels, "reason")
+    )
     times = {
         name: GaugeMetricFamily(f"{PREFIX}run_{name}_timestamp_seconds", text, labels=labels)
         for name, text in (

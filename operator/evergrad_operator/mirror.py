@@ -86,7 +86,9 @@ class Mirror:
 
     # ---- what it is told ----------------------------------------------------------------------------------------------
 
-    def see(self, resource: str, raw: Raw, *, is_deleted: bool = False, is_watched: bool = False) -> tuple[Key, ...]:
+    def see(
+        self, resource: str, raw: Raw, *, is_deleted: bool = False, is_watched: bool = False
+    ) -> tuple[Key, ...]:
         """Take in one object, unless something newer is known; the runs it concerns.
 
         ``is_watched``: a watch has shown it; else it is an answer that the watch has yet to show.
@@ -114,7 +116,9 @@ class Mirror:
             keys = (*keys, *self._index.neighbours_of(raw))
         return keys
 
-    def replace(self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]) -> set[Key]:
+    def replace(
+        self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]
+    ) -> set[Key]:
         """Take in a whole list that is as of ``version``; what it lacks goes. ``covers``: whether it spans a namespace.
 
         The runs that something has changed for. Objects that are newer than the list stay.
@@ -132,7 +136,9 @@ class Mirror:
                 changed.update(self.see(resource, raw))
         return changed | self.prune(resource, raws, version=version, covers=covers)
 
-    def prune(self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]) -> set[Key]:
+    def prune(
+        self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]
+    ) -> set[Key]:
         """Drop what a list as of ``version`` lacks; of what it has, only metadata are needed. The runs that this concerns."""
         changed: set[Key] = set()
         for known in find_vanished(self._all(resource), raws, version=version):
@@ -162,7 +168,9 @@ class Mirror:
 
     # ---- how it is kept -----------------------------------------------------------------------------------------------
 
-    def _note(self, resource: str, identity: str, version: int, *, is_deleted: bool, is_watched: bool) -> None:
+    def _note(
+        self, resource: str, identity: str, version: int, *, is_deleted: bool, is_watched: bool
+    ) -> None:
         """Keep in mind what was deleted, and what the watch still owes."""
         if is_deleted:
             self._tombstones[identity] = self._clock()
@@ -179,7 +187,9 @@ class Mirror:
             return ((namespace, name),)
         owner = (metadata.get("labels") or {}).get(names.LABEL_RUN)
         keys = {(namespace, str(owner))} if owner else set()
-        return tuple(sorted(keys | self._index.users_of(namespace, name))) if resource == CLAIMS else tuple(keys)
+        return (
+            tuple(sorted(keys | self._index.users_of(namespace, name))) if resource == CLAIMS else tuple(keys)
+        )
 
     def _find(self, resource: str, raw: Raw) -> Raw | None:
         metadata = raw["metadata"]
@@ -204,7 +214,9 @@ class Mirror:
         elif resource == PODS:
             self._pods.setdefault(self._owner(raw), {})[key[1]] = slim_pod(raw)
         else:
-            self._children.setdefault(self._owner(raw), {})[str(raw.get("kind", "")), key[1]] = _slim(raw, ("kind",))
+            self._children.setdefault(self._owner(raw), {})[str(raw.get("kind", "")), key[1]] = _slim(
+                raw, ("kind",)
+            )
 
     def _remove(self, resource: str, raw: Raw) -> None:
         metadata = raw["metadata"]
@@ -224,13 +236,19 @@ class Mirror:
 
     def _owner(self, raw: Raw) -> Key:
         metadata = raw["metadata"]
-        return str(metadata.get("namespace", "")), str((metadata.get("labels") or {}).get(names.LABEL_RUN, ""))
+        return str(metadata.get("namespace", "")), str(
+            (metadata.get("labels") or {}).get(names.LABEL_RUN, "")
+        )
 
     def _all(self, resource: str) -> Iterator[Raw]:
         if resource == RUNS:
             yield from self._runs.values()
         elif resource == CLAIMS:
-            yield from (raw for raw in self._claims.values() if names.LABEL_RUN in (raw["metadata"].get("labels") or {}))
+            yield from (
+                raw
+                for raw in self._claims.values()
+                if names.LABEL_RUN in (raw["metadata"].get("labels") or {})
+            )
         else:
             groups: Mapping[Key, Mapping[Any, Raw]] = self._pods if resource == PODS else self._children
             for group in groups.values():
@@ -238,7 +256,9 @@ class Mirror:
 
     def _forget_tombstones(self) -> None:
         oldest = self._clock() - _TOMBSTONE_SECONDS
-        self._tombstones = {identity: since for identity, since in self._tombstones.items() if since >= oldest}
+        self._tombstones = {
+            identity: since for identity, since in self._tombstones.items() if since >= oldest
+        }
 
 
 def _stand(raw: Raw) -> Any:
@@ -255,7 +275,9 @@ def slim_pod(raw: Raw) -> Raw:
     """What is ever read of a pod; the whole takes five times the memory."""
     spec, status = raw.get("spec") or {}, raw.get("status") or {}
     kept = {key: spec[key] for key in _POD_SPEC if key in spec}
-    kept["containers"] = [{key: item[key] for key in ("name", "image") if key in item} for item in spec.get("containers") or ()]
+    kept["containers"] = [
+        {key: item[key] for key in ("name", "image") if key in item} for item in spec.get("containers") or ()
+    ]
     seen = {key: value for key, value in status.items() if key not in _POD_STATUS_LEFT_OUT}
     return {"metadata": slim_metadata(raw), "spec": _share(kept), "status": _share(seen)}
 
@@ -268,16 +290,24 @@ def slim_run(raw: Raw) -> Raw:
 def find_vanished(known: Iterable[Raw], listed: Iterable[Raw], *, version: int) -> list[Raw]:
     """Those of ``known`` that a list as of ``version`` lacks. What is newer than the list may have come since."""
     uids = {raw["metadata"].get("uid") for raw in listed}
-    return [raw for raw in known if raw["metadata"].get("uid") not in uids and _version(raw["metadata"]) <= version]
+    return [
+        raw
+        for raw in known
+        if raw["metadata"].get("uid") not in uids and _version(raw["metadata"]) <= version
+    ]
 
 
 def slim_metadata(raw: Raw) -> Raw:
     """Metadata without managed fields and kubectl's copy of the object."""
     metadata = {
-        key: value for key, value in raw["metadata"].items() if key not in ("managedFields", "ownerReferences", "selfLink")
+        key: value
+        for key, value in raw["metadata"].items()
+        if key not in ("managedFields", "ownerReferences", "selfLink")
     }
     if _LAST_APPLIED in (metadata.get("annotations") or {}):
-        metadata["annotations"] = {key: value for key, value in metadata["annotations"].items() if key != _LAST_APPLIED}
+        metadata["annotations"] = {
+            key: value for key, value in metadata["annotations"].items() if key != _LAST_APPLIED
+        }
     owners = raw["metadata"].get("ownerReferences")
     if owners:
         metadata["ownerReferences"] = owners

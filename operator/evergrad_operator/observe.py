@@ -179,12 +179,16 @@ class Observation:
         """The silence of the coordinator that serves the run now, if it has lasted."""
         silence, live = self.silence, self.live_coordinator
         is_its_own = silence is not None and live is not None and live.attempt == silence.attempt
-        return silence if is_its_own and silence is not None and silence.seconds >= UNREACHABLE_SECONDS else None
+        return (
+            silence if is_its_own and silence is not None and silence.seconds >= UNREACHABLE_SECONDS else None
+        )
 
     @property
     def live_coordinator(self) -> PodState | None:
         """The newest coordinator pod that serves or will."""
-        return max((pod for pod in self.coordinators if pod.is_live), key=lambda pod: pod.attempt, default=None)
+        return max(
+            (pod for pod in self.coordinators if pod.is_live), key=lambda pod: pod.attempt, default=None
+        )
 
 
 def observe(
@@ -216,7 +220,9 @@ def observe(
         claim=None if claim is None else _parse_claim(claim),
         others=tuple(other for raw in others if (other := _parse_other(raw, run)) is not None),
         hashes={
-            key: _annotation(raw, names.ANNOTATION_HASH) for key, raw in children.items() if raw is claim or owns(run.uid, raw)
+            key: _annotation(raw, names.ANNOTATION_HASH)
+            for key, raw in children.items()
+            if raw is claim or owns(run.uid, raw)
         },
         progress=progress,
         failures=tuple(failures),
@@ -228,10 +234,18 @@ def hash_recipe(run: TrainingRun) -> str:
     """SHA-256 of the recipe or script as the run says it, 64 hex digits: equal for what may share a run directory."""
     training, script = run.spec.training, run.spec.script
     if training is not None:
-        return hash_json({key: value for key, value in training.items() if value is not None and key not in OPERATIONAL_SECTIONS})
+        return hash_json(
+            {
+                key: value
+                for key, value in training.items()
+                if value is not None and key not in OPERATIONAL_SECTIONS
+            }
+        )
     if script is None:
         return ""
-    return hash_json({"command": script.command, "env": script.env, "workingDirectory": script.working_directory})
+    return hash_json(
+        {"command": script.command, "env": script.env, "workingDirectory": script.working_directory}
+    )
 
 
 def hash_json(value: Any) -> str:
@@ -261,7 +275,9 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
     """``GET /status`` of the coordinator pod of ``attempt``. Raises ProgressError for what no coordinator says."""
     nodes = raw.get("nodes")
     if not isinstance(nodes, Mapping) or not isinstance(raw.get("phase"), str):
-        raise ProgressError(f"coordinator {attempt}: /status has no phase or no nodes. Is another program on its port?")
+        raise ProgressError(
+            f"coordinator {attempt}: /status has no phase or no nodes. Is another program on its port?"
+        )
     failure = raw.get("lastFailure")
     return Progress(
         attempt=attempt,
@@ -284,7 +300,9 @@ def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
         restarts={key: int(value) for key, value in _counters(raw, "restarts").items()},
         lost_seconds=_counters(raw, "lostSeconds"),
         last_failure=_parse_failure(failure) if isinstance(failure, Mapping) else None,
-        failures_without_progress=(get_natural(failure, "withoutProgress") or 0) if isinstance(failure, Mapping) else 0,
+        failures_without_progress=(get_natural(failure, "withoutProgress") or 0)
+        if isinstance(failure, Mapping)
+        else 0,
         updated_seconds_ago=get_float(raw, "updatedSecondsAgo", least=0, most=_MAX_SECONDS),
     )
 
@@ -306,7 +324,9 @@ def _parse_failure(raw: Mapping[str, Any]) -> Failure:
 
 def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
     metadata, spec = get_map(raw, "metadata"), get_map(raw, "spec")
-    annotations = {key: value for key, value in get_map(metadata, "annotations").items() if isinstance(value, str)}
+    annotations = {
+        key: value for key, value in get_map(metadata, "annotations").items() if isinstance(value, str)
+    }
     records = {
         record.run: record
         for key, value in annotations.items()
@@ -361,7 +381,9 @@ def find_place(raw: Mapping[str, Any]) -> tuple[str, str]:
     """The claim that a raw run keeps its files on, and the folder there."""
     name, storage = get_text(get_map(raw, "metadata"), "name"), get_map(raw, "spec", "storage")
     path = get_text(storage, "path") or name
-    return get_text(storage, "claimName") or name, "/".join(part for part in path.split("/") if part not in ("", "."))
+    return get_text(storage, "claimName") or name, "/".join(
+        part for part in path.split("/") if part not in ("", ".")
+    )
 
 
 def overlap(one: str, other: str) -> bool:
@@ -389,4 +411,8 @@ def _annotation(raw: Mapping[str, Any], key: str) -> str:
 def _counters(raw: Mapping[str, Any], key: str) -> dict[str, float]:
     values = get_map(raw, key)
     pairs = [(str(cause)[:LONGEST_CAUSE], get_float(values, cause)) for cause in values]
-    return {cause: value for cause, value in pairs[:MAX_CAUSES] if value is not None and 0 <= value <= _MAX_SECONDS}
+    return {
+        cause: value
+        for cause, value in pairs[:MAX_CAUSES]
+        if value is not None and 0 <= value <= _MAX_SECONDS
+    }

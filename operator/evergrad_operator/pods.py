@@ -49,7 +49,9 @@ _PULL: Final = frozenset(
         "SignatureValidationFailed",
     }
 )
-_NOT_STARTED: Final = frozenset({"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"})
+_NOT_STARTED: Final = frozenset(
+    {"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"}
+)
 _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
 """How the container ended is lost, as after its node's reboot: the kubelet's word, and the container runtime's."""
 _NO_SPACE: Final = re.compile(
@@ -178,13 +180,25 @@ def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
     """
     # A pod that asked for a digest runs it. Its host may name the image by another: one image can have several manifests.
     is_by_digest = "@" in pod.image
-    if not image_id or not pod.is_running or pod.restart != restart or is_by_digest or is_same_image(image_id, pod.image_id):
+    if (
+        not image_id
+        or not pod.is_running
+        or pod.restart != restart
+        or is_by_digest
+        or is_same_image(image_id, pod.image_id)
+    ):
         return pod
     text = (
         f"on host {pod.node_name} {pod.image} is {pod.image_id}, where the run's first pod ran {image_id}. "
         "Bring the same image to all hosts, or name it by digest"
     )
-    return replace(pod, is_running=False, is_ready=False, end=PodEnd(Cause.HOST_FAULT, None, text, None), has_sidecar=True)
+    return replace(
+        pod,
+        is_running=False,
+        is_ready=False,
+        end=PodEnd(Cause.HOST_FAULT, None, text, None),
+        has_sidecar=True,
+    )
 
 
 def describe_cause(pod: PodState) -> Cause:
@@ -202,7 +216,9 @@ def _find_end(
     code = terminated.get("exitCode")
     # A container that fails is started again where the policy says so, as the coordinator's; a node's never is. The phase says
     # nothing of ours where a sidecar was injected: the pod is Running for as long as that one runs.
-    is_for_good = bool(terminated) and (container.get("name") != names.CONTAINERS[names.ROLE_COORDINATOR] or code == 0)
+    is_for_good = bool(terminated) and (
+        container.get("name") != names.CONTAINERS[names.ROLE_COORDINATOR] or code == 0
+    )
     if phase not in ("Succeeded", "Failed") and not is_for_good:
         return None
     kind, text = decode_termination(str(terminated.get("message") or status.get("message") or ""))
@@ -212,10 +228,14 @@ def _find_end(
         cause = Cause.DONE
     else:
         cause = _find_cause(words, status, disruption, is_deleting=is_deleting)
-    return PodEnd(cause, exit_code, keep_end(words.text, MAX_MESSAGE), parse_time(terminated.get("finishedAt")))
+    return PodEnd(
+        cause, exit_code, keep_end(words.text, MAX_MESSAGE), parse_time(terminated.get("finishedAt"))
+    )
 
 
-def _find_cause(words: _LastWords, status: Mapping[str, Any], disruption: Cause | None, *, is_deleting: bool) -> Cause:
+def _find_cause(
+    words: _LastWords, status: Mapping[str, Any], disruption: Cause | None, *, is_deleting: bool
+) -> Cause:
     """What the process itself says counts most, then who ended it, then the bare exit code."""
     pod_reason, exit_code = str(status.get("reason") or ""), words.exit_code
     is_environment = words.kind is ErrorKind.ENVIRONMENT and exit_code in _BY_ITSELF
@@ -228,7 +248,11 @@ def _find_cause(words: _LastWords, status: Mapping[str, Any], disruption: Cause 
     if disruption is not None:
         return disruption
     if pod_reason:
-        return Cause.REFUSED_BY_NODE if pod_reason.startswith("OutOf") else _BY_POD_REASON.get(pod_reason, Cause.EVICTED)
+        return (
+            Cause.REFUSED_BY_NODE
+            if pod_reason.startswith("OutOf")
+            else _BY_POD_REASON.get(pod_reason, Cause.EVICTED)
+        )
     if is_deleting:
         return Cause.DELETED
     if exit_code in _STOPPED:
@@ -255,7 +279,9 @@ def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tup
         return str(waiting["reason"]), keep_start(str(waiting.get("message") or ""), MAX_MESSAGE)
     for condition in get_maps(status, "conditions"):
         if condition.get("type") == "PodScheduled" and condition.get("status") == "False":
-            return str(condition.get("reason") or "Unschedulable"), keep_start(str(condition.get("message") or ""), MAX_MESSAGE)
+            return str(condition.get("reason") or "Unschedulable"), keep_start(
+                str(condition.get("message") or ""), MAX_MESSAGE
+            )
     return "", ""
 
 
@@ -267,11 +293,15 @@ def _find_container(status: Mapping[str, Any], role: str) -> Mapping[str, Any]:
 
 def _find_image(raw: Mapping[str, Any], role: str) -> str:
     containers = get_maps(get_map(raw, "spec"), "containers")
-    return next((get_text(one, "image") for one in containers if one.get("name") == names.CONTAINERS[role]), "")
+    return next(
+        (get_text(one, "image") for one in containers if one.get("name") == names.CONTAINERS[role]), ""
+    )
 
 
 def _has_sidecar(status: Mapping[str, Any], role: str) -> bool:
-    others = (one for one in get_maps(status, "containerStatuses") if one.get("name") != names.CONTAINERS[role])
+    others = (
+        one for one in get_maps(status, "containerStatuses") if one.get("name") != names.CONTAINERS[role]
+    )
     return any("running" in get_map(one, "state") for one in others)
 
 

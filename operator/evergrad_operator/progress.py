@@ -112,7 +112,9 @@ class Coordinators:
         return Silence(
             attempt=followed.attempt,
             seconds=self._clock() - followed.silent_since,
-            reason=Reason.COORDINATOR_UNAUTHORIZED if cause == "unauthorized" else Reason.COORDINATOR_UNREACHABLE,
+            reason=Reason.COORDINATOR_UNAUTHORIZED
+            if cause == "unauthorized"
+            else Reason.COORDINATOR_UNREACHABLE,
             message=str(followed.error),
             has_answered=followed.has_answered,
             has_timed_out=_has_nobody_answered(followed.error),
@@ -142,7 +144,9 @@ class Coordinators:
         """Tell the run's coordinator how many nodes may train, and how many failures are borne. Raises OperatorError."""
         followed = self._followed.get(key)
         if followed is None:
-            raise OperatorError(f"{key[0]}/{key[1]}: no coordinator is running that could be told the new bounds")
+            raise OperatorError(
+                f"{key[0]}/{key[1]}: no coordinator is running that could be told the new bounds"
+            )
         body = json.dumps({"min": bounds.min, "max": bounds.max, "maxFailures": bounds.max_failures}).encode()
         status, answer = await self._request(followed, "POST", "/bounds", body)
         if status != 200:
@@ -204,7 +208,9 @@ class Coordinators:
         except (ValueError, RecursionError):
             raw = None
         if not isinstance(raw, dict):
-            raise OperatorError(f"{key[0]}/{key[1]}: the coordinator answers {status}, and not with a JSON object")
+            raise OperatorError(
+                f"{key[0]}/{key[1]}: the coordinator answers {status}, and not with a JSON object"
+            )
         return Answer(raw, followed.attempt, self._clock())
 
     @property
@@ -237,7 +243,9 @@ class Coordinators:
                     )
                 return status, await reader.readexactly(_content_length(answer))
         except (TimeoutError, OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
-            raise OperatorError(f"the coordinator at {address} did not answer {method} {path}: {type(error).__name__}") from error
+            raise OperatorError(
+                f"the coordinator at {address} did not answer {method} {path}: {type(error).__name__}"
+            ) from error
         finally:
             if writer is not None:
                 writer.transport.abort()

@@ -45,7 +45,11 @@ class WorkQueue(Generic[K]):
     """
 
     def __init__(
-        self, *, backoff: Backoff | None = None, spacing: float = 0.0, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        backoff: Backoff | None = None,
+        spacing: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backoff, self._spacing, self._clock = backoff or Backoff(), spacing, clock
         self._due: dict[K, float] = {}
@@ -101,7 +105,10 @@ class WorkQueue(Generic[K]):
             self._wake.clear()
             while len(self._active) < workers and (key := self._pop()) is not None:
                 started = self._clock()
-                self._active[key] = started, asyncio.create_task(self._work(process, key), name=f"work on {key}")
+                self._active[key] = (
+                    started,
+                    asyncio.create_task(self._work(process, key), name=f"work on {key}"),
+                )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._seconds_to_next() if len(self._active) < workers else None):
                     await self._wake.wait()
@@ -135,7 +142,11 @@ class WorkQueue(Generic[K]):
             if self.failures(key) and delay is not None:
                 self.add(key, after=delay)
             else:
-                delays = [wait for wait in (delay, None if waiting is None else waiting - self._clock()) if wait is not None]
+                delays = [
+                    wait
+                    for wait in (delay, None if waiting is None else waiting - self._clock())
+                    if wait is not None
+                ]
                 if delays:
                     self.add(key, after=min(delays))
             self._num_added -= bool(delay is not None or waiting is not None)
@@ -147,7 +158,11 @@ class WorkQueue(Generic[K]):
         # An entry that an earlier time has superseded leaves only at the heap's head. One that is due in a week, pushed anew
         # by each pass of a run with a deadline, would stay for that week: at most as many as there are keys may be superseded.
         if len(self._heap) > 2 * len(self._due) + _SPARE_ENTRIES:
-            kept = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0] and entry[2] not in self._active]
+            kept = [
+                entry
+                for entry in self._heap
+                if self._due.get(entry[2]) == entry[0] and entry[2] not in self._active
+            ]
             self._heap = list({entry[2]: entry for entry in kept}.values())
             heapq.heapify(self._heap)
         if self._heap[0][2] == key:

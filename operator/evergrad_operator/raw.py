@@ -34,7 +34,9 @@ def get_text(raw: Mapping[str, Any], key: str) -> str:
 def get_int(raw: Mapping[str, Any], key: str, *, most: int = 2**63 - 1) -> int | None:
     """The whole number ``key``, of at most this size."""
     value = raw.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) and -most <= value <= most else None
+    return (
+        value if isinstance(value, int) and not isinstance(value, bool) and -most <= value <= most else None
+    )
 
 
 def get_natural(raw: Mapping[str, Any], key: str, *, most: int = 2**53) -> int | None:
@@ -43,7 +45,9 @@ def get_natural(raw: Mapping[str, Any], key: str, *, most: int = 2**53) -> int |
     return None if value is None or value < 0 else value
 
 
-def get_float(raw: Mapping[str, Any], key: str, *, least: float = float("-inf"), most: float = float("inf")) -> float | None:
+def get_float(
+    raw: Mapping[str, Any], key: str, *, least: float = float("-inf"), most: float = float("inf")
+) -> float | None:
     """The finite number ``key``, which may be written as a text, within these bounds."""
     value = raw.get(key)
     if isinstance(value, str):

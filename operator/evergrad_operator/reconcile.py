@@ -122,7 +122,9 @@ class Reconciler:
 
         # The mirror is a hint. Before anything is created or ended, what there is, is what the API server says. A pass in
         # which nothing is tried, such as one of a run that waits for its quota, asks for nothing.
-        is_due = is_pod_work_due(plan, memory.applied.refusals, generation=seen.run.generation, now=self.clock())
+        is_due = is_pod_work_due(
+            plan, memory.applied.refusals, generation=seen.run.generation, now=self.clock()
+        )
         is_due |= _is_silence_to_be_looked_into(seen, memory)
         # A list that was refused is tried again also where nothing asks for it any more, or its refusal would stand for ever.
         is_due |= memory.applied.refusals.has(_step_of_list(key))
@@ -142,7 +144,9 @@ class Reconciler:
             seen = replace(seen, failures=memory.applied.refusals.failures())
             decision = decide(seen, self._config, self.clock())
         self._follow(key, seen)
-        created = tuple(result.step[2] for result in results if result.step[:2] == _NEW_POD and result.failure is None)
+        created = tuple(
+            result.step[2] for result in results if result.step[:2] == _NEW_POD and result.failure is None
+        )
         delays = [decision.requeue_after, memory.applied.refusals.seconds_to_next(self.clock())]
         delays.append(None if plan.token is None else TOKEN_SECONDS)
         delays.append(await self._write_status(key, raw, seen, decision, Outcome(created=created)))
@@ -175,7 +179,9 @@ class Reconciler:
             metadata = child["metadata"]
             version = memory.applied.versions.get(name)
             if version is not None and version != metadata.get("resourceVersion"):
-                annotations = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != names.ANNOTATION_HASH}
+                annotations = {
+                    k: v for k, v in (metadata.get("annotations") or {}).items() if k != names.ANNOTATION_HASH
+                }
                 child = {**child, "metadata": {**metadata, "annotations": annotations}}
             found[name] = child
         return found
@@ -200,7 +206,9 @@ class Reconciler:
 
     async def _hear_verdict(self, key: Key, seen: Observation, memory: Memory) -> bool:
         """Whether the coordinator was asked anew: when nodes end by themselves, it knows the cause and the last step."""
-        ends = frozenset(pod.uid for pod in seen.nodes if pod.end is not None and pod.end.exit_code in _BY_ITSELF)
+        ends = frozenset(
+            pod.uid for pod in seen.nodes if pod.end is not None and pod.end.exit_code in _BY_ITSELF
+        )
         is_new = not ends <= memory.ends
         memory.ends = ends
         if is_new:
@@ -210,7 +218,9 @@ class Reconciler:
 
     # ---- looking again ------------------------------------------------------------------------------------------------
 
-    async def _read(self, key: Key, raw: Raw, memory: Memory, step: Step, look: Callable[[], Awaitable[None]]) -> bool:
+    async def _read(
+        self, key: Key, raw: Raw, memory: Memory, step: Step, look: Callable[[], Awaitable[None]]
+    ) -> bool:
         """Whether the API server let itself be asked. If not, that is told like a refused write, and asked again later."""
         refusals, generation = memory.applied.refusals, int(raw["metadata"].get("generation") or 0)
         if refusals.find_waiting(step, generation=generation, now=self.clock()) is not None:
@@ -293,20 +303,28 @@ class Reconciler:
     def _note_failure(self, key: Key, failure: ApplyFailure) -> None:
         self._metrics.reconcile_errors.labels(failure.reason or "Unreachable").inc()
         what = f"{failure.verb} {failure.kind} {failure.name}"
-        log.warning("%s/%s: %s: %s %s: %s", *key, what, failure.status or "no answer", failure.reason, failure.message)
+        log.warning(
+            "%s/%s: %s: %s %s: %s", *key, what, failure.status or "no answer", failure.reason, failure.message
+        )
 
     def _count_pod(self, seen: Observation, body: Raw) -> None:
         labels = body["metadata"].get("labels") or {}
         if labels.get(names.LABEL_ROLE) != names.ROLE_NODE:
             return
         index = int(labels[names.LABEL_INDEX])
-        ends = [pod.end.at for pod in seen.nodes if pod.index == index and pod.end is not None and pod.end.at is not None]
+        ends = [
+            pod.end.at
+            for pod in seen.nodes
+            if pod.index == index and pod.end is not None and pod.end.at is not None
+        ]
         if ends:
             self._metrics.recovery_seconds.observe(max(0.0, self.clock() - max(ends)))
         elif not seen.nodes and index == 0 and labels.get(names.LABEL_ATTEMPT) == "0":
             self._metrics.queue_seconds.observe(max(0.0, self.clock() - seen.run.created_at))
 
-    async def _write_status(self, key: Key, raw: Raw, seen: Observation, decision: Decision, outcome: Outcome) -> float | None:
+    async def _write_status(
+        self, key: Key, raw: Raw, seen: Observation, decision: Decision, outcome: Outcome
+    ) -> float | None:
         """Write the status if it differs; seconds after which it may be written where it must not be yet."""
         memory, now = self._memories[key], self.clock()
         old: Raw = raw.get("status") or {}

@@ -58,7 +58,9 @@ class Refusals:
         is_brief = failure.status == _CONFLICT and failure.reason != NAME_TAKEN
         longest = _LONGEST_CONFLICT_SECONDS if is_brief else LONGEST_RETRY
         pause = min(longest, FIRST_RETRY * 2.0 ** min(count - 1, 10))
-        self._refusals[step] = Refusal(failure, count, generation, failure.at + max(pause, min(at_least, LONGEST_RETRY)))
+        self._refusals[step] = Refusal(
+            failure, count, generation, failure.at + max(pause, min(at_least, LONGEST_RETRY))
+        )
 
     def clear(self, step: Step) -> None:
         """Forget the refusals of a step that was done, or that is not needed any more."""
@@ -66,7 +68,9 @@ class Refusals:
 
     def keep(self, steps: Collection[Step]) -> None:
         """Forget the refusals of all steps but these, and of reads: nobody would ever try them again."""
-        self._refusals = {step: refusal for step, refusal in self._refusals.items() if step in steps or step[0] in READS}
+        self._refusals = {
+            step: refusal for step, refusal in self._refusals.items() if step in steps or step[0] in READS
+        }
 
     def seconds_to_next(self, now: float) -> float | None:
         """Until the next refused step is tried again; None if nothing is refused.

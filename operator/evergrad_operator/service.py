@@ -115,12 +115,20 @@ class Service:
 
     async def _check_access(self) -> None:
         """Fail at once for missing rights or a missing CRD, which would look like a hang later. Raises SettingsError."""
-        needed: list[tuple[str, Kind, str]] = [("list", RUN, ""), ("watch", RUN, ""), ("patch", RUN, "status")]
+        needed: list[tuple[str, Kind, str]] = [
+            ("list", RUN, ""),
+            ("watch", RUN, ""),
+            ("patch", RUN, "status"),
+        ]
         needed += [(verb, POD, "") for verb in ("list", "watch", "create", "delete")]
-        needed += [(verb, kind, "") for kind in (CONFIG_MAP, SERVICE, CLAIM) for verb in ("list", "create", "patch")]
+        needed += [
+            (verb, kind, "") for kind in (CONFIG_MAP, SERVICE, CLAIM) for verb in ("list", "create", "patch")
+        ]
         needed += [("create", SECRET, "")]
         for scope in self._settings.scopes:
-            asked = [self.kube.may(verb, kind, namespace=scope, subresource=sub) for verb, kind, sub in needed]
+            asked = [
+                self.kube.may(verb, kind, namespace=scope, subresource=sub) for verb, kind, sub in needed
+            ]
             answers = await asyncio.gather(*asked)
             lacking = [
                 f"{verb} {kind.plural}{'/' if sub else ''}{sub}"
@@ -136,7 +144,9 @@ class Service:
                 await self.kube.list_all(RUN, scope, metadata_only=True)
             except ApiError as error:
                 if error.status == 404:
-                    raise SettingsError("the API server does not know TrainingRuns. Install the chart's CRD first.") from error
+                    raise SettingsError(
+                        "the API server does not know TrainingRuns. Install the chart's CRD first."
+                    ) from error
                 raise
 
     async def _lead(self) -> bool:
@@ -231,9 +241,14 @@ class Service:
             for resource, kind, selector in _WATCHED:
                 raws, version = await self.kube.list_all(kind, scope, selector=selector)
                 changed |= self.mirror.replace(resource, raws, version=version, covers=covers)
-            lists = [await self.kube.list_all(kind, scope, selector=LABEL_RUN, metadata_only=True) for kind in children]
+            lists = [
+                await self.kube.list_all(kind, scope, selector=LABEL_RUN, metadata_only=True)
+                for kind in children
+            ]
             found = [raw for raws, _ in lists for raw in raws]
-            changed |= self.mirror.replace(CHILDREN, found, version=min(version for _, version in lists), covers=covers)
+            changed |= self.mirror.replace(
+                CHILDREN, found, version=min(version for _, version in lists), covers=covers
+            )
         for key in changed:
             self.queue.add(key)
 
@@ -263,7 +278,9 @@ class Service:
         for scope in self._settings.scopes:
             for resource, kind, selector in _WATCHED:
                 found, version = await self.kube.list_all(kind, scope, selector=selector, metadata_only=True)
-                changed |= self.mirror.prune(resource, found, version=version, covers=partial(_is_within, scope))
+                changed |= self.mirror.prune(
+                    resource, found, version=version, covers=partial(_is_within, scope)
+                )
         for key in changed:
             self.queue.add(key)
 
@@ -283,7 +300,9 @@ class Service:
         state = self.queue.observe()
         if max(state.longest_work, state.oldest_age) > STALLED_SECONDS:
             return f"work stands still: {state.longest_work:.0f} s on one run, {state.oldest_age:.0f} s waiting for a turn"
-        late = {resource: lag for resource, lag in self.mirror.expectations.lag().items() if lag > STALLED_SECONDS}
+        late = {
+            resource: lag for resource, lag in self.mirror.expectations.lag().items() if lag > STALLED_SECONDS
+        }
         if late and self._is_synced:
             return f"a watch is behind: {', '.join(f'{resource} by {lag:.0f} s' for resource, lag in late.items())}"
         if isinstance(self.gate, LeaseGate) and self._is_synced and self.gate.remaining() <= 0:
@@ -359,7 +378,9 @@ def _is_within(scope: str | None, namespace: str) -> bool:
 
 
 def _lease_settings(settings: Settings) -> LeaseSettings:
-    return LeaseSettings(settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds)
+    return LeaseSettings(
+        settings.lease_namespace, settings.lease_name, settings.identity, settings.lease_seconds
+    )
 
 
 async def run_operator(settings: Settings, environ: Mapping[str, str]) -> int:

@@ -62,7 +62,9 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
         parser.error("give either --namespace, once or more, or --all-namespaces")
     lease_namespace = parsed.lease_namespace or environ.get("POD_NAMESPACE", "")
     if parsed.lease and not lease_namespace:
-        parser.error("--lease-namespace: say where the lease is, or set POD_NAMESPACE; --no-lease does without")
+        parser.error(
+            "--lease-namespace: say where the lease is, or set POD_NAMESPACE; --no-lease does without"
+        )
     # Without a lease, as in a trial outside of a cluster, it is a namespace in which there are rights, if any is named.
     key_namespace = parsed.key_namespace or lease_namespace or (*namespaces, "default")[0]
     config = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
@@ -87,14 +89,20 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     options = _Options(parser, environ)
     scope = parser.add_argument_group("scope")
     given = [name for name in environ.get(f"{PREFIX}NAMESPACE", "").split(",") if name]
-    scope.add_argument("--namespace", action="append", metavar="NAME", default=given, help="serve this namespace; repeatable")
+    scope.add_argument(
+        "--namespace", action="append", metavar="NAME", default=given, help="serve this namespace; repeatable"
+    )
     options.add("all-namespaces", False, "serve the whole cluster")
     options.add("lease", True, "write only while holding a Lease, so that two operators never write at once")
     options.add("lease-namespace", "", "where the Lease is; the pod's own namespace if not given")
     options.add("lease-name", "evergrad-operator", "its name")
     options.add("lease-seconds", 15.0, "how long a renewal is good")
-    options.add("key-namespace", "", "where the Secret with the installation's key is; beside the lease if not given")
-    options.add("key-name", "evergrad-operator-key", "its name; the tokens of all runs are derived from that key")
+    options.add(
+        "key-namespace", "", "where the Secret with the installation's key is; beside the lease if not given"
+    )
+    options.add(
+        "key-name", "evergrad-operator-key", "its name; the tokens of all runs are derived from that key"
+    )
     options.add("host", "0.0.0.0", "address of /healthz, /readyz and /metrics")
     options.add("port", 8080, "its port")
     options.add("workers", 16, "runs that are worked on at a time")
@@ -137,7 +145,9 @@ class _Options:
         given = self._environ.get(variable)
         if isinstance(default, bool):
             switch = default if given is None else self._switch(variable, given)
-            self._parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, default=switch, help=text)
+            self._parser.add_argument(
+                f"--{name}", action=argparse.BooleanOptionalAction, default=switch, help=text
+            )
         elif isinstance(default, tuple):
             values = list(default) if given is None else [part for part in given.split(",") if part]
             self._parser.add_argument(f"--{name}", action="append", default=values, help=text)

@@ -174,7 +174,9 @@ def parse_spec(raw: Mapping[str, Any]) -> RunSpec:
     """``spec`` of a run. Raises SpecError."""
     kinds = [key for key in ("training", "script") if raw.get(key) is not None]
     if len(kinds) != 1:
-        raise SpecError("spec", "has both training and script" if kinds else "has neither training nor script")
+        raise SpecError(
+            "spec", "has both training and script" if kinds else "has neither training nor script"
+        )
     (kind,) = kinds
     content = _mapping(raw, kind, "spec.")
     return RunSpec(
@@ -355,4 +357,6 @@ def _decimal(value: Any) -> Decimal | None:
     except InvalidOperation:
         return None
     # Beyond this nothing is a number of nodes, and to_integral_value would need the room.
-    return number * unit if number is not None and number.is_finite() and abs(number.adjusted()) <= 18 else None
+    return (
+        number * unit if number is not None and number.is_finite() and abs(number.adjusted()) <= 18 else None
+    )

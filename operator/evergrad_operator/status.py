@@ -37,7 +37,9 @@ class WriteDecision:
     after: float | None = None
 
 
-def build_status(observation: Observation, decision: Decision, outcome: Outcome, now: float) -> dict[str, Any]:
+def build_status(
+    observation: Observation, decision: Decision, outcome: Outcome, now: float
+) -> dict[str, Any]:
     """The whole ``status``, at most 16 KiB. ``now``: seconds since 1970."""
     run = observation.run
     memory = _note_created(decision, outcome, run.name)
@@ -62,7 +64,9 @@ def build_status(observation: Observation, decision: Decision, outcome: Outcome,
         "checkpoint": _build_checkpoint(memory.training),
     }
     cleaned: dict[str, Any] = without_empty(status)
-    cleaned["conditions"] = build_conditions(observation, shown, now=now, progress_timeout=PROGRESS_TIMEOUT_SECONDS)
+    cleaned["conditions"] = build_conditions(
+        observation, shown, now=now, progress_timeout=PROGRESS_TIMEOUT_SECONDS
+    )
     return cleaned
 
 
@@ -113,7 +117,9 @@ def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
         "summary": f"{step}/{total}" if has_both else str(step) if step is not None else None,
         "percent": min(100, 100 * step // total) if step is not None and total else None,
         "loss": f"{training.loss:.3f}" if training.loss is not None else None,
-        "tokensPerSecond": format_rate(training.tokens_per_second) if training.tokens_per_second is not None else None,
+        "tokensPerSecond": format_rate(training.tokens_per_second)
+        if training.tokens_per_second is not None
+        else None,
         "eta": format_duration(eta) if eta is not None and is_running else None,
         "etaSeconds": int(eta) if eta is not None and is_running else None,
         "updatedAt": format_time(training.updated_at) if training.updated_at else None,
@@ -150,5 +156,7 @@ def _without_counts(status: Mapping[str, Any]) -> dict[str, Any]:
 def _without_progress(status: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: value for key, value in status.items() if key not in _PROGRESS}
     # The coordinator's own count of lost seconds runs with the time, too.
-    rest["memory"] = {key: value for key, value in get_map(status, "memory").items() if key != "coordinatorLostSeconds"}
+    rest["memory"] = {
+        key: value for key, value in get_map(status, "memory").items() if key != "coordinatorLostSeconds"
+    }
     return rest

@@ -27,6 +27,8 @@ def format_duration(seconds: float) -> str:
     for place, (unit, size) in enumerate(units):
         if whole >= size:
             following = units[place + 1 : place + 2]
-            rest = "".join(f"{whole % size // small}{name}" for name, small in following if whole % size >= small)
+            rest = "".join(
+                f"{whole % size // small}{name}" for name, small in following if whole % size >= small
+            )
             return f"{whole // size}{unit}{rest}"
     return "0s"

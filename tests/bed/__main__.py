@@ -56,7 +56,9 @@ def _status() -> int:
         return 1
     for box in (boxes.CONTROL, *(node.name for node in NODES)):
         if boxes.is_up(box):
-            print(f"{box}: up, {len(cgroups.pids_below(box))} processes{', frozen' if cgroups.is_frozen(box) else ''}")
+            print(
+                f"{box}: up, {len(cgroups.pids_below(box))} processes{', frozen' if cgroups.is_frozen(box) else ''}"
+            )
         else:
             print(f"{box}: not up")
     print(f"profile {state.read().profile}; KUBECONFIG={KUBECONFIG}")
@@ -64,17 +66,30 @@ def _status() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m bed", description="A real two-node Kubernetes on this machine, for tests.")
+    parser = argparse.ArgumentParser(
+        "python -m bed", description="A real two-node Kubernetes on this machine, for tests."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     up = commands.add_parser("up", help="bring it up (some seconds once everything is built)")
-    up.add_argument("--profile", choices=cluster.PROFILES, default="full", help="kwok: control plane and kwok only, no nodes")
+    up.add_argument(
+        "--profile",
+        choices=cluster.PROFILES,
+        default="full",
+        help="kwok: control plane and kwok only, no nodes",
+    )
     commands.add_parser("down", help="take it down, whatever state it is in")
     commands.add_parser("status", help="what is up; exit code 1 where nothing is")
     tools = commands.add_parser("tools", help="build programs (all by default) and print their folders")
-    tools.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(toolbox.TOOLS)}, or one of their programs")
-    commands.add_parser("prepare", help="build all that `up` needs; where the bed cannot run, say why and do nothing")
+    tools.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(toolbox.TOOLS)}, or one of their programs"
+    )
+    commands.add_parser(
+        "prepare", help="build all that `up` needs; where the bed cannot run, say why and do nothing"
+    )
     commands.add_parser("images", help="make the pause image and the base image where they are missing")
-    load = commands.add_parser("load", help="load images of the bed's storage, or tars of images, into the nodes")
+    load = commands.add_parser(
+        "load", help="load images of the bed's storage, or tars of images, into the nodes"
+    )
     load.add_argument("items", nargs="+", metavar="IMAGE_OR_ARCHIVE")
     kubectl = commands.add_parser("kubectl", help="kubectl, as admin", add_help=False)
     kubectl.add_argument("words", nargs=argparse.REMAINDER)

@@ -30,23 +30,35 @@ class Api:
 
     def __init__(self, kubeconfig: Path) -> None:
         content = yaml.safe_load(kubeconfig.read_text())
-        named = {kind: {entry["name"]: entry for entry in content[kind]} for kind in ("contexts", "clusters", "users")}
+        named = {
+            kind: {entry["name"]: entry for entry in content[kind]}
+            for kind in ("contexts", "clusters", "users")
+        }
         context = named["contexts"][content["current-context"]]["context"]
-        cluster, user = named["clusters"][context["cluster"]]["cluster"], named["users"][context["user"]]["user"]
+        cluster, user = (
+            named["clusters"][context["cluster"]]["cluster"],
+            named["users"][context["user"]]["user"],
+        )
         address = urlsplit(cluster["server"])
         self._host, self._port = address.hostname or "localhost", address.port or 443
         self._headers = {"Accept": "application/json"}
         if "token" in user:
             self._headers["Authorization"] = f"Bearer {user['token']}"
-        self._tls = ssl.create_default_context(cadata=_text(cluster, "certificate-authority", kubeconfig.parent) or None)
+        self._tls = ssl.create_default_context(
+            cadata=_text(cluster, "certificate-authority", kubeconfig.parent) or None
+        )
         pair = [_text(user, name, kubeconfig.parent) for name in ("client-certificate", "client-key")]
         if all(pair):
-            with tempfile.NamedTemporaryFile("w", suffix=".pem") as file:  # ssl reads a client's pair from files only
+            with tempfile.NamedTemporaryFile(
+                "w", suffix=".pem"
+            ) as file:  # ssl reads a client's pair from files only
                 file.write("\n".join(pair))
                 file.flush()
                 self._tls.load_cert_chain(file.name)
 
-    def request(self, method: str, path: str, body: Any = None, *, kind: str = "application/json", timeout: float = 30) -> Any:
+    def request(
+        self, method: str, path: str, body: Any = None, *, kind: str = "application/json", timeout: float = 30
+    ) -> Any:
         """One exchange; the decoded answer (text where it is no JSON). Raises ApiError, OSError where nobody answers."""
         connection = self._connection(timeout)
         try:
@@ -114,7 +126,14 @@ class Api:
                 time.sleep(0.3)
 
     def _events(self, path: str, version: str, seconds: int) -> Iterator[Object]:
-        query = urlencode({"watch": "1", "resourceVersion": version, "allowWatchBookmarks": "true", "timeoutSeconds": seconds})
+        query = urlencode(
+            {
+                "watch": "1",
+                "resourceVersion": version,
+                "allowWatchBookmarks": "true",
+                "timeoutSeconds": seconds,
+            }
+        )
         connection = self._connection(seconds + 30)
         try:
             connection.request("GET", f"{path}?{query}", headers=self._headers)

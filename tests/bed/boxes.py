@@ -19,7 +19,9 @@ from bed.places import BRIDGE_END, CONTROL_ADDRESS, HOST_ADDRESS, NODES, NUMBER,
 from bed.shell import BedError, run, wait_until
 
 CONTROL = "cp"
-_STARTED: list["subprocess.Popen[bytes]"] = []  # they outlive us on purpose: Python would warn of each that it collects
+_STARTED: list[
+    "subprocess.Popen[bytes]"
+] = []  # they outlive us on purpose: Python would warn of each that it collects
 _NAMESPACES = ("-m", "-n", "-p", "-u", "-i")
 # bash reaps orphans while it waits; `sleep` alone as the first process would collect zombies.
 _IDLE = "trap '' TERM; while :; do sleep 3600 & wait $!; done"
@@ -44,7 +46,9 @@ def start(box: str, script: str) -> int:
 
     def is_there() -> bool:
         if process.poll() is not None:
-            raise BedError(f"box {box}: ended while it started, exit code {process.returncode}; see {logs()}/{box}-init.log")
+            raise BedError(
+                f"box {box}: ended while it started, exit code {process.returncode}; see {logs()}/{box}-init.log"
+            )
         return (folder / "ready").exists()
 
     wait_until(f"box {box}", is_there, seconds=60, pause=0.005)
@@ -91,21 +95,36 @@ def inside(box: str, command: Sequence[object], *, text: str | None = None, chec
     return run(["nsenter", "-t", str(pid_of(box)), *_NAMESPACES, "--", *command], text=text, check=check)
 
 
-def spawn(box: str, name: str, command: Sequence[object], *, environment: dict[str, str] | None = None) -> None:
+def spawn(
+    box: str, name: str, command: Sequence[object], *, environment: dict[str, str] | None = None
+) -> None:
     """Start a daemon in the box, with its log and its pid (as seen from outside) under the bed's scratch."""
     shown = work() / box / f"{name}.pid"
     shown.unlink(missing_ok=True)
     # $$ would be the pid inside; /proc of the outside is not there either. The cgroup file, read from outside, knows both.
     before = cgroups.pids_below(box, "sys")
     enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
-    words = ["nsenter", "-t", str(pid_of(box)), *_NAMESPACES, "--", "bash", "-c", enter, "bash", *map(str, command)]
+    words = [
+        "nsenter",
+        "-t",
+        str(pid_of(box)),
+        *_NAMESPACES,
+        "--",
+        "bash",
+        "-c",
+        enter,
+        "bash",
+        *map(str, command),
+    ]
     with _log(f"{box}-{name}") as log:
         process = _start(words, cgroups.HOST, log.fileno(), environment)
     found: set[int] = set()
 
     def has_entered() -> bool:
         if process.poll() is not None:
-            raise BedError(f"{name} in box {box}: exit code {process.returncode}; see {logs()}/{box}-{name}.log")
+            raise BedError(
+                f"{name} in box {box}: exit code {process.returncode}; see {logs()}/{box}-{name}.log"
+            )
         found.update(set(children_of(process.pid)) & (cgroups.pids_below(box, "sys") - before))
         return bool(found)
 
@@ -157,12 +176,21 @@ def connect_control() -> None:
         ],
     )
     network(
-        None, [f"link add {BRIDGE_END} type veth peer name vhost netns {pid}", f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}"]
+        None,
+        [
+            f"link add {BRIDGE_END} type veth peer name vhost netns {pid}",
+            f"addr add {HOST_ADDRESS}/24 dev {BRIDGE_END}",
+        ],
     )
     network(pid, ["link set vhost master br0 up"])
     routes = [f"route replace {node.pods} via {node.address} dev {BRIDGE_END} onlink" for node in NODES]
     network(
-        None, [f"link set {BRIDGE_END} up", *routes, f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink"]
+        None,
+        [
+            f"link set {BRIDGE_END} up",
+            *routes,
+            f"route replace {SERVICES} via {NODES[0].address} dev {BRIDGE_END} onlink",
+        ],
     )
     network(pid, [f"route replace {node.pods} via {node.address} dev br0 onlink" for node in NODES])
 
@@ -171,8 +199,18 @@ def connect_node(node: Node) -> None:
     """A node's cable to the bridge, and its routes to the other nodes' pods. No default route: pods reach nothing else."""
     control, pid = pid_of(CONTROL), pid_of(node.name)
     here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
-    wait_until(f"the end of the link v{node.name}", lambda: f"v{node.name}:" not in Path(here).read_text(), seconds=60)
-    network(control, [f"link add v{node.name} type veth peer name eth0 netns {pid}", f"link set v{node.name} master br0 up"])
+    wait_until(
+        f"the end of the link v{node.name}",
+        lambda: f"v{node.name}:" not in Path(here).read_text(),
+        seconds=60,
+    )
+    network(
+        control,
+        [
+            f"link add v{node.name} type veth peer name eth0 netns {pid}",
+            f"link set v{node.name} master br0 up",
+        ],
+    )
     others = [other for other in NODES if other is not node]
     routes = [f"route replace {other.pods} via {other.address} dev eth0 onlink" for other in others]
     cable = [
@@ -193,7 +231,9 @@ def _log(name: str) -> BinaryIO:
     return open(logs() / f"{name}.log", "ab")
 
 
-def _start(command: list[str], box: str, log: int, environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
+def _start(
+    command: list[str], box: str, log: int, environment: dict[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
     """Start detached from our terminal and session, inside the bed's cgroup from its first instruction on."""
     enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
     process = subprocess.Popen(

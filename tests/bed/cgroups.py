@@ -18,7 +18,9 @@ HOST = "host"  # the bed's processes that live in no node: helpers, and `up` its
 
 def hierarchies() -> list[Path]:
     """Every mounted hierarchy: the v1 controllers, the named one, and `unified` where it is mounted."""
-    return sorted(folder for folder in CGROUPS.iterdir() if folder.is_dir() and (folder / "cgroup.procs").exists())
+    return sorted(
+        folder for folder in CGROUPS.iterdir() if folder.is_dir() and (folder / "cgroup.procs").exists()
+    )
 
 
 def make(box: str) -> None:
@@ -87,7 +89,9 @@ def end_everything(seconds: float = 60) -> int:
     deadline = time.monotonic() + seconds
     killed: set[int] = set()
     while True:
-        for state in CGROUPS.glob(f"freezer/{NAME}/**/freezer.state"):  # SIGKILL waits while a v1 cgroup is frozen
+        for state in CGROUPS.glob(
+            f"freezer/{NAME}/**/freezer.state"
+        ):  # SIGKILL waits while a v1 cgroup is frozen
             _try_write(state, "THAWED")
         pids = everything() - {os.getpid()}
         if not pids:

@@ -28,26 +28,39 @@ MATRIX: dict[str, dict[str, Any]] = {
         "commonLabels": {"team": "training"},
         "image": {"repository": "registry.example.com/evergrad/operator", "tag": "1.2.3"},
         "imagePullSecrets": [{"name": "registry"}],
-        "trainer": {"image": {"repository": "registry.example.com/evergrad/trainer", "digest": "sha256:" + "ab" * 32}},
+        "trainer": {
+            "image": {"repository": "registry.example.com/evergrad/trainer", "digest": "sha256:" + "ab" * 32}
+        },
         "runs": {
             "imagePullSecrets": ["registry", "other"],
             "storage": {"storageClassName": "nfs", "size": "1Ti"},
             "clusterDomain": "svc.cluster.local",
         },
         "serviceAccount": {"annotations": {"example.com/role": "x"}},
-        "operator": {"logFormat": "json", "extraArgs": ["--log-level", "debug"], "extraEnv": [{"name": "TZ", "value": "UTC"}]},
+        "operator": {
+            "logFormat": "json",
+            "extraArgs": ["--log-level", "debug"],
+            "extraEnv": [{"name": "TZ", "value": "UTC"}],
+        },
         "replicas": 3,
         "podLabels": {"a": "b"},
         "podAnnotations": {"c": "d"},
         "nodeSelector": {"kubernetes.io/os": "linux"},
         "tolerations": [{"key": "x", "operator": "Exists"}],
         "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
-        "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+        "topologySpreadConstraints": [
+            {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+        ],
         "priorityClassName": "system-cluster-critical",
         "extraVolumes": [{"name": "extra", "emptyDir": {}}],
         "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
-        "networkPolicy": {"enabled": True, "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]},
-        "priorityClasses": [{"name": "evergrad-low", "value": -10, "preemptionPolicy": "Never", "description": "Waits."}],
+        "networkPolicy": {
+            "enabled": True,
+            "metricsFrom": [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}],
+        },
+        "priorityClasses": [
+            {"name": "evergrad-low", "value": -10, "preemptionPolicy": "Never", "description": "Waits."}
+        ],
         "admissionPolicy": {
             "enabled": True,
             "allowedImages": ["registry.example.com/", "localhost/"],
@@ -75,7 +88,12 @@ MATRIX: dict[str, dict[str, Any]] = {
 def helm(*arguments: str | Path, check: bool = True) -> subprocess.CompletedProcess[str]:
     """Run helm. Raises BedError with its words where it fails and `check` is set."""
     done = subprocess.run(
-        [toolbox.binary("helm"), *arguments], capture_output=True, text=True, timeout=120, check=False, stdin=subprocess.DEVNULL
+        [toolbox.binary("helm"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        stdin=subprocess.DEVNULL,
     )
     if check and done.returncode != 0:
         raise BedError(f"helm {arguments[0]}: {done.stdout}{done.stderr}")
@@ -88,11 +106,21 @@ def template(values: dict[str, Any], *, release: str = "evergrad", namespace: st
         yaml.safe_dump(values, file)
         file.flush()
         return helm(
-            "template", release, CHART, "--kube-version", KUBERNETES, "--namespace", namespace, "--values", file.name
+            "template",
+            release,
+            CHART,
+            "--kube-version",
+            KUBERNETES,
+            "--namespace",
+            namespace,
+            "--values",
+            file.name,
         ).stdout
 
 
-def render(values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE) -> list[dict[str, Any]]:
+def render(
+    values: dict[str, Any], *, release: str = "evergrad", namespace: str = NAMESPACE
+) -> list[dict[str, Any]]:
     """What would be installed, object by object."""
     return [one for one in yaml.safe_load_all(template(values, release=release, namespace=namespace)) if one]
 
@@ -109,7 +137,10 @@ def conform(files: Sequence[Path]) -> str:
     """kubeconform -strict with Kubernetes' schemas and ours; its summary. Raises BedError with its findings."""
     with tempfile.TemporaryDirectory() as scratch:
         ours = schemas.of_ours(Path(scratch))
-        locations = [f"{folder}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json" for folder in (ours, schemas.of_kubernetes())]
+        locations = [
+            f"{folder}/{{{{ .ResourceKind }}}}{{{{ .KindSuffix }}}}.json"
+            for folder in (ours, schemas.of_kubernetes())
+        ]
         options = [word for location in locations for word in ("-schema-location", location)]
         return run([toolbox.binary("kubeconform"), "-strict", "-summary", *options, *files]).strip()
 
@@ -131,7 +162,11 @@ def check() -> None:
 
 def main() -> int:
     """0: sound, or not checkable here and nobody insists; 1 with the findings."""
-    if shutil.which("go") is None and toolbox.missing(("helm", "kubeconform")) and os.environ.get("CI") != "true":
+    if (
+        shutil.which("go") is None
+        and toolbox.missing(("helm", "kubeconform"))
+        and os.environ.get("CI") != "true"
+    ):
         print("chart-lint: left out. helm and kubeconform are built with Go, which is not here.")
         return 0
     try:

@@ -139,7 +139,9 @@ def _start(profile: str) -> None:
     for entry in nodes:
         wait_until(f"{entry.name} Ready", lambda entry=entry: node.is_ready(api, entry), seconds=180)  # type: ignore[misc]
     wait_until("ServiceAccount default", lambda: control_plane.has_default_account(api), seconds=120)
-    _say(f"{'both nodes ready' if nodes else 'control plane ready'} {time.monotonic() - begun:.1f} s after the first process")
+    _say(
+        f"{'both nodes ready' if nodes else 'control plane ready'} {time.monotonic() - begun:.1f} s after the first process"
+    )
 
 
 def _start_node_box(entry: Node, root: Path | None) -> None:
@@ -154,7 +156,9 @@ def _start_workers(api: Api) -> None:
         node.start_proxy(entry)
     environment = {"PYTHONPATH": str(REPOSITORY / "tests"), "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     boxes.spawn_outside(
-        "storage", [sys.executable, "-c", "import bed.storage; bed.storage.main()", keys() / "storage.kubeconfig"], environment
+        "storage",
+        [sys.executable, "-c", "import bed.storage; bed.storage.main()", keys() / "storage.kubeconfig"],
+        environment,
     )
     control_plane.create_storage_classes(api)
 
@@ -163,7 +167,10 @@ def _write_cluster_folder() -> None:
     """What people use: kubeconfig, kubectl, helm where it is built, and the way to the logs."""
     (CLUSTER / "bin").mkdir(parents=True, exist_ok=True)
     pki.write_kubeconfig(keys(), "admin", KUBECONFIG)
-    built = ["kubectl", *(name for name in ("helm", "etcdctl") if not toolbox.missing((toolbox.tool_of(name),)))]
+    built = [
+        "kubectl",
+        *(name for name in ("helm", "etcdctl") if not toolbox.missing((toolbox.tool_of(name),))),
+    ]
     for name, target in [*((f"bin/{name}", toolbox.binary(name)) for name in built), ("logs", logs())]:
         link = CLUSTER / name
         link.unlink(missing_ok=True)
@@ -195,7 +202,9 @@ def _delete(folder: Path) -> None:
     mounted = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     inside = [mount for mount in mounted if Path(mount).is_relative_to(folder)]
     if inside:
-        raise BedError(f"{folder}: not deleted, for something is mounted in it: {', '.join(inside)}. Unmount it first.")
+        raise BedError(
+            f"{folder}: not deleted, for something is mounted in it: {', '.join(inside)}. Unmount it first."
+        )
     if folder.exists():
         run(["rm", "-rf", folder])
 

@@ -50,7 +50,11 @@ def start_etcd() -> None:
         "--log-level=warn",
     ]
     command += [f"--listen-client-urls={client}", f"--advertise-client-urls={client}"]
-    command += [f"--listen-peer-urls={peer}", f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=bed={peer}"]
+    command += [
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster=bed={peer}",
+    ]
     boxes.spawn(BOX, "etcd", [*command, "--quota-backend-bytes=4294967296"])
 
 
@@ -68,10 +72,23 @@ def start_apiserver(*, audited: bool) -> None:
         f"--tls-cert-file={keys}/apiserver.crt",
         f"--tls-private-key-file={keys}/apiserver.key",
     ]
-    command += [f"--service-cluster-ip-range={SERVICES}", "--service-account-issuer=https://kubernetes.default.svc.cluster.local"]
-    command += [f"--service-account-key-file={keys}/sa.pub", f"--service-account-signing-key-file={keys}/sa.key"]
-    command += ["--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--allow-privileged"]
-    command += [f"--kubelet-certificate-authority={keys}/ca.crt", "--kubelet-preferred-address-types=InternalIP"]
+    command += [
+        f"--service-cluster-ip-range={SERVICES}",
+        "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+    ]
+    command += [
+        f"--service-account-key-file={keys}/sa.pub",
+        f"--service-account-signing-key-file={keys}/sa.key",
+    ]
+    command += [
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged",
+    ]
+    command += [
+        f"--kubelet-certificate-authority={keys}/ca.crt",
+        "--kubelet-preferred-address-types=InternalIP",
+    ]
     command += [
         f"--kubelet-client-certificate={keys}/apiserver-kubelet.crt",
         f"--kubelet-client-key={keys}/apiserver-kubelet.key",
@@ -81,7 +98,11 @@ def start_apiserver(*, audited: bool) -> None:
     if audited:
         policy = work() / "audit.yaml"
         policy.write_text(AUDIT)
-        command += [f"--audit-policy-file={policy}", f"--audit-log-path={logs()}/audit.jsonl", "--audit-log-maxsize=1024"]
+        command += [
+            f"--audit-policy-file={policy}",
+            f"--audit-log-path={logs()}/audit.jsonl",
+            "--audit-log-maxsize=1024",
+        ]
     boxes.spawn(BOX, "kube-apiserver", command)
 
 
@@ -111,16 +132,28 @@ def start_controllers(*, grace_seconds: int) -> None:
         "--bind-address=127.0.0.1",
         f"--root-ca-file={keys}/ca.crt",
     ]
-    manager += [f"--service-account-private-key-file={keys}/sa.key", f"--cluster-signing-cert-file={keys}/ca.crt"]
+    manager += [
+        f"--service-account-private-key-file={keys}/sa.key",
+        f"--cluster-signing-cert-file={keys}/ca.crt",
+    ]
     manager += [
         f"--cluster-signing-key-file={keys}/ca.key",
         "--node-monitor-period=1s",
         f"--node-monitor-grace-period={grace_seconds}s",
     ]
-    manager += ["--pvclaimbinder-sync-period=1s", "--kube-api-qps=1000", "--kube-api-burst=2000", f"--cert-dir={work()}/kcm"]
+    manager += [
+        "--pvclaimbinder-sync-period=1s",
+        "--kube-api-qps=1000",
+        "--kube-api-burst=2000",
+        f"--cert-dir={work()}/kcm",
+    ]
     boxes.spawn(BOX, "kube-controller-manager", manager)
     own = f"{keys}/kube-scheduler.kubeconfig"
-    scheduler: list[object] = [toolbox.binary("kube-scheduler"), f"--kubeconfig={own}", f"--authentication-kubeconfig={own}"]
+    scheduler: list[object] = [
+        toolbox.binary("kube-scheduler"),
+        f"--kubeconfig={own}",
+        f"--authentication-kubeconfig={own}",
+    ]
     scheduler += [f"--authorization-kubeconfig={own}", "--leader-elect=false", "--bind-address=127.0.0.1"]
     scheduler += ["--kube-api-qps=1000", "--kube-api-burst=2000", f"--cert-dir={work()}/scheduler"]
     boxes.spawn(BOX, "kube-scheduler", scheduler)
@@ -136,7 +169,11 @@ def start_coredns() -> None:
 def start_kwok() -> None:
     """Made-up kubelets for nodes annotated kwok.x-k8s.io/node=fake."""
     stages = Path(__file__).with_name("kwok.yaml")
-    command: list[object] = [toolbox.binary("kwok"), f"--kubeconfig={pki()}/kwok.kubeconfig", f"--config={stages}"]
+    command: list[object] = [
+        toolbox.binary("kwok"),
+        f"--kubeconfig={pki()}/kwok.kubeconfig",
+        f"--config={stages}",
+    ]
     command += ["--manage-all-nodes=false", "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"]
     command += ["--node-lease-duration-seconds=40", "--server-address=127.0.0.1:10247"]
     boxes.spawn(BOX, "kwok", command)

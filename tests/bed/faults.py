@@ -39,8 +39,12 @@ class Faults:
     def processes(self, namespace: str, pod: str, container: str | None = None) -> list[Process]:
         """The processes of a pod's container (by default its first), the main one first. BedError where none runs."""
         found = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
-        statuses = found["status"].get("containerStatuses", []) + found["status"].get("initContainerStatuses", [])
-        chosen = [entry for entry in statuses if container in (None, entry["name"]) and entry.get("containerID")]
+        statuses = found["status"].get("containerStatuses", []) + found["status"].get(
+            "initContainerStatuses", []
+        )
+        chosen = [
+            entry for entry in statuses if container in (None, entry["name"]) and entry.get("containerID")
+        ]
         if not chosen:
             raise BedError(f"{namespace}/{pod}: no container {container or ''} has been started.")
         identity = chosen[0]["containerID"].rpartition("/")[2]
@@ -98,7 +102,10 @@ class Faults:
 
     def free_pods(self, name: str) -> None:
         """Say that a dead node stays dead (taint out-of-service), so that its pods are removed; see unfree_pods."""
-        self._set_taints(name, lambda taints: [*taints, {"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}])
+        self._set_taints(
+            name,
+            lambda taints: [*taints, {"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}],
+        )
 
     def unfree_pods(self, name: str) -> None:
         """Take that taint away."""
@@ -112,7 +119,11 @@ class Faults:
             self._api.patch(f"{path}/status", {"status": {"capacity": {resource: str(count)}}})
             self._devices.add((name, resource))
         else:
-            present = [part for part in ("capacity", "allocatable") if resource in self._api.get(path)["status"][part]]
+            present = [
+                part
+                for part in ("capacity", "allocatable")
+                if resource in self._api.get(path)["status"][part]
+            ]
             steps: Any = [{"op": "remove", "path": f"/status/{part}/{key}"} for part in present]
             self._api.patch(f"{path}/status", steps, kind="application/json-patch+json")
             self._devices.discard((name, resource))
@@ -206,7 +217,10 @@ class Faults:
 
     def _troubled(self, entry: Node) -> bool:
         taints = self._api.get(f"/api/v1/nodes/{entry.name}")["spec"].get("taints", [])
-        return any(taint["key"] in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable") for taint in taints)
+        return any(
+            taint["key"] in ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+            for taint in taints
+        )
 
 
 def _is_running(box: str, name: str) -> bool:

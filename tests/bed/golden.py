@@ -49,7 +49,9 @@ def _import(home: Path, todo: dict[str, str]) -> None:
             size = archive.stat().st_size
             run([*ctr, "images", "import", "--snapshotter", "overlayfs", archive])
             archive.unlink()
-            print(f"{time.strftime('%T')}  {image}: kept for every bed, {size / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s")
+            print(
+                f"{time.strftime('%T')}  {image}: kept for every bed, {size / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s"
+            )
 
 
 @contextmanager
@@ -59,18 +61,30 @@ def _containerd(home: Path) -> Iterator[None]:
     cni.mkdir(exist_ok=True)
     (home / "root").mkdir(exist_ok=True)
     _SOCKET.parent.mkdir(parents=True, exist_ok=True)
-    configuration = node.containerd_configuration(home / "root", str(_SOCKET.parent / "state"), str(_SOCKET), cni)
+    configuration = node.containerd_configuration(
+        home / "root", str(_SOCKET.parent / "state"), str(_SOCKET), cni
+    )
     (home / "containerd.toml").write_text(configuration)
     logs().mkdir(parents=True, exist_ok=True)
     log = logs() / "golden.log"
-    command = ["unshare", "--mount", "--propagation", "private", "containerd", "--config", str(home / "containerd.toml")]
+    command = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "containerd",
+        "--config",
+        str(home / "containerd.toml"),
+    ]
     with open(log, "ab") as out:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
     try:
 
         def answers() -> bool:
             if process.poll() is not None:
-                raise BedError(f"containerd ended at once, exit code {process.returncode}:\n{last_lines(log)}")
+                raise BedError(
+                    f"containerd ended at once, exit code {process.returncode}:\n{last_lines(log)}"
+                )
             return bool(run(["ctr", "--address", _SOCKET, "version"], check=False).count("Version:") == 2)
 
         wait_until("containerd of the golden root", answers, seconds=60)

@@ -77,7 +77,16 @@ def make_base(root: Path) -> None:
     root.chmod(0o755)
     packages = "--include=python3,python3-venv,ca-certificates"
     # In namespaces of its own: it mounts /proc, which must not outlive it when it is killed.
-    alone = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", "--propagation", "private"]
+    alone = [
+        "unshare",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+        "--propagation",
+        "private",
+    ]
     command: list[object] = [*alone, "debootstrap", "--variant=minbase", packages, _SUITE, root, mirror()]
     run(command, environment={"DEBIAN_FRONTEND": "noninteractive"})
     for name in _NOT_NEEDED:
@@ -96,12 +105,22 @@ def make_base(root: Path) -> None:
 
 def mirror() -> str:
     """Where apt gets the suite from. Raises BedError where its sources do not name it."""
-    listed = run(["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages"])
+    listed = run(
+        [
+            "apt-get",
+            "indextargets",
+            "--format",
+            "$(REPO_URI) $(CODENAME) $(COMPONENT)",
+            "Created-By: Packages",
+        ]
+    )
     for line in listed.splitlines():
         address, suite, component = line.split()
         if (suite, component) == (_SUITE, "main"):
             return address
-    raise BedError(f"apt's sources name no mirror of Debian {_SUITE} (main). Add one; the base image is made from it.")
+    raise BedError(
+        f"apt's sources name no mirror of Debian {_SUITE} (main). Add one; the base image is made from it."
+    )
 
 
 def ensure_pause() -> str:
@@ -151,7 +170,9 @@ def archive(image: str) -> Path:
     """The image's OCI layout; only layers that no earlier layout brought are written. BedError where there is no such image."""
     current = identity(image)
     if current is None:
-        raise BedError(f"{image}: no such image in {folder() / 'storage'}. Build it first, in the environment of bed.images.")
+        raise BedError(
+            f"{image}: no such image in {folder() / 'storage'}. Build it first, in the environment of bed.images."
+        )
     with _lock():
         return _export(image, current)
 
@@ -164,7 +185,10 @@ def _export(image: str, current: str) -> Path:
         layout.mkdir(parents=True)
         options = ["--insecure-policy", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers"]
         options += ["--dest-shared-blob-dir", str(_blobs())]
-        run(["skopeo", *options, f"containers-storage:{image}", f"oci:{layout}:image"], environment=environment())
+        run(
+            ["skopeo", *options, f"containers-storage:{image}", f"oci:{layout}:image"],
+            environment=environment(),
+        )
         (layout / "name").write_text(image)
         stamp.write_text(current)
         _prune()
@@ -193,12 +217,19 @@ def pack(layout: Path, held: set[str], target: Path) -> None:
     """Write a tar that `ctr images import` takes, without the blobs whose digests are in `held`."""
     image = (layout / "name").read_text()
     entry = json.loads((layout / "index.json").read_text())["manifests"][0]
-    entry["annotations"] = {"io.containerd.image.name": image, "org.opencontainers.image.ref.name": image.rpartition(":")[2]}
+    entry["annotations"] = {
+        "io.containerd.image.name": image,
+        "org.opencontainers.image.ref.name": image.rpartition(":")[2],
+    }
     index = {"schemaVersion": 2, "manifests": [entry]}
     manifest = json.loads(_blob(entry["digest"]).read_text())
     layers = [layer["digest"] for layer in manifest["layers"]]
     # Manifest and configuration are small and go along always: the importer reads them from the archive.
-    blobs = [entry["digest"], manifest["config"]["digest"], *(digest for digest in dict.fromkeys(layers) if digest not in held)]
+    blobs = [
+        entry["digest"],
+        manifest["config"]["digest"],
+        *(digest for digest in dict.fromkeys(layers) if digest not in held),
+    ]
     with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
         Path(scratch, "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
         Path(scratch, "index.json").write_text(json.dumps(index))
@@ -222,7 +253,9 @@ def want(image: str) -> Path:
     """Have the image in every later bed; returns its layout."""
     layout = archive(image)
     with _lock():
-        _write_if_other(folder() / "wanted.json", json.dumps({**wanted(), image: digest_of(layout)}, indent=1))
+        _write_if_other(
+            folder() / "wanted.json", json.dumps({**wanted(), image: digest_of(layout)}, indent=1)
+        )
     return layout
 
 

@@ -26,7 +26,10 @@ def load(items: Sequence[str | Path]) -> None:
                 sent = list(pool.map(lambda entry, layout=layout: _send(entry, layout), running))
         where = ", ".join(entry.name for entry in running) or "no node (the bed is not up)"
         size = max(sent, default=0) / 1e6
-        print(f"{time.strftime('%T')}  {item}: {size:.1f} MB to {where} in {time.monotonic() - begun:.1f} s", flush=True)
+        print(
+            f"{time.strftime('%T')}  {item}: {size:.1f} MB to {where} in {time.monotonic() - begun:.1f} s",
+            flush=True,
+        )
     if not running:
         golden.root()
 

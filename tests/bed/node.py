@@ -61,7 +61,15 @@ def containerd_configuration(root: Path, state: str, socket: str, cni: Path) -> 
     """containerd's config.toml. The settings for out-of-memory scores are what a machine without CAP_SYS_RESOURCE needs."""
     kinds = [f'"io.containerd.snapshotter.v1.{name}"' for name in _OFF]
     runc = shutil.which("runc") or "/usr/sbin/runc"
-    values = {"root": root, "state": state, "socket": socket, "cni": cni, "off": ", ".join(kinds), "pause": PAUSE, "runc": runc}
+    values = {
+        "root": root,
+        "state": state,
+        "socket": socket,
+        "cni": cni,
+        "off": ", ".join(kinds),
+        "pause": PAUSE,
+        "runc": runc,
+    }
     return CONTAINERD.format(**values)
 
 
@@ -73,7 +81,9 @@ def prepare(node: Node, golden: Path | None) -> None:
     if golden is not None:
         clone(golden, home / "root")
     state = "/run/containerd/state"
-    (home / "containerd.toml").write_text(containerd_configuration(home / "root", state, SOCKET, home / "cni"))
+    (home / "containerd.toml").write_text(
+        containerd_configuration(home / "root", state, SOCKET, home / "cni")
+    )
     (home / "cni" / "10-bed.conflist").write_text(json.dumps(_cni(node), indent=2))
     (home / "resolv.conf").write_text(f"nameserver {CONTROL_ADDRESS}\n")
     (home / "kubelet.yaml").write_text(json.dumps(_kubelet(node), indent=2))
@@ -104,14 +114,22 @@ def start_kubelet(node: Node) -> None:
     log = log_of(node, "containerd")
     wait_until(f"containerd of {node.name}", lambda: READY in log.read_bytes()[begun:], seconds=180)
     home = work() / node.name
-    command: list[object] = [toolbox.binary("kubelet"), f"--config={home}/kubelet.yaml", f"--node-ip={node.address}"]
+    command: list[object] = [
+        toolbox.binary("kubelet"),
+        f"--config={home}/kubelet.yaml",
+        f"--node-ip={node.address}",
+    ]
     command += [f"--kubeconfig={pki()}/{node.name}-client.kubeconfig", f"--hostname-override={node.name}"]
     boxes.spawn(node.name, "kubelet", command)
 
 
 def start_proxy(node: Node) -> None:
     """kube-proxy: Services, by nftables of the node's own network namespace."""
-    boxes.spawn(node.name, "kube-proxy", [toolbox.binary("kube-proxy"), f"--config={work() / node.name}/kube-proxy.yaml"])
+    boxes.spawn(
+        node.name,
+        "kube-proxy",
+        [toolbox.binary("kube-proxy"), f"--config={work() / node.name}/kube-proxy.yaml"],
+    )
 
 
 def is_ready(api: Api, node: Node, *, since: datetime | None = None) -> bool:

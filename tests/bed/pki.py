@@ -28,8 +28,17 @@ class Certificate:
 
 def certificates() -> dict[str, Certificate]:
     """Every pair the bed needs, by file name."""
-    services = ("kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local", "localhost")
-    names = ",".join([f"DNS:{name}" for name in services] + [f"IP:{ip}" for ip in (API_SERVICE, CONTROL_ADDRESS, "127.0.0.1")])
+    services = (
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+        "kubernetes.default.svc.cluster.local",
+        "localhost",
+    )
+    names = ",".join(
+        [f"DNS:{name}" for name in services]
+        + [f"IP:{ip}" for ip in (API_SERVICE, CONTROL_ADDRESS, "127.0.0.1")]
+    )
     found = {
         "apiserver": Certificate("/CN=kube-apiserver", names),
         "apiserver-kubelet": Certificate("/O=system:masters/CN=kube-apiserver-kubelet-client"),
@@ -42,7 +51,9 @@ def certificates() -> dict[str, Certificate]:
         "kwok": Certificate("/O=system:masters/CN=bed:kwok"),
     }
     for node in NODES:
-        found[f"{node.name}-server"] = Certificate(f"/CN=system:node:{node.name}", f"DNS:{node.name},IP:{node.address}")
+        found[f"{node.name}-server"] = Certificate(
+            f"/CN=system:node:{node.name}", f"DNS:{node.name},IP:{node.address}"
+        )
         found[f"{node.name}-client"] = Certificate(f"/O=system:nodes/CN=system:node:{node.name}")
     return found
 

@@ -23,8 +23,14 @@ from bed import images, loading
 from bed.places import REPOSITORY
 from bed.shell import BedError, run
 
-BASES = {"operator": ("requirements/operator.txt",), "trainer": ("requirements/trainer.txt", "requirements/torch*.txt")}
-PACKAGES = {"operator": ("coordinator", "operator"), "trainer": ("coordinator", "trainer_image")}
+BASES = {
+    "operator": ("requirements/operator.txt",),
+    "trainer": ("requirements/trainer.txt", "requirements/torch*.txt"),
+}
+PACKAGES = {
+    "operator": ("coordinator", "manifest", "operator"),
+    "trainer": ("coordinator", "manifest", "cli", "trainer_image"),
+}
 TARGETS = tuple(PACKAGES)
 
 
@@ -44,7 +50,9 @@ def name_of(target: str, tag: str = "dev") -> str:
 
 def version() -> str:
     """The version of the packages in the tree."""
-    found = re.search(r'^version = "(.+)"$', (REPOSITORY / "trainer_image/pyproject.toml").read_text(), re.MULTILINE)
+    found = re.search(
+        r'^version = "(.+)"$', (REPOSITORY / "trainer_image/pyproject.toml").read_text(), re.MULTILINE
+    )
     if found is None:
         raise BedError("trainer_image/pyproject.toml: names no version.")
     return found[1]
@@ -56,21 +64,39 @@ def settings() -> Settings:
     wheels = Path(given).resolve() if given else None
     has_cpu_build = wheels is not None and any(wheels.glob("torch-*+cpu-*.whl"))
     if not has_cpu_build:
-        print("TORCH_WHEELS names no folder with a CPU build of torch: the trainer gets the index's build, CUDA and gigabytes.")
+        print(
+            "TORCH_WHEELS names no folder with a CPU build of torch: the trainer gets the index's build, CUDA and gigabytes."
+        )
     base = os.environ.get("BASE_IMAGE") or images.ensure_base()
-    return Settings(base=base, torch="cpu" if has_cpu_build else "cuda", wheels=wheels if has_cpu_build else None)
+    return Settings(
+        base=base, torch="cpu" if has_cpu_build else "cuda", wheels=wheels if has_cpu_build else None
+    )
 
 
 def sources(target: str) -> list[Path]:
     """The files the image is made of, by path: those git tracks or would add."""
-    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]
-    listed = run([*command, "Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target]], directory=REPOSITORY)
+    command = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+        "--",
+    ]
+    listed = run(
+        [*command, "Dockerfile", ".dockerignore", *BASES[target], *PACKAGES[target]], directory=REPOSITORY
+    )
     return sorted(file for name in set(listed.split("\0")) if name and (file := REPOSITORY / name).is_file())
 
 
 def content_of(target: str, chosen: Settings) -> str:
     """12 hex digits that change with anything the image is made of."""
-    digest = hashlib.sha256(f"{images.identity(chosen.base)} {chosen.torch if target == 'trainer' else ''}".encode())
+    digest = hashlib.sha256(
+        f"{images.identity(chosen.base)} {chosen.torch if target == 'trainer' else ''}".encode()
+    )
     for file in sources(target):
         digest.update(f"\0{file.relative_to(REPOSITORY)}\0".encode() + file.read_bytes())
     return digest.hexdigest()[:12]
@@ -92,20 +118,28 @@ def build(target: str, chosen: Settings) -> str:
             name = name_of(target, "unsure")
     else:
         print(f"{time.strftime('%T')}  {name}: there already", flush=True)
-    run(["podman", "tag", name, name_of(target), name_of(target, version())], environment=images.environment())
+    run(
+        ["podman", "tag", name, name_of(target), name_of(target, version())], environment=images.environment()
+    )
     _forget_others(target, name)
     return name
 
 
 def _forget_others(target: str, name: str) -> None:
     """Remove the images of earlier contents; what the newest shares with them stays."""
-    listed = run(["podman", "images", "--format", "{{.Repository}}:{{.Tag}}"], environment=images.environment()).split()
+    listed = run(
+        ["podman", "images", "--format", "{{.Repository}}:{{.Tag}}"], environment=images.environment()
+    ).split()
     pattern = re.compile(re.escape(name_of(target, "")) + "[0-9a-f]{12}")
     old = [other for other in listed if pattern.fullmatch(other) and other != name]
     if old:
         run(["podman", "rmi", "--force", *old], environment=images.environment(), check=False)
     # Steps of older builds that no image is made of any more.
-    run(["podman", "image", "prune", "--force", "--filter", "until=48h"], environment=images.environment(), check=False)
+    run(
+        ["podman", "image", "prune", "--force", "--filter", "until=48h"],
+        environment=images.environment(),
+        check=False,
+    )
 
 
 def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
@@ -115,7 +149,12 @@ def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
     command += ["--pull-never"] if chosen.base.startswith("localhost/") else []
     if target == "trainer":
         (scratch / "wheels").mkdir()
-        command += ["--build-arg", f"TORCH={chosen.torch}", "--build-context", f"wheels={chosen.wheels or scratch / 'wheels'}"]
+        command += [
+            "--build-arg",
+            f"TORCH={chosen.torch}",
+            "--build-context",
+            f"wheels={chosen.wheels or scratch / 'wheels'}",
+        ]
     command += _pip_secrets(scratch)
     with open(log, "w") as out:
         code = subprocess.call(
@@ -133,11 +172,19 @@ def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
 def _pip_secrets(scratch: Path) -> list[str]:
     """This machine's way to its package index, as secrets of the build: no layer and no history holds them."""
     found = dict(
-        re.findall(r"^(?:global|install|:env:)\.([\w-]+)='(.*)'$", run([sys.executable, "-m", "pip", "config", "list"]), re.M)
+        re.findall(
+            r"^(?:global|install|:env:)\.([\w-]+)='(.*)'$",
+            run([sys.executable, "-m", "pip", "config", "list"]),
+            re.M,
+        )
     )
     lines = [
         "[global]",
-        *(f"{key} = {found[key]}" for key in ("index-url", "extra-index-url", "trusted-host", "timeout") if key in found),
+        *(
+            f"{key} = {found[key]}"
+            for key in ("index-url", "extra-index-url", "trusted-host", "timeout")
+            if key in found
+        ),
     ]
     secrets = []
     if certificates := found.get("cert") or os.environ.get("SSL_CERT_FILE"):
@@ -165,7 +212,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         "python -m bed.product_images", description="Build Evergrad's images and load them into the bed."
     )
-    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"{' or '.join(TARGETS)} (default: both)")
+    parser.add_argument(
+        "targets", nargs="*", metavar="TARGET", help=f"{' or '.join(TARGETS)} (default: both)"
+    )
     parser.add_argument("--no-load", action="store_true", help="only build")
     arguments = parser.parse_args()
     targets = arguments.targets or TARGETS

@@ -38,12 +38,18 @@ def missing_packages() -> list[str]:
 def unavailable() -> str | None:
     """Why the bed cannot run on this machine, in one line; None where it can."""
     if sys.platform != "linux":
-        return f"The bed needs Linux; this is {sys.platform}. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+        return (
+            f"The bed needs Linux; this is {sys.platform}. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+        )
     if os.geteuid() != 0:
         return "The bed needs root (namespaces, cgroups, mounts). Name another cluster with EVERGRAD_E2E_KUBECONFIG."
     absent = [name for name in HIERARCHIES if not (CGROUPS / name / "cgroup.procs").exists()]
     if absent:
-        kind = "only cgroup v2" if (CGROUPS / "cgroup.controllers").exists() else f"no hierarchy {', '.join(absent)}"
+        kind = (
+            "only cgroup v2"
+            if (CGROUPS / "cgroup.controllers").exists()
+            else f"no hierarchy {', '.join(absent)}"
+        )
         return (
             f"The bed needs the cgroup v1 hierarchies below {CGROUPS}; this machine has {kind}. "
             "Name another cluster with EVERGRAD_E2E_KUBECONFIG."
@@ -52,5 +58,7 @@ def unavailable() -> str | None:
     if missing:
         return f"The bed needs packages that are not installed: apt-get install {' '.join(missing)}"
     if shutil.which("go") is None and toolbox.missing(toolbox.NEEDED["full"]):
-        return "The bed's programs are not built, and there is no `go` to build them. Install Go 1.24 or newer."
+        return (
+            "The bed's programs are not built, and there is no `go` to build them. Install Go 1.24 or newer."
+        )
     return None

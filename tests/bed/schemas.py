@@ -18,11 +18,17 @@ _REFERENCE = "#/definitions/"
 def of_kubernetes() -> Path:
     """The folder of KIND-GROUP-VERSION.json for every kind of the pinned Kubernetes; converted once. Raises BedError."""
     if shutil.which("go") is None:
-        raise BedError("Kubernetes' schemas come from its Go module, and there is no `go` to fetch it. Install Go 1.24 or newer.")
-    module = json.loads(run(["go", "mod", "download", "-json", "k8s.io/kubernetes"], directory=SOURCES / "kubernetes"))
+        raise BedError(
+            "Kubernetes' schemas come from its Go module, and there is no `go` to fetch it. Install Go 1.24 or newer."
+        )
+    module = json.loads(
+        run(["go", "mod", "download", "-json", "k8s.io/kubernetes"], directory=SOURCES / "kubernetes")
+    )
     folder = cache() / "schemas" / f"{module['Version']}-{_RECIPE}"
     if not folder.is_dir():
-        definitions = json.loads(Path(module["Dir"], "api/openapi-spec/swagger.json").read_text())["definitions"]
+        definitions = json.loads(Path(module["Dir"], "api/openapi-spec/swagger.json").read_text())[
+            "definitions"
+        ]
         scratch = folder.with_name(folder.name + ".new")
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
@@ -45,7 +51,9 @@ def of_ours(folder: Path) -> Path:
 
 def file_name(*, group: str, version: str, kind: str) -> str:
     """As kubeconform's `{{ .ResourceKind }}{{ .KindSuffix }}.json` has it: the first part of the group only."""
-    return "-".join(part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part) + ".json"
+    return (
+        "-".join(part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part) + ".json"
+    )
 
 
 def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
@@ -55,7 +63,9 @@ def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    made = {key: value for key, value in schema.items() if key != "format" and not key.startswith("x-kubernetes-")}
+    made = {
+        key: value for key, value in schema.items() if key != "format" and not key.startswith("x-kubernetes-")
+    }
     for key in ("properties", "definitions"):
         if key in made:
             made[key] = {name: strict(part, is_rule=is_rule) for name, part in made[key].items()}

@@ -87,7 +87,9 @@ def lock() -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             file.seek(0)
-            raise BedError(f"Another `up` or `down` of the bed is at work (pid {file.read().strip()}). Wait for it.") from error
+            raise BedError(
+                f"Another `up` or `down` of the bed is at work (pid {file.read().strip()}). Wait for it."
+            ) from error
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -19,14 +19,26 @@ from bed.shell import BedError, run
 PROVISIONER = "bed.local/dir"
 LIMITED = "bed.local/limited"
 _LIMITED_BELOW = 256 * 2**20
-_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "": 1}
+_UNITS = {
+    "Ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "": 1,
+}
 
 
 def main() -> None:
     """Serve until killed."""
     api = Api(Path(sys.argv[1]))
     volumes().mkdir(parents=True, exist_ok=True)
-    threading.Thread(target=_follow, args=(api, "/api/v1/persistentvolumes", delete_if_released), daemon=True).start()
+    threading.Thread(
+        target=_follow, args=(api, "/api/v1/persistentvolumes", delete_if_released), daemon=True
+    ).start()
     _follow(api, "/api/v1/persistentvolumeclaims", provision)
 
 
@@ -39,7 +51,10 @@ def _follow(api: Api, path: str, act: Any) -> None:
                 act(api, found)
                 break
             except (ApiError, OSError, BedError) as error:
-                print(f"{time.strftime('%T')} {found['metadata']['name']}: attempt {attempt}: {error}", flush=True)
+                print(
+                    f"{time.strftime('%T')} {found['metadata']['name']}: attempt {attempt}: {error}",
+                    flush=True,
+                )
                 time.sleep(0.5)
 
 
@@ -47,15 +62,24 @@ def provision(api: Api, claim: Object) -> None:
     """Make the directory and the volume of a claim of our classes that has none yet."""
     spec, metadata = claim["spec"], claim["metadata"]
     storage_class = spec.get("storageClassName")
-    if storage_class not in (STORAGE_CLASS, SINGLE_CLASS) or spec.get("volumeName") or metadata.get("deletionTimestamp"):
+    if (
+        storage_class not in (STORAGE_CLASS, SINGLE_CLASS)
+        or spec.get("volumeName")
+        or metadata.get("deletionTimestamp")
+    ):
         return
     if storage_class == SINGLE_CLASS and spec["accessModes"] != ["ReadWriteOnce"]:
-        print(f"{time.strftime('%T')} {metadata['namespace']}/{metadata['name']}: {spec['accessModes']} refused", flush=True)
+        print(
+            f"{time.strftime('%T')} {metadata['namespace']}/{metadata['name']}: {spec['accessModes']} refused",
+            flush=True,
+        )
         return
     name = f"pvc-{metadata['uid']}"
     path = volumes() / name
     size = spec["resources"]["requests"]["storage"]
-    is_limited = metadata.get("annotations", {}).get(LIMITED) == "true" or size_in_bytes(size) <= _LIMITED_BELOW
+    is_limited = (
+        metadata.get("annotations", {}).get(LIMITED) == "true" or size_in_bytes(size) <= _LIMITED_BELOW
+    )
     path.mkdir(exist_ok=True)
     if is_limited:
         if not _image(name).exists():
@@ -80,7 +104,11 @@ def delete_if_released(api: Api, volume: Object) -> None:
     if volume["spec"]["persistentVolumeReclaimPolicy"] != "Delete":
         return
     name, is_going = volume["metadata"]["name"], "deletionTimestamp" in volume["metadata"]
-    if volume.get("status", {}).get("phase") not in ("Released", "Failed") or is_going or not name.startswith("pvc-"):
+    if (
+        volume.get("status", {}).get("phase") not in ("Released", "Failed")
+        or is_going
+        or not name.startswith("pvc-")
+    ):
         return
     if _image(name).exists():
         for box in (*(node.name for node in NODES), boxes.CONTROL):

@@ -73,7 +73,9 @@ def build(name: str) -> Path:
         return found
     version = _go_version()
     if version is None:
-        raise BedError(f"{name}: not in {cache() / 'tools'}, and there is no `go` to build it. Install Go 1.24 or newer.")
+        raise BedError(
+            f"{name}: not in {cache() / 'tools'}, and there is no `go` to build it. Install Go 1.24 or newer."
+        )
     folder = cache() / "tools" / f"{name}-{key(name)}-{version}"
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
@@ -97,12 +99,25 @@ def _build_into(name: str, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
         output.rename(folder / "bin")
     size = sum(file.stat().st_size for file in (folder / "bin").iterdir() if not file.is_symlink())
-    print(f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s, {size / 1e6:.0f} MB", flush=True)
+    print(
+        f"{time.strftime('%T')}  {name}: built in {time.monotonic() - begun:.0f} s, {size / 1e6:.0f} MB",
+        flush=True,
+    )
 
 
 def _go_build(name: str, tool: Tool, package: str, target: Path) -> None:
     log = target.parent.parent / "log"
-    command = ["go", "build", "-mod=readonly", "-trimpath", "-buildvcs=false", "-ldflags", tool.link_flags, "-o", str(target)]
+    command = [
+        "go",
+        "build",
+        "-mod=readonly",
+        "-trimpath",
+        "-buildvcs=false",
+        "-ldflags",
+        tool.link_flags,
+        "-o",
+        str(target),
+    ]
     environment = {**os.environ, "CGO_ENABLED": "0", "GOFLAGS": "", "GOWORK": "off"}
     with open(log, "w") as out:
         code = subprocess.call(

@@ -89,7 +89,11 @@ def _sysctls() -> set[str]:
 
 
 def _folders() -> set[str]:
-    return {str(path) for path in (work(), CLUSTER, STATE / "state.json", STATE / "golden", Path("/run/netns")) if path.exists()}
+    return {
+        str(path)
+        for path in (work(), CLUSTER, STATE / "state.json", STATE / "golden", Path("/run/netns"))
+        if path.exists()
+    }
 
 
 KINDS: dict[str, Callable[[], set[str]]] = {
@@ -100,7 +104,9 @@ KINDS: dict[str, Callable[[], set[str]]] = {
     "links": lambda: _without_other_beds(path.name for path in Path("/sys/class/net").iterdir()),
     "routes": lambda: _without_other_beds(_output("ip", "route", "show", "table", "all")),
     "loop devices": lambda: {
-        line for line in _output("losetup", "--list", "--noheadings", "-O", "BACK-FILE") if f"{work()}/" in line
+        line
+        for line in _output("losetup", "--list", "--noheadings", "-O", "BACK-FILE")
+        if f"{work()}/" in line
     },
     "iptables": lambda: _output("iptables-save"),
     "nftables": lambda: _output("nft", "list", "ruleset"),

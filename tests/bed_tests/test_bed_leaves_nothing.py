@@ -172,9 +172,14 @@ def test_the_profile_for_scale_runs_pods_without_nodes_and_leaves_nothing() -> N
     api = Api(KUBECONFIG)
     capacity = {"cpu": "32", "memory": "64Gi", "pods": "110"}
     metadata = {"name": "fake-1", "annotations": {"kwok.x-k8s.io/node": "fake"}}
-    api.create("/api/v1/nodes", {"metadata": metadata, "status": {"capacity": capacity, "allocatable": capacity}})
+    api.create(
+        "/api/v1/nodes", {"metadata": metadata, "status": {"capacity": capacity, "allocatable": capacity}}
+    )
     pods = "/api/v1/namespaces/default/pods"
-    pod = {"metadata": {"name": "one"}, "spec": {"containers": [{"name": "main", "image": "localhost/none:1"}]}}
+    pod = {
+        "metadata": {"name": "one"},
+        "spec": {"containers": [{"name": "main", "image": "localhost/none:1"}]},
+    }
     wait_until(lambda: _is_created(api, pods, pod))
     wait_until(lambda: api.get(f"{pods}/one")["status"]["phase"] == "Running")
     api.delete(f"{pods}/one")

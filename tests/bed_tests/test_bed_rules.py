@@ -31,7 +31,9 @@ def test_every_tool_has_pinned_sources(name: str) -> None:
     assert (folder / "go.sum").exists() or "require" not in module
 
 
-def test_a_changed_source_changes_the_key_of_its_tool_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_source_changes_the_key_of_its_tool_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("pause", "etcd"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "go.mod").write_text(f"module {name}\n")
@@ -44,7 +46,10 @@ def test_a_changed_source_changes_the_key_of_its_tool_only(tmp_path: Path, monke
 
 def test_where_the_bed_cannot_run_one_line_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements.sys, "platform", "darwin")
-    assert requirements.unavailable() == "The bed needs Linux; this is darwin. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+    assert (
+        requirements.unavailable()
+        == "The bed needs Linux; this is darwin. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+    )
     monkeypatch.setattr(requirements.sys, "platform", "linux")
     monkeypatch.setattr(requirements.os, "geteuid", lambda: 1000)
     assert "needs root" in (requirements.unavailable() or "")
@@ -60,11 +65,16 @@ def test_a_machine_with_cgroup_v2_alone_is_told_so(tmp_path: Path, monkeypatch: 
     assert "\n" not in said
 
 
-def test_an_image_is_packed_without_the_layers_a_node_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_is_packed_without_the_layers_a_node_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVERGRAD_CACHE", str(tmp_path))
     blobs = tmp_path / "images" / "blobs" / "sha256"
     blobs.mkdir(parents=True)
-    manifest = {"config": {"digest": "sha256:c"}, "layers": [{"digest": "sha256:old"}, {"digest": "sha256:new"}]}
+    manifest = {
+        "config": {"digest": "sha256:c"},
+        "layers": [{"digest": "sha256:old"}, {"digest": "sha256:new"}],
+    }
     for name, text in {"m": json.dumps(manifest), "c": "{}", "old": "old", "new": "new"}.items():
         (blobs / name).write_text(text)
     layout = images.layout_of("localhost/one:v1")
@@ -85,7 +95,9 @@ def test_a_kubeconfig_that_names_files_is_read_relative_to_itself(tmp_path: Path
         "users": [{"name": "one", "user": {"token": "t"}}],
     }
     (tmp_path / "kubeconfig").write_text(json.dumps(content))
-    assert not Api(tmp_path / "kubeconfig").is_there("/version")  # nobody listens there; that it was read is what counts
+    assert not Api(tmp_path / "kubeconfig").is_there(
+        "/version"
+    )  # nobody listens there; that it was read is what counts
 
 
 def test_a_node_that_does_not_exist_is_named_with_those_that_do() -> None:

@@ -34,7 +34,13 @@ ENDLESS = 100_000
 CHECKPOINT_INTERVAL = 50
 WARMUP_STEPS = 25
 """Steps, not a share: a run and its reference train alike whatever their horizons are."""
-MODEL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 TRAINING: dict[str, Any] = {
     "recipe": "pretrain",
     "model": {"config": MODEL},
@@ -78,7 +84,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def make_manifest(name: str, *, steps: int, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """A TrainingRun of ``steps`` quick steps with ``changes`` laid over its spec."""
-    training = merged(TRAINING, {"horizon": {"steps": steps}, "schedule": {"warmup": min(WARMUP_STEPS, steps // 2)}})
+    training = merged(
+        TRAINING, {"horizon": {"steps": steps}, "schedule": {"warmup": min(WARMUP_STEPS, steps // 2)}}
+    )
     spec = {**SPEC, "training": training}
     return {
         "apiVersion": f"{GROUP}/v1alpha1",
@@ -111,10 +119,18 @@ class Reference:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "documents.jsonl").write_text(documents())
         (folder / "run.yaml").write_text(json.dumps(manifest))
-        command = [Path(sys.executable).with_name("evergrad"), "run", folder / "run.yaml", "--run-directory", folder / "run"]
+        command = [
+            Path(sys.executable).with_name("evergrad"),
+            "run",
+            folder / "run.yaml",
+            "--run-directory",
+            folder / "run",
+        ]
         self._folder = folder
         with (folder / "log").open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            )
 
     def hold(self) -> None:
         """Stand still: the cores belong to the cluster."""
@@ -182,7 +198,9 @@ class Runs:
         """Apply a run of ``make_manifest``."""
         return self.apply(make_manifest(name, steps=steps, changes=changes))
 
-    def kubectl(self, *arguments: str, text: str | None = None, check: bool = True, seconds: float = 240.0) -> str:
+    def kubectl(
+        self, *arguments: str, text: str | None = None, check: bool = True, seconds: float = 240.0
+    ) -> str:
         """What kubectl prints; its standard error too if it fails and that is allowed."""
         done = subprocess.run(
             [*self._kubectl, *arguments],
@@ -226,7 +244,14 @@ class Runs:
     def _kubectl(self) -> list[str]:
         # What kubectl knows of a server it keeps for minutes; other tests bring and take away resources of the same name.
         cache = ("--cache-dir", str(self.scratch / "kubectl"))
-        return [str(self.cluster.kubectl), "--kubeconfig", str(self.cluster.kubeconfig), *cache, "--namespace", self.namespace]
+        return [
+            str(self.cluster.kubectl),
+            "--kubeconfig",
+            str(self.cluster.kubeconfig),
+            *cache,
+            "--namespace",
+            self.namespace,
+        ]
 
     def describe(self) -> str:
         """What there is, for the log of a test that failed."""
@@ -253,12 +278,16 @@ class Runs:
 
     def list(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
         """Objects of a kind."""
-        found: list[dict[str, Any]] = self._read(f"{self._path(kind)}?labelSelector={quote(selector)}")["items"]
+        found: list[dict[str, Any]] = self._read(f"{self._path(kind)}?labelSelector={quote(selector)}")[
+            "items"
+        ]
         return found
 
     def _path(self, kind: str) -> str:
         start = _STARTS.get(kind, "/api/v1")
-        return f"{start}/{kind}" if kind in _WITHOUT_NAMESPACE else f"{start}/namespaces/{self.namespace}/{kind}"
+        return (
+            f"{start}/{kind}" if kind in _WITHOUT_NAMESPACE else f"{start}/namespaces/{self.namespace}/{kind}"
+        )
 
     def _read(self, path: str) -> Any:
         """GET; an API server that is just away is waited for."""
@@ -274,7 +303,11 @@ class Runs:
 
 def _reader(name: str, claim: str, image: str) -> dict[str, Any]:
     """A pod that can look into a volume."""
-    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
     container = {
         "name": "reader",
         "image": image,
@@ -341,10 +374,14 @@ class Run:
         def reached() -> dict[str, Any] | None:
             status = self.status()
             phase = status.get("phase")
-            assert phase in phases or phase not in ("Complete", "Failed"), f"{phase}: {json.dumps(status, indent=1)}"
+            assert phase in phases or phase not in ("Complete", "Failed"), (
+                f"{phase}: {json.dumps(status, indent=1)}"
+            )
             return status if phase in phases else None
 
-        found: dict[str, Any] = wait_for(reached, f"{self.name}: phase {' or '.join(phases)}", seconds=seconds)
+        found: dict[str, Any] = wait_for(
+            reached, f"{self.name}: phase {' or '.join(phases)}", seconds=seconds
+        )
         return found
 
     def wait_for_step(self, step: int, *, seconds: float = PATIENCE) -> None:
@@ -357,7 +394,10 @@ class Run:
         """Its pods, by index and attempt."""
         found = self.runs.list("pods", f"{GROUP}/run={self.name},{GROUP}/role={role}")
         return sorted(
-            found, key=lambda pod: [int(pod["metadata"]["labels"].get(f"{GROUP}/{key}", 0)) for key in ("index", "attempt")]
+            found,
+            key=lambda pod: [
+                int(pod["metadata"]["labels"].get(f"{GROUP}/{key}", 0)) for key in ("index", "attempt")
+            ],
         )
 
     def live_pods(self, *, role: str = "node") -> dict[int, dict[str, Any]]:
@@ -389,7 +429,11 @@ class Run:
 
     def wait_for_world(self, size: int, *, seconds: float = PATIENCE) -> None:
         """Until ``size`` workers have written a step together."""
-        wait_for(lambda: (self.rows() or [{}])[-1].get("world_size") == size, f"{self.name}: a world of {size}", seconds=seconds)
+        wait_for(
+            lambda: (self.rows() or [{}])[-1].get("world_size") == size,
+            f"{self.name}: a world of {size}",
+            seconds=seconds,
+        )
 
     # ---- the volume ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,12 @@ for _name in ("cluster_runs", "operator_watch", "installed_operator"):
         _spec.loader.exec_module(sys.modules[_name])
 
 _CLASSES = [
-    {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "metadata": {"name": f"evergrad-e2e-{name}"}, "value": value}
+    {
+        "apiVersion": "scheduling.k8s.io/v1",
+        "kind": "PriorityClass",
+        "metadata": {"name": f"evergrad-e2e-{name}"},
+        "value": value,
+    }
     for name, value in (("low", -10), ("high", 1000))
 ]
 

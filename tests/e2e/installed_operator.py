@@ -108,7 +108,10 @@ class Operator:
         pod = self.pod()["metadata"]
         faults.kill_container(self.namespace, pod["name"])
         self.kubectl("delete", "pod", pod["name"], "--grace-period=0", "--force", "--wait=false")
-        wait_for(lambda: all(one["metadata"]["uid"] != pod["uid"] for one in self.pods()), "the killed operator's end")
+        wait_for(
+            lambda: all(one["metadata"]["uid"] != pod["uid"] for one in self.pods()),
+            "the killed operator's end",
+        )
         self.wait_until_ready()
 
     @contextlib.contextmanager

@@ -35,7 +35,9 @@ class Found:
     def without(self, patterns: Iterable[str], *, may_end: bool) -> list[str]:
         """What nobody has declared as expected."""
         patterns = list(patterns)
-        errors = [error for error in self.errors if not any(re.search(pattern, error) for pattern in patterns)]
+        errors = [
+            error for error in self.errors if not any(re.search(pattern, error) for pattern in patterns)
+        ]
         return [*(self.ended if not may_end else []), *errors]
 
 
@@ -58,7 +60,9 @@ class OperatorWatch:
         for name, count in restarts.items():
             log, start = self.operator.log_of(name), self._read.get(name, 0)
             if count > self._restarts.get(name, 0):
-                ended.append(f"{name}: {count - self._restarts.get(name, 0)} restarts of the operator's container")
+                ended.append(
+                    f"{name}: {count - self._restarts.get(name, 0)} restarts of the operator's container"
+                )
                 texts.append(self.operator.log_of(name, previous=True))
                 start = 0
             # Kubelets begin a new file when a log is long; it is read from its beginning then.
@@ -75,12 +79,17 @@ def count_restarts(pod: dict[str, Any]) -> int:
 
 def _is_there(pod: dict[str, Any]) -> bool:
     """Whether a pod is neither over nor on its way out."""
-    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in ("Succeeded", "Failed")
+    return "deletionTimestamp" not in pod["metadata"] and pod.get("status", {}).get("phase") not in (
+        "Succeeded",
+        "Failed",
+    )
 
 
 def find_errors(log: str) -> list[str]:
     """Records of a text log that are errors or hold a traceback, each with all its lines."""
-    return [text for level, text in _read_records(log) if level in ("ERROR", "CRITICAL") or _TRACEBACK in text]
+    return [
+        text for level, text in _read_records(log) if level in ("ERROR", "CRITICAL") or _TRACEBACK in text
+    ]
 
 
 def _read_records(log: str) -> Iterator[tuple[str, str]]:

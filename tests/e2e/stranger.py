@@ -46,7 +46,10 @@ def messages(run: str) -> Iterator[tuple[str, bytes]]:
                     Result(generation=generation, step=10**6, exit_code=75, reason="stopped"),
                     Leaving(),
                 ]
-                yield f"join, complete and stop as node {node} of generation {generation}", b"".join(map(encode, words))
+                yield (
+                    f"join, complete and stop as node {node} of generation {generation}",
+                    b"".join(map(encode, words)),
+                )
     yield "complete without a hello", encode(Result(generation=1, step=1))
     yield "a line that is no message", b"{}\n"
     yield "noise", bytes(range(256)) * 8

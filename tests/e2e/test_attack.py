@@ -91,16 +91,22 @@ def find_targets(run: Run) -> list[tuple[str, int]]:
     return found
 
 
-def attack(runs: Runs, namespace: str, labels: Mapping[str, str], targets: list[tuple[str, int]]) -> list[dict[str, Any]]:
+def attack(
+    runs: Runs, namespace: str, labels: Mapping[str, str], targets: list[tuple[str, int]]
+) -> list[dict[str, Any]]:
     """What a pod of this namespace with these labels was answered."""
     for kind in ("configmap", "pod"):
         runs.kubectl("--namespace", namespace, "delete", kind, "stranger", "--ignore-not-found", "--now")
-    runs.kubectl("--namespace", namespace, "create", "configmap", "stranger", f"--from-literal=stranger.py={STRANGER}")
+    runs.kubectl(
+        "--namespace", namespace, "create", "configmap", "stranger", f"--from-literal=stranger.py={STRANGER}"
+    )
     pod = build_pod(runs.cluster.product_images()[0], ["attacked", json.dumps(targets)], labels)
     runs.kubectl("--namespace", namespace, "apply", "-f", "-", text=json.dumps(pod))
     phase = ("get", "pod", "stranger", "-o", "jsonpath={.status.phase}")
     wait_for(
-        lambda: runs.kubectl("--namespace", namespace, *phase) in ("Succeeded", "Failed"), "the end of the attack", seconds=400
+        lambda: runs.kubectl("--namespace", namespace, *phase) in ("Succeeded", "Failed"),
+        "the end of the attack",
+        seconds=400,
     )
     log = runs.kubectl("--namespace", namespace, "logs", "stranger")
     assert runs.kubectl("--namespace", namespace, *phase) == "Succeeded", log
@@ -109,7 +115,11 @@ def attack(runs: Runs, namespace: str, labels: Mapping[str, str], targets: list[
 
 def build_pod(image: str, arguments: list[str], labels: Mapping[str, str]) -> dict[str, Any]:
     """A pod of somebody who may make pods, and knows the name of a run."""
-    security = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+    security = {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
     container = {
         "name": "stranger",
         "image": image,
@@ -134,7 +144,11 @@ def build_pod(image: str, arguments: list[str], labels: Mapping[str, str]) -> di
 
 def find_leaks(tries: list[dict[str, Any]], secrets: list[str]) -> list[dict[str, Any]]:
     """Tries that were answered with anything but a closed door."""
-    return [one for one in tries if one["port"] != METRICS_PORT and not is_closed_door(one["port"], one["answer"], secrets)]
+    return [
+        one
+        for one in tries
+        if one["port"] != METRICS_PORT and not is_closed_door(one["port"], one["answer"], secrets)
+    ]
 
 
 def is_closed_door(port: int, answer: str, secrets: list[str]) -> bool:
@@ -151,14 +165,19 @@ def stand(run: Run) -> dict[str, Any]:
     status = run.status()
     pods = [*run.pods(), *run.pods(role="coordinator")]
     return {
-        "pods": {pod["metadata"]["uid"]: [one["restartCount"] for one in pod["status"]["containerStatuses"]] for pod in pods},
+        "pods": {
+            pod["metadata"]["uid"]: [one["restartCount"] for one in pod["status"]["containerStatuses"]]
+            for pod in pods
+        },
         "generation": status["progress"].get("generation"),
         "restarts": run.restarts(),
         "nodes": (status["nodes"]["min"], status["nodes"]["max"], status["nodes"]["ready"]),
     }
 
 
-def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end(runs: Runs, elsewhere: str) -> None:
+def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end(
+    runs: Runs, elsewhere: str
+) -> None:
     run = start(runs)
     wait_for(lambda: run.status()["nodes"].get("ready") == 2, "both nodes in the group")
     before, targets = stand(run), find_targets(run)
@@ -166,12 +185,18 @@ def test_strangers_get_nothing_from_any_port_of_a_run_which_trains_on_to_its_end
     secrets = [token_of(run), run.get()["metadata"]["uid"], *addresses]
 
     # Also one that bears the run's label, by which its NetworkPolicy lets the run's own pods in.
-    for namespace, labels in ((elsewhere, {}), (runs.namespace, {}), (runs.namespace, {"evergrad.dev/run": run.name})):
+    for namespace, labels in (
+        (elsewhere, {}),
+        (runs.namespace, {}),
+        (runs.namespace, {"evergrad.dev/run": run.name}),
+    ):
         tries = attack(runs, namespace, labels, targets)
         assert {(one["address"], one["port"]) for one in tries} == set(targets)
         assert find_leaks(tries, secrets) == []
     asked = [one for one in tries if one["port"] == STATUS_PORT and one["try"] == "POST /bounds"]
-    assert {one["answer"].split(" ")[1] for one in asked if one["answer"]} == {"401"}, "the status port was reached and is closed"
+    assert {one["answer"].split(" ")[1] for one in asked if one["answer"]} == {"401"}, (
+        "the status port was reached and is closed"
+    )
     refused = [one for one in tries if one["port"] == JOIN_PORT and one["answer"]]
     assert refused, "the port for nodes was reached"
 

@@ -146,4 +146,6 @@ def test_faults_of_every_kind_pass_and_everything_is_back_afterwards(room: Room,
 
     faults.restart_node("n2")
     wait_for(lambda: room.restarts("writer-n2") == 1)
-    assert wait_for(lambda: room.log("writer-n2")).startswith("uid=10001")  # the limited volume is mounted there again
+    assert wait_for(lambda: room.log("writer-n2")).startswith(
+        "uid=10001"
+    )  # the limited volume is mounted there again

@@ -20,7 +20,14 @@ GROUP = "charttest.dev"
 
 def helm(cluster: Any, namespace: str, *arguments: str, check: bool = True) -> str:
     """Run helm in a namespace; what it prints."""
-    command = [str(cluster.helm), "--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace, *arguments]
+    command = [
+        str(cluster.helm),
+        "--kubeconfig",
+        str(cluster.kubeconfig),
+        "--namespace",
+        namespace,
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0 or not check, f"helm {' '.join(arguments)}: {done.stdout}{done.stderr}"
     return done.stdout + done.stderr
@@ -77,24 +84,36 @@ def test_helm_test_finds_the_crd_the_rights_and_a_healthy_operator(cluster: Any,
     assert "Phase:          Succeeded" in said
 
 
-def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(cluster: Any, operator: Any, namespace: str) -> None:
-    settings = ["--set", "crds.install=false,rbac.scope=namespaced,rbac.aggregatedRoles=false", *images_of(operator)]
+def test_an_operator_of_one_namespace_starts_there_with_rights_there_only(
+    cluster: Any, operator: Any, namespace: str
+) -> None:
+    settings = [
+        "--set",
+        "crds.install=false,rbac.scope=namespaced,rbac.aggregatedRoles=false",
+        *images_of(operator),
+    ]
     helm(cluster, namespace, "install", "narrow", str(CHART), "--wait", "--timeout", "300s", *settings)
     try:
         assert "Succeeded" in helm(cluster, namespace, "test", "narrow", "--timeout", "300s")
         account = f"--as=system:serviceaccount:{namespace}:narrow-evergrad"
         answers = {
-            where: kubectl(cluster, "auth", "can-i", "create", "pods", account, *where, check=False).split()[-1]
+            where: kubectl(cluster, "auth", "can-i", "create", "pods", account, *where, check=False).split()[
+                -1
+            ]
             for where in (("--namespace", namespace), ("--namespace", "default"), ("--all-namespaces",))
         }
         assert list(answers.values()) == ["yes", "no", "no"]
         assert (
-            kubectl(cluster, "auth", "can-i", "get", "secrets", account, "--namespace", namespace, check=False).split()[-1]
+            kubectl(
+                cluster, "auth", "can-i", "get", "secrets", account, "--namespace", namespace, check=False
+            ).split()[-1]
             == "no"
         )
     finally:
         helm(cluster, namespace, "uninstall", "narrow", "--wait", "--cascade", "foreground")
-    left = kubectl(cluster, "get", "all,roles,rolebindings,serviceaccounts", "--namespace", namespace, "--output", "name")
+    left = kubectl(
+        cluster, "get", "all,roles,rolebindings,serviceaccounts", "--namespace", namespace, "--output", "name"
+    )
     assert [name for name in left.split() if "narrow" in name] == []
 
 
@@ -108,7 +127,9 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
     kubectl(cluster, "apply", "--namespace", namespace, "--filename", "-", text=manifest)
 
     file = other_chart / "files/trainingrun.yaml"
-    file.write_text(file.read_text().replace("shortNames:\n      - trun\n", "shortNames:\n      - trun\n      - newer\n"))
+    file.write_text(
+        file.read_text().replace("shortNames:\n      - trun\n", "shortNames:\n      - trun\n      - newer\n")
+    )
     helm(cluster, namespace, "upgrade", "first", str(other_chart), *settings)
     crd = json.loads(kubectl(cluster, "get", "crd", f"trainingruns.{GROUP}", "--output", "json"))
     assert crd["spec"]["names"]["shortNames"] == ["trun", "newer"]
@@ -119,11 +140,20 @@ def test_an_upgrade_brings_the_new_crd_and_an_uninstall_leaves_it_and_the_runs(
 
     # Whoever installs it again gets on with what was left.
     helm(cluster, namespace, "install", "first", str(other_chart), "--wait", *settings)
-    assert len(kubectl(cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name").split()) == 1
+    assert (
+        len(
+            kubectl(
+                cluster, "get", f"trainingruns.{GROUP}", "--namespace", namespace, "--output", "name"
+            ).split()
+        )
+        == 1
+    )
     helm(cluster, namespace, "uninstall", "first", "--wait")
 
 
-def test_the_admission_policy_refuses_what_it_names_and_nothing_else(cluster: Any, operator: Any, namespace: str) -> None:
+def test_the_admission_policy_refuses_what_it_names_and_nothing_else(
+    cluster: Any, operator: Any, namespace: str
+) -> None:
     values = {
         "replicas": 0,
         "crds": {"install": False},
@@ -169,7 +199,15 @@ def test_the_admission_policy_refuses_what_it_names_and_nothing_else(cluster: An
         def apply(spec: dict[str, Any]) -> str:
             manifest = json.dumps({**good, "metadata": {"name": "ruled"}, "spec": {**good["spec"], **spec}})
             return kubectl(
-                cluster, "create", "--dry-run=server", "--namespace", namespace, "--filename", "-", text=manifest, check=False
+                cluster,
+                "create",
+                "--dry-run=server",
+                "--namespace",
+                namespace,
+                "--filename",
+                "-",
+                text=manifest,
+                check=False,
             )
 
         _wait_for_refusal(lambda: apply(bad[0][1]))

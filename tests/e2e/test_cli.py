@@ -24,7 +24,9 @@ class Cli:
     def command(self, name: str, *arguments: str) -> list[str]:
         return [str(EVERGRAD), name, *arguments, *self._place]
 
-    def call(self, name: str, *arguments: str, code: int = 0, seconds: float = 600.0) -> subprocess.CompletedProcess[str]:
+    def call(
+        self, name: str, *arguments: str, code: int = 0, seconds: float = 600.0
+    ) -> subprocess.CompletedProcess[str]:
         """Run a command that ends with ``code``."""
         command = self.command(name, *arguments)
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
@@ -63,11 +65,19 @@ def test_a_run_is_submitted_followed_and_looked_at_to_its_end(runs: Runs, cli: C
     assert re.search(r"^\[node \d[^]]*\] .*60/60", followed.stdout, re.MULTILINE), followed.stdout
     assert cli.call("wait", "whole").stdout.startswith("trainingrun/whole is complete")
     status = cli.ask("status", "whole")
-    assert (status["run"]["phase"], status["run"]["step"], status["run"]["percent"]) == ("Complete", 60, 100.0)
+    assert (status["run"]["phase"], status["run"]["step"], status["run"]["percent"]) == (
+        "Complete",
+        60,
+        100.0,
+    )
     assert {event["object"] for event in status["events"]} >= {"trainingrun/whole"}
     assert [run["name"] for run in cli.ask("list", "--phase", "complete")["runs"]] == ["whole"]
     checkpoints = cli.ask("checkpoints", "whole")
-    assert (checkpoints["newestStep"], checkpoints["complete"], checkpoints["claimPhase"]) == (60, True, "Bound")
+    assert (checkpoints["newestStep"], checkpoints["complete"], checkpoints["claimPhase"]) == (
+        60,
+        True,
+        "Bound",
+    )
     assert cli.ask("submit", file)["result"] == "unchanged"
     assert "never trains again" in cli.call("restart", "whole", code=64).stderr
     assert "has failed" not in cli.call("wait", "whole", "--for", "failed", code=70).stderr
@@ -78,7 +88,9 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
     run = runs.adopt("long")
     cli.call("wait", "long", "--for", "running", "--timeout", "9m")
     run.wait_for_step(5)
-    with subprocess.Popen(cli.command("logs", "long", "--all", "-f"), stdout=subprocess.PIPE, text=True) as following:
+    with subprocess.Popen(
+        cli.command("logs", "long", "--all", "-f"), stdout=subprocess.PIPE, text=True
+    ) as following:
         try:
             assert "long" in [one["name"] for one in cli.ask("top")["runs"]]
             cli.call("suspend", "long", "--wait", "--timeout", "9m")
@@ -90,7 +102,11 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
             before = {name_of(pod) for pod in run.live_pods().values()}
             cli.call("restart", "long", "--wait", "--timeout", "9m")
             wait_for(
-                lambda: (live := run.live_pods()) and not before & {pod["metadata"]["name"] for pod in live.values()}, "new pods"
+                lambda: (
+                    (live := run.live_pods())
+                    and not before & {pod["metadata"]["name"] for pod in live.values()}
+                ),
+                "new pods",
             )
             assert run.repeated_steps() == 0
             runs.kubectl("delete", RESOURCE, "long", "--wait=false")
@@ -103,7 +119,9 @@ def test_suspend_resume_and_restart_wait_for_their_effect(runs: Runs, cli: Cli) 
 
 
 def test_what_cannot_work_is_told_with_its_place_and_what_to_do(runs: Runs, cli: Cli) -> None:
-    manifest = make_manifest("wrong", steps=20, changes={"training": {"data": {"sources": [{"name": "docs", "type": "jsonl"}]}}})
+    manifest = make_manifest(
+        "wrong", steps=20, changes={"training": {"data": {"sources": [{"name": "docs", "type": "jsonl"}]}}}
+    )
     manifest["spec"]["training"]["data"]["sources"][0]["path"] = "documents.jsonl"
     assert (
         "spec.training.data.sources[0].path: documents.jsonl is a relative path"

@@ -12,7 +12,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 def uids(run: Run) -> dict[str, str]:
     """Name → uid of all its pods."""
-    return {pod["metadata"]["name"]: pod["metadata"]["uid"] for role in ("node", "coordinator") for pod in run.pods(role=role)}
+    return {
+        pod["metadata"]["name"]: pod["metadata"]["uid"]
+        for role in ("node", "coordinator")
+        for pod in run.pods(role=role)
+    }
 
 
 def start(runs: Runs, name: str) -> Run:
@@ -37,20 +41,28 @@ def test_09_a_killed_operator_changes_nothing_and_its_successor_writes_nothing_n
 
 
 @pytest.mark.operator_ends
-def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(runs: Runs, operator: Any, faults: Any) -> None:
+def test_09_an_operator_killed_while_it_makes_a_run_leaves_the_same_children(
+    runs: Runs, operator: Any, faults: Any
+) -> None:
     for number in range(3):
         run = runs.start(f"early-{number}", steps=ENDLESS)
         time.sleep(0.15 * number)
         operator.kill(faults)
         run.wait_for_pods(0, 1)
-        assert sorted(uids(run)) == [f"early-{number}-0-0", f"early-{number}-1-0", f"early-{number}-coordinator-0"]
+        assert sorted(uids(run)) == [
+            f"early-{number}-0-0",
+            f"early-{number}-1-0",
+            f"early-{number}-coordinator-0",
+        ]
         runs.kubectl("delete", RESOURCE, run.name, "--wait=false")
 
 
 # An API server that is away for longer than the operator's lease is good for ends the operator.
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors("ends: ", API_AWAY)
-def test_11_a_restarted_api_server_and_etcd_are_not_noticed(runs: Runs, faults: Any, reference: Reference) -> None:
+def test_11_a_restarted_api_server_and_etcd_are_not_noticed(
+    runs: Runs, faults: Any, reference: Reference
+) -> None:
     run = start(runs, "undisturbed")
     before, step = uids(run), run.newest_step()
     faults.kill_apiserver()
@@ -74,7 +86,9 @@ def test_13_a_deleted_run_ends_in_grace_and_keeps_its_data(runs: Runs) -> None:
     for kind in ("configmaps", "services"):
         wait_for(lambda kind=kind: not runs.list(kind, "evergrad.dev/run=deleted"), f"the {kind}'s end")
     assert runs.get("persistentvolumeclaims", "deleted") is not None
-    saved = [int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*")]
+    saved = [
+        int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*")
+    ]
     assert max(saved) >= step, "the pods left without saving"
 
 
@@ -99,7 +113,8 @@ def test_14_an_upgraded_operator_restarts_no_pod(runs: Runs, operator: Any, refe
         image = run.live_pods()[0]["spec"]["containers"][0]["image"]
         runs.kubectl("delete", "pod", run.live_pods()[1]["metadata"]["name"], "--wait=false")
         successor = wait_for(
-            lambda: next((pod for pod in run.pods() if pod["metadata"]["name"] == "upgraded-1-1"), None), "its successor"
+            lambda: next((pod for pod in run.pods() if pod["metadata"]["name"] == "upgraded-1-1"), None),
+            "its successor",
         )
         assert successor["spec"]["containers"][0]["image"] == image, "an upgrade mixed images in one run"
         run.wait_for_pods(0, 1)

@@ -23,11 +23,11 @@ import yaml
 from bed import toolbox
 from bed.api import Api, ApiError
 from bed.fixtures import Cluster
+from evergrad_manifest.errors import ConfigurationError
 
 from evergrad_coordinator.contract import API_VERSION
-from evergrad_trainer.config.loader import load_manifest, read_document
-from evergrad_trainer.config.overrides import Layered, Override, apply_override, parse_override
-from evergrad_trainer.errors import ConfigurationError
+from evergrad_manifest.reading.loader import load_manifest, read_document
+from evergrad_manifest.reading.overrides import Layered, Override, apply_override, parse_override
 
 ROOT = Path(__file__).resolve().parents[2]
 UNIT = ROOT / "tests/unit/config"
@@ -80,7 +80,9 @@ class Server:
     def replace(self, run: Object) -> Object:
         """As ``kubectl replace`` does it."""
         name = run["metadata"]["name"]
-        found: Object = self.api.request("PUT", f"{self.path}/{name}?fieldValidation=Strict", under_our_group(run))
+        found: Object = self.api.request(
+            "PUT", f"{self.path}/{name}?fieldValidation=Strict", under_our_group(run)
+        )
         return found
 
     def apply(self, run: Object) -> Object:
@@ -99,7 +101,11 @@ class Server:
 
 
 def under_our_group(run: Object) -> Object:
-    return run | {"apiVersion": run["apiVersion"].replace("evergrad.dev/", f"{GROUP}/")} if "apiVersion" in run else run
+    return (
+        run | {"apiVersion": run["apiVersion"].replace("evergrad.dev/", f"{GROUP}/")}
+        if "apiVersion" in run
+        else run
+    )
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +128,9 @@ def changed(changes: Mapping[str, Any], *, base: str = "base_manifest.yaml") -> 
     document = read_document(UNIT / base)
     layered = Layered(document.value, document.places, document.problems, document.lost)
     for path, value in changes.items():
-        text = value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        text = (
+            value if isinstance(value, str) else yaml.safe_dump(value, default_flow_style=True, width=10**6)
+        )
         override = parse_override(f"{path}={text.split(chr(10) + '...')[0].strip()}")
         assert isinstance(override, Override)
         layered = apply_override(layered, override)
@@ -156,7 +164,9 @@ def _joined(parts: list[str]) -> str:
 
 
 @pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
-def test_what_the_loader_refuses_the_api_server_refuses_with_the_path(case: dict[str, Any], server: Server) -> None:
+def test_what_the_loader_refuses_the_api_server_refuses_with_the_path(
+    case: dict[str, Any], server: Server
+) -> None:
     refusal = server.refusal(changed(case["set"]))
     expected = case.get("apiServer", list(case["problems"]))
     if isinstance(expected, str):
@@ -166,7 +176,9 @@ def test_what_the_loader_refuses_the_api_server_refuses_with_the_path(case: dict
     assert refusal is not None
     named = [path for path in expected if is_named(path, refusal)]
     # Unknown keys and wrong types are found before all else, and the rest is not looked at then.
-    is_early = "strict decoding error" in refusal or "Required value" in refusal or "must be of type" in refusal
+    is_early = (
+        "strict decoding error" in refusal or "Required value" in refusal or "must be of type" in refusal
+    )
     assert named if is_early else named == expected, refusal
     assert "rule evaluation error" not in refusal
 
@@ -177,10 +189,15 @@ def test_few_rows_of_the_table_are_beyond_the_api_server() -> None:
 
 @pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
 def test_what_is_right_at_the_edge_is_taken(changes: dict[str, Any], server: Server) -> None:
-    assert server.refusal(changed({path: "null" if value is None else value for path, value in changes.items()})) is None
+    assert (
+        server.refusal(changed({path: "null" if value is None else value for path, value in changes.items()}))
+        is None
+    )
 
 
-@pytest.mark.parametrize("path", [*EXAMPLES, UNIT / "script_manifest.yaml"], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", [*EXAMPLES, UNIT / "script_manifest.yaml"], ids=lambda path: path.parent.name
+)
 def test_the_examples_are_taken_as_they_are(path: Path, server: Server) -> None:
     assert server.refusal(as_kubectl_sends(load_manifest(path).raw)) is None
 
@@ -241,7 +258,10 @@ FIXED = {
 def test_what_is_fixed_stays_fixed(changes: dict[str, Any], server: Server) -> None:
     name = f"fixed-{uuid.uuid4().hex[:8]}"
     live = server.create(changed({"metadata.name": name}))
-    other = changed({"metadata.name": name} | {path: "null" if value is None else value for path, value in changes.items()})
+    other = changed(
+        {"metadata.name": name}
+        | {path: "null" if value is None else value for path, value in changes.items()}
+    )
     other["metadata"]["resourceVersion"] = live["metadata"]["resourceVersion"]
     with pytest.raises(ApiError) as refused:
         server.replace(other)
@@ -308,7 +328,11 @@ def test_a_server_that_reckons_with_the_longest_texts_takes_the_definition(serve
     # Before 1.34 the length of an int-or-string counts as three megabytes in the budget of rules, whatever its maxLength.
     older = copy.deepcopy(definition())
     older["metadata"]["name"] = f"older{NAME}"
-    older["spec"]["names"] = {"plural": "oldertrainingruns", "singular": "oldertrainingrun", "kind": "OlderRun"}
+    older["spec"]["names"] = {
+        "plural": "oldertrainingruns",
+        "singular": "oldertrainingrun",
+        "kind": "OlderRun",
+    }
     without_lengths(older)
     created = server.api.create(f"{DEFINITIONS}?dryRun=All", older)
     assert created["metadata"]["name"] == f"older{NAME}"
@@ -342,24 +366,59 @@ STATUS: Object = {
     },
     "checkpoint": {"step": 1200},
     "restarts": {"total": 2, "byCause": {"NodeLost": 2}},
-    "conditions": [{"type": "Ready", "status": "True", "reason": "Training", "lastTransitionTime": "2026-01-01T00:00:00Z"}],
+    "conditions": [
+        {
+            "type": "Ready",
+            "status": "True",
+            "reason": "Training",
+            "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }
+    ],
 }
 
 
 def test_kubectl_get_shows_what_the_status_says(server: Server) -> None:
     server.apply(changed({"metadata.name": "columns"}))
-    body = {"apiVersion": f"{GROUP}/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "columns"}, "status": STATUS}
+    body = {
+        "apiVersion": f"{GROUP}/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": "columns"},
+        "status": STATUS,
+    }
     server.api.apply(f"{server.path}/columns/status", body, manager="test")
     heads, cells = server.kubectl("get", "truntest", "columns").splitlines()
-    assert heads.split() == ["NAME", "PHASE", "NODES", "STEP", "LOSS", "TOK/S", "ETA", "CHECKPOINT", "RESTARTS", "AGE"]
-    assert cells.split()[:9] == ["columns", "Running", "3/4", "1200/20000", "2.413", "41.2k", "5h12m", "1200", "2"]
+    assert heads.split() == [
+        "NAME",
+        "PHASE",
+        "NODES",
+        "STEP",
+        "LOSS",
+        "TOK/S",
+        "ETA",
+        "CHECKPOINT",
+        "RESTARTS",
+        "AGE",
+    ]
+    assert cells.split()[:9] == [
+        "columns",
+        "Running",
+        "3/4",
+        "1200/20000",
+        "2.413",
+        "41.2k",
+        "5h12m",
+        "1200",
+        "2",
+    ]
     wide = server.kubectl("get", "truntest", "columns", "-o", "wide")
     assert wide.splitlines()[0].split()[10:] == ["GENERATION", "REASON", "MESSAGE"]
     assert wide.split()[-4:] == ["Training", "Four", "nodes", "train."]
 
 
 def test_kubectl_explains_every_field(server: Server) -> None:
-    assert "Peak learning rate. (number, above 0, at most 10; required)" in server.explain("spec.training.optimizer.learningRate")
+    assert "Peak learning rate. (number, above 0, at most 10; required)" in server.explain(
+        "spec.training.optimizer.learningRate"
+    )
     assert "Uses up to this many nodes; default: min." in server.explain("spec.nodes.max")
     assert "Training loss of the newest step" in server.explain("status.progress.loss")
     fields = re.findall(r"^ +(\S+)\t", server.explain("", "--recursive"), flags=re.MULTILINE)

@@ -53,7 +53,9 @@ def test_12_a_wrong_data_path_fails_at_once_and_names_the_field(runs: Runs) -> N
 
 def test_12_a_wrong_shape_fails_at_once_and_says_what_fits(runs: Runs) -> None:
     run = runs.start("wrong-shape", steps=20, training={"model": {"config": {"num_attention_heads": 3}}})
-    expect_failed(run, "UserError", "spec.training.model.config", "not a multiple of the number of attention heads (3)")
+    expect_failed(
+        run, "UserError", "spec.training.model.config", "not a multiple of the number of attention heads (3)"
+    )
     assert len(run.pods()) <= 2
 
 
@@ -75,7 +77,12 @@ def test_12_an_image_that_does_not_exist_is_waited_for_with_a_reason(runs: Runs)
 
 
 def test_12_an_exceeded_quota_is_waited_for_and_trains_when_there_is_room(runs: Runs) -> None:
-    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "small"}, "spec": {"hard": {"pods": "0"}}}
+    quota = {
+        "apiVersion": "v1",
+        "kind": "ResourceQuota",
+        "metadata": {"name": "small"},
+        "spec": {"hard": {"pods": "0"}},
+    }
     runs.kubectl("apply", "-f", "-", text=json.dumps(quota))
     wait_for(lambda: "hard" in (runs.get("resourcequotas", "small") or {}).get("status", {}), "the quota")
     run = runs.start("poor", steps=20)
@@ -141,8 +148,12 @@ def test_secrets_are_only_ever_referred_to(runs: Runs, operator: Any) -> None:
         "config maps": lambda: json.dumps(runs.list("configmaps")),
         "the operator's log": operator.logs,
         "the operator's metrics": operator.metrics,
-        "the pods' logs": lambda: runs.kubectl("logs", "-l", "evergrad.dev/run=discreet", "--tail=-1", "--prefix"),
-        "the run directory": lambda: "".join(path.read_text("utf-8", "replace") for path in run.directory().rglob("*.json*")),
+        "the pods' logs": lambda: runs.kubectl(
+            "logs", "-l", "evergrad.dev/run=discreet", "--tail=-1", "--prefix"
+        ),
+        "the run directory": lambda: "".join(
+            path.read_text("utf-8", "replace") for path in run.directory().rglob("*.json*")
+        ),
     }
     for place, read in places.items():
         assert secret not in read(), place

@@ -30,7 +30,10 @@ MANIFEST: dict[str, Any] = {
                 }
             },
             "tokenizer": {"type": "byte"},
-            "data": {"sources": [{"name": "docs", "type": "jsonl", "path": "/volume/docs.jsonl"}], "sequenceLength": 32},
+            "data": {
+                "sources": [{"name": "docs", "type": "jsonl", "path": "/volume/docs.jsonl"}],
+                "sequenceLength": 32,
+            },
             "batching": {"globalBatchSize": 4, "microBatchSize": 2},
             "optimizer": {"type": "adamw", "learningRate": 1e-3},
             "horizon": {"steps": 4},
@@ -62,7 +65,9 @@ def trainer_image(built: tuple[str, ...]) -> str:
 def volume(tmp_path: Path) -> Iterator[Path]:
     """A folder that every user may write, with a few documents and a manifest."""
     tmp_path.chmod(0o777)
-    (tmp_path / "docs.jsonl").write_text("".join(json.dumps({"text": f"document {number} " * 20}) + "\n" for number in range(50)))
+    (tmp_path / "docs.jsonl").write_text(
+        "".join(json.dumps({"text": f"document {number} " * 20}) + "\n" for number in range(50))
+    )
     (tmp_path / "trainingrun.yaml").write_text(json.dumps(MANIFEST))
     return tmp_path
 
@@ -86,7 +91,14 @@ def run_in(
         "--user",
         user,
     ]
-    command += ["--cap-drop", "all", "--security-opt", "no-new-privileges", "--tmpfs", "/tmp:rw,mode=1777,size=256m"]
+    command += [
+        "--cap-drop",
+        "all",
+        "--security-opt",
+        "no-new-privileges",
+        "--tmpfs",
+        "/tmp:rw,mode=1777,size=256m",
+    ]
     command += ["--entrypoint", entrypoint] if entrypoint else []
     command += ["--volume", f"{volume}:/volume"] if volume else []
     return subprocess.run(
@@ -108,31 +120,49 @@ def told_by(image: str, *words: str, **settings: Any) -> str:
 
 def described(image: str) -> dict[str, Any]:
     command = ["podman", "image", "inspect", image]
-    shown = subprocess.run(command, capture_output=True, check=True, env={"PATH": "/usr/bin:/bin", **images.environment()})
+    shown = subprocess.run(
+        command, capture_output=True, check=True, env={"PATH": "/usr/bin:/bin", **images.environment()}
+    )
     (found,) = json.loads(shown.stdout)
     return dict(found)
 
 
 @pytest.mark.parametrize("user", PEOPLE)
-def test_the_trainer_says_its_version_and_checks_a_run_as_any_user(trainer_image: str, volume: Path, user: str) -> None:
+def test_the_trainer_says_its_version_and_checks_a_run_as_any_user(
+    trainer_image: str, volume: Path, user: str
+) -> None:
     assert told_by(trainer_image, "--version", user=user).startswith("evergrad ")
     told_by(trainer_image, "validate", "/volume/trainingrun.yaml", user=user, volume=volume)
 
 
 @pytest.mark.parametrize("user", PEOPLE[:2])
-def test_the_trainer_trains_with_a_read_only_root_and_no_network(trainer_image: str, volume: Path, user: str) -> None:
-    told_by(trainer_image, "run", "/volume/trainingrun.yaml", "--run-directory", "/volume/run", user=user, volume=volume)
+def test_the_trainer_trains_with_a_read_only_root_and_no_network(
+    trainer_image: str, volume: Path, user: str
+) -> None:
+    told_by(
+        trainer_image,
+        "run",
+        "/volume/trainingrun.yaml",
+        "--run-directory",
+        "/volume/run",
+        user=user,
+        volume=volume,
+    )
     assert json.loads((volume / "run/complete.json").read_text())["step"] == 4
 
 
 @pytest.mark.parametrize("user", PEOPLE)
 def test_operator_and_coordinator_start_as_any_user(operator_image: str, user: str) -> None:
     assert "--all-namespaces" in told_by(operator_image, "--help", user=user)
-    assert "--min" in told_by(operator_image, "-m", "evergrad_coordinator", "--help", user=user, entrypoint="python")
+    assert "--min" in told_by(
+        operator_image, "-m", "evergrad_coordinator", "--help", user=user, entrypoint="python"
+    )
 
 
 def test_an_operator_without_a_cluster_says_so_in_one_line(operator_image: str) -> None:
-    done = run_in(operator_image, "--all-namespaces", "--no-lease", "--operator-image", "a:1", "--trainer-image", "b:1")
+    done = run_in(
+        operator_image, "--all-namespaces", "--no-lease", "--operator-image", "a:1", "--trainer-image", "b:1"
+    )
     assert done.returncode == 64
     assert done.stderr.strip().splitlines()[-1].startswith("error: no API server is known")
 
@@ -144,7 +174,9 @@ def test_an_operator_without_a_cluster_says_so_in_one_line(operator_image: str) 
         ("trainer_image", ("kubernetes", "kopf", "evergrad_operator", "pip")),
     ],
 )
-def test_an_image_holds_nothing_of_the_other(image: str, absent: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+def test_an_image_holds_nothing_of_the_other(
+    image: str, absent: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
     program = f"import importlib.util as u; print([n for n in {absent} if u.find_spec(n)])"
     assert told_by(request.getfixturevalue(image), "-c", program, entrypoint="python").strip() == "[]"
 
@@ -159,13 +191,17 @@ def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_b
         " 2>/dev/null; env | grep -iE 'proxy|cert|pip_' ; true"
     )
     assert told_by(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
-    history = json.dumps([step.get("created_by") for step in described(request.getfixturevalue(image))["History"]])
+    history = json.dumps(
+        [step.get("created_by") for step in described(request.getfixturevalue(image))["History"]]
+    )
     for word in ("PIP_CERT", "proxy", "index-url=", "ca-certificates.crt"):
         assert word not in history
 
 
 @pytest.mark.parametrize("image", ["operator_image", "trainer_image"])
-def test_everything_in_an_image_is_compiled_and_nothing_may_be_changed(image: str, request: pytest.FixtureRequest) -> None:
+def test_everything_in_an_image_is_compiled_and_nothing_may_be_changed(
+    image: str, request: pytest.FixtureRequest
+) -> None:
     program = (
         "import evergrad_coordinator, pathlib, sys; p = pathlib.Path(evergrad_coordinator.__cached__); assert p.is_file(), p;"
         "flags = int.from_bytes(p.read_bytes()[4:8], 'little'); assert flags == 1, flags; assert sys.flags.safe_path"
@@ -176,7 +212,8 @@ def test_everything_in_an_image_is_compiled_and_nothing_may_be_changed(image: st
 
 
 @pytest.mark.parametrize(
-    ("image", "entrypoint"), [("operator_image", ["python", "-m", "evergrad_operator"]), ("trainer_image", ["evergrad"])]
+    ("image", "entrypoint"),
+    [("operator_image", ["python", "-m", "evergrad_operator"]), ("trainer_image", ["evergrad"])],
 )
 def test_an_image_says_what_it_is(image: str, entrypoint: list[str], request: pytest.FixtureRequest) -> None:
     settings = described(request.getfixturevalue(image))["Config"]
@@ -184,13 +221,17 @@ def test_an_image_says_what_it_is(image: str, entrypoint: list[str], request: py
     assert settings["Entrypoint"] == entrypoint
     assert settings["StopSignal"] == "SIGTERM"
     labels = {
-        key.rpartition(".")[2]: value for key, value in settings["Labels"].items() if key.startswith("org.opencontainers.image.")
+        key.rpartition(".")[2]: value
+        for key, value in settings["Labels"].items()
+        if key.startswith("org.opencontainers.image.")
     }
     assert {"title", "description", "version", "revision", "licenses"} <= set(labels)
     assert labels["version"] == product_images.version()
 
 
-def test_a_second_build_of_the_same_does_nothing(built: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_build_of_the_same_does_nothing(
+    built: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     del built
     product_images.ensure(is_loaded=False)
     said = capsys.readouterr().out

@@ -22,7 +22,9 @@ def start_spread(runs: Runs, name: str) -> tuple[Run, dict[int, str]]:
 # The operator may be on the frozen node: it goes on there without its lease, and ends.
 @pytest.mark.operator_ends
 @pytest.mark.operator_errors("ends: ", API_AWAY)
-def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(runs: Runs, faults: Any, reference: Reference) -> None:
+def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(
+    runs: Runs, faults: Any, reference: Reference
+) -> None:
     run, places = start_spread(runs, "frozen")
     assert len(set(places.values())) == 2
     coordinator = run.live_pods(role="coordinator")[0]["spec"]["nodeName"]
@@ -31,11 +33,15 @@ def test_05_a_frozen_node_is_left_behind_and_its_ghost_writes_nothing(runs: Runs
     run.wait_for_world(1)
     run.wait_for_step(run.newest_step() + 20)
     successor = f"frozen-{index}-1"
-    wait_for(lambda: any(pod["metadata"]["name"] == successor for pod in run.pods()), "the lost pod's successor")
+    wait_for(
+        lambda: any(pod["metadata"]["name"] == successor for pod in run.pods()), "the lost pod's successor"
+    )
     run.wait_for_world(2)
     generations = list(run.generations())
     faults.thaw_node(places[index])
-    wait_for(lambda: all(pod["metadata"]["name"] != f"frozen-{index}-0" for pod in run.pods()), "the ghost's end")
+    wait_for(
+        lambda: all(pod["metadata"]["name"] != f"frozen-{index}-0" for pod in run.pods()), "the ghost's end"
+    )
     run.wait_for_step(run.newest_step() + 20)
     assert run.repeated_steps() == 0
     run.expect_same_as(reference)

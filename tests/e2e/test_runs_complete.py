@@ -28,16 +28,32 @@ def test_01_the_quickstart_trains_to_complete_on_a_class_of_single_node_volumes_
     assert status["phase"] == "Complete"
     assert status["progress"]["step"] == status["progress"]["totalSteps"] == 200
     files = {path.name for path in run.directory().iterdir()}
-    assert {"run.json", "provenance.json", "metrics.jsonl", "events.jsonl", "report.html", "report.md", "complete.json"} <= files
+    assert {
+        "run.json",
+        "provenance.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "report.html",
+        "report.md",
+        "complete.json",
+    } <= files
     assert run.checkpoints()
     wait_for(lambda: not run.live_pods() and not run.live_pods(role="coordinator"), "the pods' end")
     wait_for(lambda: run.status()["nodes"].get("running", 0) == 0, "the pods' end in the status")
-    before = (run.get()["metadata"]["resourceVersion"], [pod["metadata"]["uid"] for pod in run.pods()], len(run.rows()))
+    before = (
+        run.get()["metadata"]["resourceVersion"],
+        [pod["metadata"]["uid"] for pod in run.pods()],
+        len(run.rows()),
+    )
     runs.kubectl("apply", "-f", "-", text=json.dumps(manifest))
     time.sleep(5)
     after = run.get()
     assert after["metadata"]["generation"] == 1
-    assert (after["metadata"]["resourceVersion"], [pod["metadata"]["uid"] for pod in run.pods()], len(run.rows())) == before
+    assert (
+        after["metadata"]["resourceVersion"],
+        [pod["metadata"]["uid"] for pod in run.pods()],
+        len(run.rows()),
+    ) == before
     assert manifest["metadata"]["name"] == "quickstart"
 
 
@@ -48,7 +64,9 @@ def test_15_a_finished_run_restored_without_status_is_complete_again_without_a_p
     manifest = run.get()
     runs.kubectl("delete", RESOURCE, "restored", "--wait=true")
     wait_for(lambda: not run.pods() and not run.pods(role="coordinator"), "the garbage collection")
-    clean = {key: manifest[key] for key in ("apiVersion", "kind", "spec")} | {"metadata": {"name": "restored"}}
+    clean = {key: manifest[key] for key in ("apiVersion", "kind", "spec")} | {
+        "metadata": {"name": "restored"}
+    }
     runs.apply(clean)
     status = run.wait_for_phase("Complete")
     assert run.condition("Complete")["reason"] == "AlreadyComplete"
@@ -76,7 +94,9 @@ def test_16_an_unmodified_ddp_script_survives_a_killed_pod(runs: Runs, faults: A
     runs.kubectl("create", "configmap", "script", f"--from-literal=ddp.py={script}")
     manifest = make_manifest("script", steps=1)
     del manifest["spec"]["training"]
-    manifest["spec"]["script"] = {"command": ["/script/ddp.py", "--output", "output", "--steps", "300", "--step-seconds", "0.1"]}
+    manifest["spec"]["script"] = {
+        "command": ["/script/ddp.py", "--output", "output", "--steps", "300", "--step-seconds", "0.1"]
+    }
     manifest["spec"]["template"] = {
         "volumes": [{"name": "script", "configMap": {"name": "script"}}],
         "volumeMounts": [{"name": "script", "mountPath": "/script"}],
@@ -120,9 +140,13 @@ def test_a_script_that_reports_no_number_at_all_runs_to_its_end(runs: Runs) -> N
 
 def test_18_a_second_run_on_the_same_path_is_refused(runs: Runs) -> None:
     runs.kubectl("apply", "-f", "-", text=json.dumps(_claim("common", runs.cluster.storage_class)))
-    first = runs.start("first", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"})
+    first = runs.start(
+        "first", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"}
+    )
     first.wait_for_step(5)
-    second = runs.start("second", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"})
+    second = runs.start(
+        "second", steps=ENDLESS, storage={"size": None, "claimName": "common", "path": "experiment"}
+    )
     status = second.wait_for_phase("Failed")
     assert second.condition("Failed")["reason"] == "OutputConflict"
     assert "first" in status["message"] and "experiment" in status["message"]
@@ -164,7 +188,9 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
     try:
         began = time.monotonic()
         run.wait_for_step(20)
-        assert "step" in runs.kubectl("logs", "-l", "evergrad.dev/run=watched,evergrad.dev/index=0", "--tail=-1")
+        assert "step" in runs.kubectl(
+            "logs", "-l", "evergrad.dev/run=watched,evergrad.dev/index=0", "--tail=-1"
+        )
         run.wait_for_phase("Complete", seconds=600)
         seconds = time.monotonic() - began
     finally:
@@ -174,5 +200,7 @@ def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
     phases = len({line.split()[1] for line in lines[1:]})
     assert len(lines) - 1 <= seconds / 10 + 2 * phases + 2, "\n".join(lines)
     told = [event for event in runs.list("events") if event["involvedObject"]["kind"] == "TrainingRun"]
-    reasons = [event["reason"] for event in sorted(told, key=lambda one: int(one["metadata"]["resourceVersion"]))]
+    reasons = [
+        event["reason"] for event in sorted(told, key=lambda one: int(one["metadata"]["resourceVersion"]))
+    ]
     assert len(reasons) == len(set(reasons)) and reasons[-1] == "Complete", reasons

@@ -36,7 +36,9 @@ def test_02_a_pod_deleted_in_grace_costs_no_step(runs: Runs, reference: Referenc
     assert run.status()["failures"]["withoutProgress"] == 0
 
 
-def test_03_a_killed_container_costs_no_finished_step_and_is_replaced(runs: Runs, faults: Any, reference: Reference) -> None:
+def test_03_a_killed_container_costs_no_finished_step_and_is_replaced(
+    runs: Runs, faults: Any, reference: Reference
+) -> None:
     run = start(runs, "killed")
     faults.kill_container(runs.namespace, run.live_pods()[0]["metadata"]["name"])
     run.wait_for_world(1)
@@ -50,7 +52,9 @@ def test_03_a_killed_container_costs_no_finished_step_and_is_replaced(runs: Runs
 
 
 @pytest.mark.long
-def test_the_operator_stays_through_200_quiet_seconds_after_a_killed_pod(runs: Runs, operator: Any, faults: Any) -> None:
+def test_the_operator_stays_through_200_quiet_seconds_after_a_killed_pod(
+    runs: Runs, operator: Any, faults: Any
+) -> None:
     run = start(runs, "quiet")
     before = operator.restarts()
     faults.kill_container(runs.namespace, run.live_pods()[1]["metadata"]["name"])
@@ -65,12 +69,17 @@ def test_the_operator_stays_through_200_quiet_seconds_after_a_killed_pod(runs: R
     wait_for(lambda: run.status()["progress"]["step"] >= step, "a status that the operator writes still")
 
 
-def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(runs: Runs, reference: Reference) -> None:
+def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(
+    runs: Runs, reference: Reference
+) -> None:
     run = start(runs, "drained")
     pod = run.live_pods()[1]
     runs.kubectl("create", "--raw", f"/api/v1/namespaces/{runs.namespace}/pods/{pod['metadata']['name']}/eviction", "-f", "-",
                  text=_eviction(runs.namespace, pod["metadata"]["name"]))  # fmt: skip
-    wait_for(lambda: run.live_pods().get(1, pod)["metadata"]["uid"] != pod["metadata"]["uid"], "the evicted pod's successor")
+    wait_for(
+        lambda: run.live_pods().get(1, pod)["metadata"]["uid"] != pod["metadata"]["uid"],
+        "the evicted pod's successor",
+    )
     run.wait_for_world(2)
     node = run.live_pods()[0]["spec"]["nodeName"]
     try:
@@ -78,7 +87,8 @@ def test_04_eviction_and_a_drained_node_move_the_pods_and_the_node_comes_back(ru
         options = ("--force", "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=230s", chosen)
         runs.kubectl("drain", node, *options)
         wait_for(
-            lambda: {one["spec"]["nodeName"] for one in run.live_pods().values()} == {_other(node)}, "pods on the other node"
+            lambda: {one["spec"]["nodeName"] for one in run.live_pods().values()} == {_other(node)},
+            "pods on the other node",
         )
         run.wait_for_world(2)
     finally:
@@ -106,7 +116,10 @@ def test_06_a_preempted_pod_comes_back_when_there_is_room(runs: Runs, reference:
     )
     node = run.live_pods()[1]["spec"]["nodeName"]
     runs.kubectl("apply", "-f", "-", text=_intruder(node))
-    wait_for(lambda: run.status().get("restarts", {}).get("byCause", {}).get("Preempted"), "the preemption in the status")
+    wait_for(
+        lambda: run.status().get("restarts", {}).get("byCause", {}).get("Preempted"),
+        "the preemption in the status",
+    )
     run.wait_for_world(1)
     go_on(run)
     wait_for(lambda: "no node fits" in str(run.status()), "the missing room in the status")
@@ -152,7 +165,9 @@ def test_07_node_bounds_change_live_down_and_up(runs: Runs, reference: Reference
     run.expect_same_as(reference)
 
 
-def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(runs: Runs, reference: Reference) -> None:
+def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(
+    runs: Runs, reference: Reference
+) -> None:
     run = start(runs, "suspended")
     run.patch({"suspend": True})
     run.wait_for_phase("Suspended")
@@ -173,7 +188,9 @@ def test_08_suspended_with_a_checkpoint_and_resumed_at_the_same_step(runs: Runs,
     assert generations == sorted(generations)
 
 
-def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(runs: Runs, faults: Any, reference: Reference) -> None:
+def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(
+    runs: Runs, faults: Any, reference: Reference
+) -> None:
     run = start(runs, "headless")
     workers = {index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()}
     faults.kill_container(runs.namespace, run.live_pods(role="coordinator")[0]["metadata"]["name"])
@@ -181,7 +198,8 @@ def test_10_a_killed_coordinator_pod_is_replaced_and_no_step_is_lost(runs: Runs,
     first = run.live_pods(role="coordinator")[0]["metadata"]["name"]
     runs.kubectl("delete", "pod", first, "--now")
     wait_for(
-        lambda: run.live_pods(role="coordinator").get(0, {}).get("metadata", {}).get("name", first) != first, "a new coordinator"
+        lambda: run.live_pods(role="coordinator").get(0, {}).get("metadata", {}).get("name", first) != first,
+        "a new coordinator",
     )
     go_on(run, steps=60)
     assert {index: pod["metadata"]["uid"] for index, pod in run.live_pods().items()} == workers

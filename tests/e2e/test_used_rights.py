@@ -40,15 +40,25 @@ def used(cluster: Any, operator: Any) -> set[tuple[str, str]]:
         pytest.skip("Requests are recorded on the bed only.")
     del operator
     return {
-        (resource_of(event), event["verb"]) for event in requests() if (event.get("responseStatus") or {}).get("code", 0) < 300
+        (resource_of(event), event["verb"])
+        for event in requests()
+        if (event.get("responseStatus") or {}).get("code", 0) < 300
     }
 
 
 @pytest.fixture(scope="module")
 def granted() -> set[tuple[str, str]]:
-    roles = [one for one in chart.render({"rbac": {"aggregatedRoles": False}}) if one["kind"] in ("Role", "ClusterRole")]
+    roles = [
+        one
+        for one in chart.render({"rbac": {"aggregatedRoles": False}})
+        if one["kind"] in ("Role", "ClusterRole")
+    ]
     return {
-        (resource, verb) for role in roles for rule in role["rules"] for resource in rule["resources"] for verb in rule["verbs"]
+        (resource, verb)
+        for role in roles
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
     }
 
 
@@ -69,7 +79,9 @@ def test_the_operator_asked_for_nothing_that_the_chart_does_not_name(
     assert used - granted == set()
 
 
-def test_every_right_was_used(used: set[tuple[str, str]], granted: set[tuple[str, str]], request: pytest.FixtureRequest) -> None:
+def test_every_right_was_used(
+    used: set[tuple[str, str]], granted: set[tuple[str, str]], request: pytest.FixtureRequest
+) -> None:
     rooms = {item.path for item in request.session.items if "e2e" in item.path.parts}
     if len(rooms) < ENOUGH:
         pytest.skip("Only a part of the end-to-end tests was run; they use every right together.")

@@ -17,10 +17,20 @@ class FakeCluster:
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Mapping[str, Any] | None:
         self.reads.append(("get", kind.plural))
-        return self.store.get(kind.plural, namespace, name) if (kind.plural, namespace, name) in self.store.objects else None
+        return (
+            self.store.get(kind.plural, namespace, name)
+            if (kind.plural, namespace, name) in self.store.objects
+            else None
+        )
 
     async def list_all(
-        self, kind: Kind, namespace: str | None, *, selector: str = "", name: str = "", metadata_only: bool = False
+        self,
+        kind: Kind,
+        namespace: str | None,
+        *,
+        selector: str = "",
+        name: str = "",
+        metadata_only: bool = False,
     ) -> tuple[list[Any], int]:
         self.reads.append(("list", kind.plural))
         found = self.store.list(kind.plural, namespace, selector)
@@ -34,10 +44,14 @@ class FakeCluster:
     ) -> Mapping[str, Any]:
         return self._try(lambda: self.store.apply(KINDS[body["kind"]].plural, body, subresource))
 
-    async def merge(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def merge(
+        self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         return self._try(lambda: self.store.merge(kind.plural, namespace, name, patch))
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None) -> bool:
+    async def delete(
+        self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
+    ) -> bool:
         try:
             self._try(lambda: self.store.delete(kind.plural, namespace, name, uid))
         except ApiError as error:

@@ -76,7 +76,9 @@ class ServerThread:
 class OperatorProcess:
     """``python -m evergrad_operator`` against a server."""
 
-    def __init__(self, folder: Path, url: str, *arguments: str, token: str = "t", environ: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, folder: Path, url: str, *arguments: str, token: str = "t", environ: dict[str, str] | None = None
+    ) -> None:
         self.log = folder / f"operator-{time.monotonic_ns()}.log"
         kubeconfig = folder / f"{token}.kubeconfig"
         content = {
@@ -86,7 +88,18 @@ class OperatorProcess:
             "users": [{"name": "u", "user": {"token": token}}],
         }
         kubeconfig.write_text(json.dumps(content))
-        options = ["--namespace", "ns", "--host", "127.0.0.1", "--port", "0", "--trainer-image", "t:1", "--operator-image", "o:1"]
+        options = [
+            "--namespace",
+            "ns",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            "0",
+            "--trainer-image",
+            "t:1",
+            "--operator-image",
+            "o:1",
+        ]
         options += ["--no-network-policies", "--no-disruption-budgets"]
         options += [] if "--lease" in arguments else ["--no-lease"]
         with self.log.open("wb") as log:

@@ -85,7 +85,9 @@ class FakeServer:
         except RefusedError as error:
             return _refuse(error)
 
-    async def _serve(self, request: web.Request, plural: str, namespace: str, name: str, subresource: str) -> web.StreamResponse:
+    async def _serve(
+        self, request: web.Request, plural: str, namespace: str, name: str, subresource: str
+    ) -> web.StreamResponse:
         method, query, store = request.method, request.query, self.store
         if plural in self.refused:
             raise RefusedError(403, "Forbidden", f"{plural} is forbidden")
@@ -96,7 +98,9 @@ class FakeServer:
         if method == "GET":
             items = store.list(plural, namespace, query.get("labelSelector", ""))
             version = str(store.version)
-            return web.json_response({"kind": "List", "items": items, "metadata": {"resourceVersion": version}})
+            return web.json_response(
+                {"kind": "List", "items": items, "metadata": {"resourceVersion": version}}
+            )
         body = await request.json() if request.can_read_body else {}
         if method == "POST":
             body["metadata"].setdefault("namespace", namespace)
@@ -111,11 +115,20 @@ class FakeServer:
         return web.json_response(store.merge(plural, namespace, name, body))
 
     async def _watch(self, request: web.Request, plural: str, namespace: str) -> web.StreamResponse:
-        selector, since = request.query.get("labelSelector", ""), int(request.query.get("resourceVersion") or 0)
+        selector, since = (
+            request.query.get("labelSelector", ""),
+            int(request.query.get("resourceVersion") or 0),
+        )
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
         if since < self._oldest:
-            expired = {"kind": "Status", "status": "Failure", "code": 410, "reason": "Expired", "message": "too old"}
+            expired = {
+                "kind": "Status",
+                "status": "Failure",
+                "code": 410,
+                "reason": "Expired",
+                "message": "too old",
+            }
             await response.write(json.dumps({"type": "ERROR", "object": expired}).encode() + b"\n")
             return response
         queue: asyncio.Queue[tuple[str, str, Any] | None] = asyncio.Queue()
@@ -126,7 +139,11 @@ class FakeServer:
         try:
             while (told := await queue.get()) is not None:
                 which, text, raw = told
-                if which == plural and namespace in ("", raw["metadata"].get("namespace")) and matches(raw, selector):
+                if (
+                    which == plural
+                    and namespace in ("", raw["metadata"].get("namespace"))
+                    and matches(raw, selector)
+                ):
                     await response.write(text.encode() + b"\n")
         except ConnectionError:
             pass  # who watched is gone
@@ -163,7 +180,14 @@ def _discover(parts: list[str]) -> dict[str, Any] | None:
     if (parts[0] == "api" and len(parts) == 2) or (parts[0] == "apis" and len(parts) == 3):
         verbs = ["create", "delete", "get", "list", "patch", "update", "watch"]
         resources = [
-            {"name": plural, "singularName": kind.lower(), "kind": kind, "namespaced": True, "verbs": verbs, "shortNames": []}
+            {
+                "name": plural,
+                "singularName": kind.lower(),
+                "kind": kind,
+                "namespaced": True,
+                "verbs": verbs,
+                "shortNames": [],
+            }
             for plural, (kind, where) in KINDS.items()
             if where == version
         ]
@@ -175,7 +199,13 @@ def _discover(parts: list[str]) -> dict[str, Any] | None:
 
 
 def _refuse(error: RefusedError) -> web.Response:
-    body = {"kind": "Status", "status": "Failure", "code": error.status, "reason": error.reason, "message": error.message}
+    body = {
+        "kind": "Status",
+        "status": "Failure",
+        "code": error.status,
+        "reason": error.reason,
+        "message": error.message,
+    }
     headers = {"Retry-After": str(error.retry_after)} if error.retry_after is not None else {}
     return web.json_response(body, status=error.status, headers=headers)
 

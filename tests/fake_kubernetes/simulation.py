@@ -24,7 +24,9 @@ from fake_kubernetes.cluster import FakeCluster
 from fake_kubernetes.store import Store, Write
 
 KEY: Key = ("ns", "run")
-CONFIG = Config(trainer_image="trainer:1", operator_image="operator:1", network_policies=False, disruption_budgets=False)
+CONFIG = Config(
+    trainer_image="trainer:1", operator_image="operator:1", network_policies=False, disruption_budgets=False
+)
 RESOURCES = {"trainingruns": RUNS, "pods": PODS, "persistentvolumeclaims": CLAIMS}
 WATCHED = tuple(RESOURCES)
 
@@ -60,7 +62,9 @@ class FakeCoordinators(Coordinators):
         text = f"the coordinator at {followed.address} did not answer GET /status: TimeoutError"
         seconds = self.now() - since
         reason, is_dead = "CoordinatorUnreachable", self.has_timed_out
-        return Silence(followed.attempt, seconds, reason, text, has_answered=True, has_timed_out=is_dead, is_alone=True)
+        return Silence(
+            followed.attempt, seconds, reason, text, has_answered=True, has_timed_out=is_dead, is_alone=True
+        )
 
     async def ask(self, key: Key) -> None:
         self.answers.update(self.unheard)
@@ -183,10 +187,14 @@ class Simulation:
                     "conditions": [{"type": "Ready", "status": "True"}],
                     "containerStatuses": [{"name": name, "state": state, "ready": True, "restartCount": 0}],
                 }
-                self.store.change("pods", "ns", raw["metadata"]["name"], {"status": status, "spec": {"nodeName": "n1"}})
+                self.store.change(
+                    "pods", "ns", raw["metadata"]["name"], {"status": status, "spec": {"nodeName": "n1"}}
+                )
         for raw in self.store.list("persistentvolumeclaims"):
             if (raw.get("status") or {}).get("phase") != "Bound":
-                self.store.change("persistentvolumeclaims", "ns", raw["metadata"]["name"], {"status": {"phase": "Bound"}})
+                self.store.change(
+                    "persistentvolumeclaims", "ns", raw["metadata"]["name"], {"status": {"phase": "Bound"}}
+                )
 
     def end_pod(self, name: str, exit_code: int = 0, **terminated: Any) -> None:
         """A container ends for good."""
@@ -197,7 +205,11 @@ class Simulation:
             "reason": "Error" if exit_code else "Completed",
             **terminated,
         }
-        container = {"name": raw["spec"]["containers"][0]["name"], "state": {"terminated": ended}, "ready": False}
+        container = {
+            "name": raw["spec"]["containers"][0]["name"],
+            "state": {"terminated": ended},
+            "ready": False,
+        }
         phase = "Failed" if exit_code else "Succeeded"
         status = {"phase": phase, "containerStatuses": [container], "conditions": []}
         self.store.change("pods", "ns", name, {"status": status})
@@ -211,8 +223,22 @@ class Simulation:
     def train(self, step: int = 1, **more: Any) -> None:
         """What the coordinator says."""
         nodes = {"min": 1, "max": 2, "ready": 2, "connected": 2, "members": []}
-        answer = {"phase": "Running", "reason": "AllMembersUp", "message": "", "generation": 1, "nodes": nodes, "worldSize": 2}
-        answer |= {"step": step, "totalSteps": 10, "loss": 2.0, "tokensPerSecond": 5.0, "restarts": {}, "lostSeconds": {}}
+        answer = {
+            "phase": "Running",
+            "reason": "AllMembersUp",
+            "message": "",
+            "generation": 1,
+            "nodes": nodes,
+            "worldSize": 2,
+        }
+        answer |= {
+            "step": step,
+            "totalSteps": 10,
+            "loss": 2.0,
+            "tokensPerSecond": 5.0,
+            "restarts": {},
+            "lostSeconds": {},
+        }
         self.coordinators.answers[KEY] = {**answer, "updatedSecondsAgo": 0.1, **more}
 
     def fall_silent(self, *, is_host_dead: bool = False) -> None:
@@ -243,11 +269,17 @@ class Simulation:
         return dict(self.store.get("trainingruns", *KEY).get("status") or {})
 
     def pods(self, role: str = "node") -> list[str]:
-        return [raw["metadata"]["name"] for raw in self.store.list("pods") if raw["metadata"]["labels"][LABEL_ROLE] == role]
+        return [
+            raw["metadata"]["name"]
+            for raw in self.store.list("pods")
+            if raw["metadata"]["labels"][LABEL_ROLE] == role
+        ]
 
     def children(self) -> list[tuple[str, str]]:
         return sorted(
-            (plural, name) for plural, _, name in self.store.objects if plural not in ("trainingruns", "events", "leases")
+            (plural, name)
+            for plural, _, name in self.store.objects
+            if plural not in ("trainingruns", "events", "leases")
         )
 
 

@@ -26,8 +26,15 @@ KINDS = {
 class RefusedError(Exception):
     """A request that is not done: HTTP status, reason, message."""
 
-    def __init__(self, status: int, reason: str, message: str = "", *, retry_after: int | None = None) -> None:
-        self.status, self.reason, self.message, self.retry_after = status, reason, message or reason, retry_after
+    def __init__(
+        self, status: int, reason: str, message: str = "", *, retry_after: int | None = None
+    ) -> None:
+        self.status, self.reason, self.message, self.retry_after = (
+            status,
+            reason,
+            message or reason,
+            retry_after,
+        )
         super().__init__(f"{status} {reason}: {message}")
 
 

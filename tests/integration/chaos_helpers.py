@@ -79,7 +79,9 @@ class Watch:
             return
         sample = Sample(len(os.listdir(f"/proc/{pid}/fd")), int(fields[17]), int(memory[1]) / 1024)
         self.samples[pid, born].append(sample)
-        self.roles[pid, born] = "coordinator" if is_coordinator else ("launcher", "node", "worker", "grandchild")[min(depth, 3)]
+        self.roles[pid, born] = (
+            "coordinator" if is_coordinator else ("launcher", "node", "worker", "grandchild")[min(depth, 3)]
+        )
 
 
 def descendants(pid: int, *, depth: int = 0) -> list[tuple[int, int]]:
@@ -166,7 +168,7 @@ VARIANTS = {
         environment={"EVERGRAD_CHAOS_KIND": "feeding"},
         training={"checkpoint": {"every": {"steps": 10}}},
         faults=(
-            constant("evergrad_trainer.elastic.transfer._CHUNK_BYTES", 4096),
+            constant("evergrad_trainer.state.transfer._CHUNK_BYTES", 4096),
             fault("receive", call=0, action="sleep", rank=None, seconds=0.05),
         ),
     ),
@@ -216,7 +218,9 @@ def await_events(run: Disturbed, *, count: int, seconds: float) -> None:
         return any(line.startswith(f"chaos: event {count}: the run goes on") for line in lines)
 
     try:
-        wait_until(lambda: has_recovered() or time.sleep(0.1), seconds=seconds, what=f"{count} events took too long")
+        wait_until(
+            lambda: has_recovered() or time.sleep(0.1), seconds=seconds, what=f"{count} events took too long"
+        )
     except TimeoutError as error:
         raise AssertionError(f"{error}: {run.describe()}") from None
 
@@ -252,7 +256,9 @@ NOBODY = {"type": "none", "pid": None}
 def find_repeats(directory: Path) -> list[Repeat]:
     """Wherever a row is not the one after the row before it."""
     rows = metric_rows(directory)
-    begins = {event["generation"]: event for type_ in ("world", "start") for event in events(directory, type_)}
+    begins = {
+        event["generation"]: event for type_ in ("world", "start") for event in events(directory, type_)
+    }
     repeats = []
     for before, after in pairwise(rows):
         if after["step"] == before["step"] + 1:

@@ -42,7 +42,11 @@ class WarmProcess:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def ask(self, **request: Any) -> Any:
@@ -71,7 +75,9 @@ def warm_process() -> WarmProcess:
     return _warm[0]
 
 
-def start_world(function: Callable[..., Any], *, size: int, directory: Path, scratch: Path, **params: Any) -> list[int]:
+def start_world(
+    function: Callable[..., Any], *, size: int, directory: Path, scratch: Path, **params: Any
+) -> list[int]:
     """Start ``function(world, directory, **params)`` in ``size`` ranks of a fresh generation; their process ids.
 
     With ``finalizes=True`` the ranks leave through the interpreter's own shutdown instead of at once.
@@ -102,7 +108,9 @@ def end_world(pids: list[int], scratch: Path) -> list[Ended]:
 def run_world(function: Callable[..., Any], *, size: int, directory: Path, **params: Any) -> list[Ended]:
     """Run ``function(world, directory, **params)`` in every rank of a fresh generation and wait for all."""
     scratch = directory.parent / f"world-{time.monotonic_ns()}"
-    return end_world(start_world(function, size=size, directory=directory, scratch=scratch, **params), scratch)
+    return end_world(
+        start_world(function, size=size, directory=directory, scratch=scratch, **params), scratch
+    )
 
 
 def values(ended: list[Ended]) -> list[Any]:

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
-for _name in ("run_helpers", "coordinator_processes", "rendezvous_cluster", "elastic_helpers", "chaos_helpers"):
+for _name in (
+    "run_helpers",
+    "coordinator_processes",
+    "rendezvous_cluster",
+    "elastic_helpers",
+    "chaos_helpers",
+):
     if _name not in sys.modules:
         _spec = importlib.util.spec_from_file_location(_name, Path(__file__).with_name(f"{_name}.py"))
         assert _spec is not None and _spec.loader is not None

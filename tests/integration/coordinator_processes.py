@@ -44,12 +44,24 @@ class Coordinator:
         self.folder = folder
         self._address = folder / f"address-{time.monotonic_ns()}.json"
         self._log = self._address.with_suffix(".log")
-        command = [sys.executable, "-m", "evergrad_coordinator", "--run", run, "--min", str(least), "--max", str(most)]
+        command = [
+            sys.executable,
+            "-m",
+            "evergrad_coordinator",
+            "--run",
+            run,
+            "--min",
+            str(least),
+            "--max",
+            str(most),
+        ]
         command += ["--host", "127.0.0.1", "--address-file", str(self._address), "--linger", "0"]
         command += ["--token-file", str(folder / "token"), *arguments]
         (folder / "token").write_text(TOKEN)
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stderr=log, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                command, stderr=log, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
+            )
 
     def wait_until_listening(self) -> "Coordinator":
         wait_for(lambda: self._address.exists() or self.process.poll() is not None, "the address file")
@@ -77,7 +89,9 @@ class Coordinator:
     def post(self, path: str, body: bytes | None, *, token: str | None = TOKEN) -> tuple[int, str]:
         """Without a body it is a GET."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self.address['statusPort']}{path}", body, headers)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.address['statusPort']}{path}", body, headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
                 return answer.status, answer.read().decode()
@@ -91,7 +105,9 @@ class Coordinator:
 
     def metric(self, name: str) -> float:
         lines = self.get("/metrics")[1].splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name
+        )
 
     def resident_megabytes(self) -> float:
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
@@ -157,7 +173,9 @@ def read_until_closed(connection: socket.socket) -> bytes:
 class Node:
     """A node that answers as it should. ``step`` grows while its group is whole only because nobody stops it."""
 
-    def __init__(self, port: int, name: str, *, incarnation: str = "", host: str = "127.0.0.1", **changes: Any) -> None:
+    def __init__(
+        self, port: int, name: str, *, incarnation: str = "", host: str = "127.0.0.1", **changes: Any
+    ) -> None:
         self.name = name
         self.received: list[Message] = []
         self.had: Had | None = None
@@ -166,7 +184,9 @@ class Node:
         self.exit_code: int | None = None
         self._changes = changes
         self._incarnation = incarnation or f"i{name}"
-        self.client = CoordinatorClient(host, port, hello=self._hello, on_message=self._take, on_connected=self._say_again)
+        self.client = CoordinatorClient(
+            host, port, hello=self._hello, on_message=self._take, on_connected=self._say_again
+        )
         self.task = asyncio.get_running_loop().create_task(self.client.run())
 
     def _hello(self) -> Hello:

@@ -58,9 +58,24 @@ def fault(
     a peer were lost); ``exit``; ``flip`` (a bit of a weight, only at ``step``); or ``hold``: stand still until
     ``Cluster.release(name)``. ``step`` and ``slot`` are those that were begun last.
     """
-    fields = {"node": node, "local_rank": local_rank, "rank": rank, "step": step, "slot": slot, "call": call, "to": to}
+    fields = {
+        "node": node,
+        "local_rank": local_rank,
+        "rank": rank,
+        "step": step,
+        "slot": slot,
+        "call": call,
+        "to": to,
+    }
     name = name or f"{action}-{place}-{node}-{rank}-{step}"
-    return {**fields, "action": action, "place": place, "name": name, "is_repeated": is_repeated, "seconds": seconds}
+    return {
+        **fields,
+        "action": action,
+        "place": place,
+        "name": name,
+        "is_repeated": is_repeated,
+        "seconds": seconds,
+    }
 
 
 class WarmProcess:
@@ -70,7 +85,11 @@ class WarmProcess:
         script = Path(__file__).with_name("elastic_processes.py")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._process = subprocess.Popen(
-            [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def ask(self, **request: Any) -> Any:
@@ -172,12 +191,30 @@ class Cluster:
         """Start it, or start it again where it was."""
         address = self.path / "address.json"
         address.unlink(missing_ok=True)
-        arguments = ["--run", "tiny", "--min", str(self.min_nodes), "--max", str(self.max_nodes), "--expect", str(self.expect)]
+        arguments = [
+            "--run",
+            "tiny",
+            "--min",
+            str(self.min_nodes),
+            "--max",
+            str(self.max_nodes),
+            "--expect",
+            str(self.expect),
+        ]
         arguments += ["--host", "127.0.0.1", "--port", str(self.port), "--address-file", str(address)]
-        arguments += ["--state", str(self.path / "generation"), "--linger", "0.2", "--exit-when-empty", *self.options]
+        arguments += [
+            "--state",
+            str(self.path / "generation"),
+            "--linger",
+            "0.2",
+            "--exit-when-empty",
+            *self.options,
+        ]
         arguments += ["--token-file", str(self.path / "token")]
         self.coordinator = self._start("coordinator", "coordinator", arguments=arguments)
-        until(lambda: address.exists() or self.coordinator.poll() is not None, "the coordinator", self.describe)  # type: ignore[union-attr]
+        until(
+            lambda: address.exists() or self.coordinator.poll() is not None, "the coordinator", self.describe
+        )  # type: ignore[union-attr]
         self.port = json.loads(address.read_text())["port"]
         return self.coordinator
 
@@ -252,7 +289,9 @@ class Cluster:
 
     def until_planned(self, reason: str) -> None:
         """Until the coordinator has planned a group for that reason."""
-        self.until(lambda: any(line["reason"] == reason for line in self.log("plan")), f"a plan because of: {reason}")
+        self.until(
+            lambda: any(line["reason"] == reason for line in self.log("plan")), f"a plan because of: {reason}"
+        )
 
     # ---- what happened -----------------------------------------------------------------------------------------------
 
@@ -303,8 +342,14 @@ class Cluster:
 
     def describe(self) -> str:
         """What all processes said."""
-        parts = [f"---- {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in sorted(self.path.glob("[0-9]*.???"))]
-        rows = [[row[key] for key in ("generation", "size", "step", "node", "rank", "pid")] for row in self.trace()[-8:]]
+        parts = [
+            f"---- {path.name}\n{path.read_text(errors='replace')[-6000:]}"
+            for path in sorted(self.path.glob("[0-9]*.???"))
+        ]
+        rows = [
+            [row[key] for key in ("generation", "size", "step", "node", "rank", "pid")]
+            for row in self.trace()[-8:]
+        ]
         return "\n".join([*parts, f"last steps (generation, size, step, node, rank, pid): {rows}"])
 
     # ---- invariants --------------------------------------------------------------------------------------------------
@@ -315,7 +360,9 @@ class Cluster:
             check_generations(self.trace())
             if not is_state_lost:
                 check_nothing_repeated(self.trace())
-            assert not [line for line in self.log("gone") if line["why"] == "not ready in time"], "a node did not answer a plan"
+            assert not [line for line in self.log("gone") if line["why"] == "not ready in time"], (
+                "a node did not answer a plan"
+            )
             generations = [row["generation"] for row in metric_rows(self.directory)]
             assert generations == sorted(generations), "metrics: generations go back"
             run_helpers.assert_same_curve(self.directory, reference, exact=is_exact)
@@ -345,8 +392,15 @@ class Functions:
 
     def start(self, function: Callable[..., Any], **params: Any) -> Process:
         output = self.path / f"{len(self.started):02}-{function.__name__}"
-        task = {"kind": "function", "file": function.__code__.co_filename, "name": function.__name__, "params": params}
-        self.started.append(Process(warm_process().ask(spawn={**task, "cwd": str(self.path), "output": str(output)}), output))
+        task = {
+            "kind": "function",
+            "file": function.__code__.co_filename,
+            "name": function.__name__,
+            "params": params,
+        }
+        self.started.append(
+            Process(warm_process().ask(spawn={**task, "cwd": str(self.path), "output": str(output)}), output)
+        )
         return self.started[-1]
 
     def result(self, process: Process) -> Any:
@@ -375,13 +429,17 @@ def check_generations(trace: Sequence[Mapping[str, Any]]) -> None:
     newest = 0
     for row in trace:
         place = row["size"], row["pid"]
-        assert places.setdefault((row["generation"], row["rank"]), place) == place, f"two worlds in one generation: {row}"
+        assert places.setdefault((row["generation"], row["rank"]), place) == place, (
+            f"two worlds in one generation: {row}"
+        )
         assert row["generation"] >= newest, f"a step of generation {row['generation']} after one of {newest}"
         newest = row["generation"]
     for generation in {row["generation"] for row in trace}:
         members = [(size, pid) for (one, _), (size, pid) in places.items() if one == generation]
         assert len({size for size, _ in members}) == 1, f"generation {generation} has several sizes"
-        assert len({pid for _, pid in members}) == len(members), f"generation {generation}: a process at two ranks"
+        assert len({pid for _, pid in members}) == len(members), (
+            f"generation {generation}: a process at two ranks"
+        )
 
 
 def check_nothing_repeated(trace: Sequence[Mapping[str, Any]]) -> None:
@@ -393,7 +451,9 @@ def check_nothing_repeated(trace: Sequence[Mapping[str, Any]]) -> None:
         members = {row["pid"] for row in rows}
         held = max((finished.get(pid, 0) for pid in members), default=0)
         first = min(row["step"] for row in rows)
-        assert held == 0 or first == held + 1, f"generation {generation} begins with step {first}; {held} was finished"
+        assert held == 0 or first == held + 1, (
+            f"generation {generation} begins with step {first}; {held} was finished"
+        )
         for row in rows:
             finished[row["pid"]] = row["step"]
 

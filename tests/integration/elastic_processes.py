@@ -27,19 +27,19 @@ FOREVER = 60.0
 """Longest time a held worker stands still."""
 
 PLACES = {
-    "setup": ("evergrad_trainer.inprocess", "form_world"),
+    "setup": ("evergrad_trainer.worker.inprocess", "form_world"),
     "meeting": ("evergrad_trainer.distributed", "PrefixStore"),
-    "settle": ("evergrad_trainer.inprocess", "_Worker._settle"),
+    "settle": ("evergrad_trainer.worker.inprocess", "_Worker._settle"),
     "send": ("evergrad_trainer.world", "World.send"),
     "receive": ("evergrad_trainer.world", "World.receive"),
-    "slot": ("evergrad_trainer.elastic.pulse", "Pulse.beat"),
-    "step": ("evergrad_trainer.step", "Stepper.run"),
-    "forward": ("evergrad_trainer.step", "Stepper._forward_backward"),
-    "tally": ("evergrad_trainer.step", "_Tally.exchange"),
+    "slot": ("evergrad_trainer.worker.pulse", "Pulse.beat"),
+    "step": ("evergrad_trainer.training.step", "Stepper.run"),
+    "forward": ("evergrad_trainer.training.step", "Stepper._forward_backward"),
+    "tally": ("evergrad_trainer.training.step", "_Tally.exchange"),
     "reducing": ("evergrad_trainer.world", "World.start_sum"),
-    "update": ("evergrad_trainer.step", "Stepper._clip"),
-    "report": ("evergrad_trainer.loop", "_report"),
-    "evaluation": ("evergrad_trainer.evaluation.evaluate", "Evaluator.run"),
+    "update": ("evergrad_trainer.training.step", "Stepper._clip"),
+    "report": ("evergrad_trainer.training.loop", "_report"),
+    "evaluation": ("evergrad_trainer.training.evaluation", "Evaluator.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.filesystem", "ShardFile.finish"),
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
@@ -89,16 +89,15 @@ def _import_everything() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
+    import evergrad_cli.main as command_line
     import evergrad_coordinator.__main__  # noqa: F401
-    import evergrad_trainer.cli.main as command_line
     import evergrad_trainer.cli.nodes
-    import evergrad_trainer.elastic.local
     import evergrad_trainer.report.build as report
-    import evergrad_trainer.session  # noqa: F401
+    import evergrad_trainer.worker.local
+    import evergrad_trainer.worker.session  # noqa: F401
     from evergrad_trainer.node.run import prepare_process
 
-    for name in command_line.COMMANDS:
-        importlib.import_module(f"evergrad_trainer.cli.{name}")
+    command_line.build_whole_parser()
     prepare_process()
     # Drawing takes ten times as long as these runs and has tests of its own.
     report.write_report = lambda directory: SimpleNamespace(html=directory / "report.html")
@@ -156,7 +155,7 @@ def _coordinate(task: dict[str, Any]) -> int:
 
 def _run_command(task: dict[str, Any]) -> int:
     sys.argv = ["evergrad", *task["arguments"]]
-    return importlib.import_module("evergrad_trainer.cli.main").main(task["arguments"])  # type: ignore[no-any-return]
+    return importlib.import_module("evergrad_cli.main").main(task["arguments"])  # type: ignore[no-any-return]
 
 
 def _call_function(task: dict[str, Any]) -> int:
@@ -172,9 +171,9 @@ def _call_function(task: dict[str, Any]) -> int:
 
 def _be_node(task: dict[str, Any]) -> int:
     """What ``evergrad node`` does, from the arguments of ``evergrad run``."""
+    from evergrad_cli.main import _build_parser
     from evergrad_coordinator.contract import ExitCode
-    from evergrad_trainer.cli.main import _build_parser
-    from evergrad_trainer.cli.manifest_arguments import load_from
+    from evergrad_manifest.reading.arguments import load_from
     from evergrad_trainer.cli.planning import plan_session
     from evergrad_trainer.cli.run_arguments import machine_and_workers
     from evergrad_trainer.node.fingerprint import fingerprint
@@ -224,19 +223,25 @@ def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:
         return int(run_worker(*args, node=node, local_rank=local_rank))
 
     node_run.run_worker = watched_worker
-    stepper = importlib.import_module("evergrad_trainer.step").Stepper
+    stepper = importlib.import_module("evergrad_trainer.training.step").Stepper
     run_step = stepper.run
 
     def watched_step(self: Any, step: int, world: Any, flags: Any, **options: Any) -> Any:
         _here.step, _here.rank, _here.generation = step, world.rank, world.generation
         begun = time.monotonic()
         outcome = run_step(self, step, world, flags, **options)
-        row = {**vars(_here), "size": world.size, "pid": os.getpid(), "begun": begun, "ended": time.monotonic()}
+        row = {
+            **vars(_here),
+            "size": world.size,
+            "pid": os.getpid(),
+            "begun": begun,
+            "ended": time.monotonic(),
+        }
         os.write(trace, json.dumps(row).encode() + b"\n")
         return outcome
 
     stepper.run = watched_step
-    pulse = importlib.import_module("evergrad_trainer.elastic.pulse").Pulse
+    pulse = importlib.import_module("evergrad_trainer.worker.pulse").Pulse
     beat = pulse.beat
 
     def watched_beat(self: Any, step: int, slot: int) -> None:
@@ -302,7 +307,9 @@ def _act(fault: dict[str, Any], scratch: Path, owner: Any = None, *_: Any) -> No
         case "full":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         case "lose":
-            raise importlib.import_module("evergrad_trainer.errors").PeerLostError("Connection closed by peer")
+            raise importlib.import_module("evergrad_trainer.errors").PeerLostError(
+                "Connection closed by peer"
+            )
         case "exit":
             os._exit(0)
         case name:

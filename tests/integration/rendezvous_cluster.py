@@ -57,9 +57,26 @@ class Cluster:
         """Start it, or start it again at the same address."""
         address = self.directory / "address.json"
         address.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "evergrad_coordinator", "--run", RUN, "--recovery", "fresh", "--host", "127.0.0.1"]
+        command = [
+            sys.executable,
+            "-m",
+            "evergrad_coordinator",
+            "--run",
+            RUN,
+            "--recovery",
+            "fresh",
+            "--host",
+            "127.0.0.1",
+        ]
         command += ["--port", str(self._ports["port"]), "--status-port", str(self._ports["statusPort"])]
-        command += ["--address-file", str(address), "--state", str(self.directory / "generation"), "--linger", "600"]
+        command += [
+            "--address-file",
+            str(address),
+            "--state",
+            str(self.directory / "generation"),
+            "--linger",
+            "600",
+        ]
         command += ["--token-file", str(self.directory / "token")]
         self._coordinator = self._start([*command, *self._coordinator_arguments, *more], "coordinator")
         self.until(lambda: address.exists() or self._coordinator_has_ended(), "the coordinator's address")
@@ -72,7 +89,9 @@ class Cluster:
 
     def status(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {(self.directory / 'token').read_text().strip()}"}
-        request = urllib.request.Request(f"http://127.0.0.1:{self._ports['statusPort']}/status", headers=headers)
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self._ports['statusPort']}/status", headers=headers
+        )
         with urllib.request.urlopen(request, timeout=100) as answer:
             return dict(json.load(answer))
 
@@ -81,7 +100,9 @@ class Cluster:
         return sum(node["state"] == state for node in self.status()["nodes"]["members"])
 
     def _coordinator_has_ended(self) -> bool:
-        assert self._coordinator is None or self._coordinator.poll() is None, (self.directory / "coordinator.log").read_text()
+        assert self._coordinator is None or self._coordinator.poll() is None, (
+            self.directory / "coordinator.log"
+        ).read_text()
         return False
 
     @property
@@ -91,7 +112,13 @@ class Cluster:
     # ---- agents ------------------------------------------------------------------------------------------------------
 
     def start_agent(
-        self, node: str, *, script: Sequence[str] = (), max_nodes: int = 4, options: Sequence[str] = (), **variables: str
+        self,
+        node: str,
+        *,
+        script: Sequence[str] = (),
+        max_nodes: int = 4,
+        options: Sequence[str] = (),
+        **variables: str,
     ) -> "subprocess.Popen[bytes]":
         """torchrun for one node; its last process is ``agents[node][-1]``."""
         command = [
@@ -104,7 +131,11 @@ class Cluster:
         ]
         command += [f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={RUN}", "--max-restarts=1000000"]
         command += [*options, *(script or [str(WORKER)])]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("EVERGRAD_", "TORCHELASTIC_"))
+        }
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "EVERGRAD_NODE": node}
         environment |= {"EVERGRAD_TOKEN_FILE": str(self.directory / "token")}
         environment |= {"TEST_DIRECTORY": str(self.directory), **variables}
@@ -187,7 +218,10 @@ class Cluster:
         newest = late = 0
         for step in steps:
             assert step.total == step.world_size, step
-            assert places.setdefault((step.generation, step.rank), (step.node, step.world_size)) == (step.node, step.world_size)
+            assert places.setdefault((step.generation, step.rank), (step.node, step.world_size)) == (
+                step.node,
+                step.world_size,
+            )
             late += step.generation < newest
             newest = max(newest, step.generation)
         assert late <= is_thaw, f"{late} steps of an older generation after the first of a newer one"
@@ -196,7 +230,10 @@ class Cluster:
             assert len(nodes) == len(set(nodes)), f"generation {generation} has a node at two ranks: {nodes}"
 
     def describe(self) -> str:
-        parts = [f"{path.name}:\n{path.read_text(errors='replace')[-2500:]}" for path in sorted(self.directory.glob("*.log"))]
+        parts = [
+            f"{path.name}:\n{path.read_text(errors='replace')[-2500:]}"
+            for path in sorted(self.directory.glob("*.log"))
+        ]
         return "\n".join(parts) + f"\nlast steps: {self.steps()[-4:]}"
 
     def close(self) -> None:
@@ -214,8 +251,12 @@ class Cluster:
                 if str(self.directory).encode() in Path(f"/proc/{orphan}/environ").read_bytes():
                     os.kill(orphan, signal.SIGKILL)
 
-    def _start(self, command: Sequence[str], name: str, environment: dict[str, str] | None = None) -> "subprocess.Popen[bytes]":
+    def _start(
+        self, command: Sequence[str], name: str, environment: dict[str, str] | None = None
+    ) -> "subprocess.Popen[bytes]":
         with (self.directory / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
         self._processes.append(process)
         return process

@@ -24,7 +24,13 @@ def work() -> None:
         while True:
             values = torch.tensor([1.0, float((directory / "finish").exists())])
             dist.all_reduce(values)
-            step = {"at": time.monotonic(), "node": node, "process": os.getpid(), "generation": generation(), "rank": rank}
+            step = {
+                "at": time.monotonic(),
+                "node": node,
+                "process": os.getpid(),
+                "generation": generation(),
+                "rank": rank,
+            }
             log.write(json.dumps({**step, "world_size": world_size, "total": values[0].item()}) + "\n")
             if (directory / "boundary").exists():
                 report(1, checkpoint_step=1)

@@ -32,7 +32,13 @@ DONE, USER_ERROR, INTERNAL, STOPPED_SAVED, STOPPED_UNSAVED = 0, 64, 70, 75, 76
 Rows = dict[int, dict[str, Any]]
 Fault = dict[str, Any]
 
-MODEL = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODEL = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 WORDS = [
     "the",
     "run",
@@ -59,7 +65,9 @@ WORDS = [
 ]
 
 
-def fault(at: str, *, call: int, action: str, rank: int | None = 0, to: str = "self", seconds: float = 0.05) -> Fault:
+def fault(
+    at: str, *, call: int, action: str, rank: int | None = 0, to: str = "self", seconds: float = 0.05
+) -> Fault:
     """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …), ``sleep``, or
     ``hold``: stand still until the file ``go-on`` is in the experiment's folder.
 
@@ -67,12 +75,20 @@ def fault(at: str, *, call: int, action: str, rank: int | None = 0, to: str = "s
     stands still until it has noticed, so that its next step is certain to know; ``seconds`` is how long it sleeps.
     """
     module, name = POINTS[at]
-    return {"module": module, "name": name, "call": call, "action": action, "rank": rank, "to": to, "seconds": seconds}
+    return {
+        "module": module,
+        "name": name,
+        "call": call,
+        "action": action,
+        "rank": rank,
+        "to": to,
+        "seconds": seconds,
+    }
 
 
 POINTS = {
-    "step": ("evergrad_trainer.step", "Stepper.run"),
-    "evaluation": ("evergrad_trainer.evaluation.evaluate", "Evaluator.run"),
+    "step": ("evergrad_trainer.training.step", "Stepper.run"),
+    "evaluation": ("evergrad_trainer.training.evaluation", "Evaluator.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.filesystem", "ShardFile.finish"),
     "receive": ("evergrad_trainer.world", "World.receive"),
@@ -95,7 +111,9 @@ class Ended:
 
     def expect(self, code: int) -> "Ended":
         """Itself; fails, with all that was printed, unless it ended with ``code``. No end is ever told by a traceback."""
-        assert self.code == code, f"exit code {self.code} instead of {code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        assert self.code == code, (
+            f"exit code {self.code} instead of {code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
+        )
         if code in (DONE, USER_ERROR, STOPPED_SAVED):
             assert "Traceback" not in self.err, self.err
         return self
@@ -132,7 +150,11 @@ class WarmProcess:
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
 
     def ask(self, **request: Any) -> Any:
@@ -159,7 +181,11 @@ def warm_process() -> WarmProcess:
 
 
 def start_command(
-    arguments: Sequence[str], *, cwd: Path, faults: Sequence[Fault] = (), environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    cwd: Path,
+    faults: Sequence[Fault] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Started:
     """Start ``evergrad <arguments>`` in ``cwd``."""
     scratch = cwd / ".commands" / str(time.monotonic_ns())
@@ -222,10 +248,14 @@ class Experiment:
         path.write_text(json.dumps(manifest, indent=2))
         return path
 
-    def start(self, *arguments: str, name: str = "tiny", directory: str | None = None, **options: Any) -> Started:
+    def start(
+        self, *arguments: str, name: str = "tiny", directory: str | None = None, **options: Any
+    ) -> Started:
         """Start ``evergrad run`` of ``<name>.yaml`` in ``runs/<directory or name>``."""
         where = str(self.path / "runs" / (directory or name))
-        command = start_command(["run", f"{name}.yaml", "--run-directory", where, *arguments], cwd=self.path, **options)
+        command = start_command(
+            ["run", f"{name}.yaml", "--run-directory", where, *arguments], cwd=self.path, **options
+        )
         self.started.append(command)
         return command
 
@@ -280,7 +310,9 @@ def events(directory: Path, type_: str) -> list[dict[str, Any]]:
 
 def checkpoints(directory: Path) -> list[int]:
     """Steps of the published checkpoints, ascending."""
-    return sorted(int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*"))
+    return sorted(
+        int(path.name.split("-")[1].split(".")[0]) for path in (directory / "checkpoints").glob("step-*")
+    )
 
 
 EXACT = ("sample_hash", "loss", "grad_norm", "learning_rate", "tokens", "valid_tokens")
@@ -295,7 +327,9 @@ def assert_same_curve(one: Path, other: Path, *, exact: bool = True, tolerance: 
         if exact:
             assert [a[step][key] for key in EXACT] == [b[step][key] for key in EXACT], f"step {step}"
         else:
-            assert abs(a[step]["loss"] - b[step]["loss"]) <= tolerance * abs(a[step]["loss"]), f"step {step}: loss"
+            assert abs(a[step]["loss"] - b[step]["loss"]) <= tolerance * abs(a[step]["loss"]), (
+                f"step {step}: loss"
+            )
 
 
 def final_state(directory: Path, *, prefix: str = "") -> dict[str, Any]:
@@ -331,13 +365,12 @@ def _serve() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
-    import evergrad_trainer.cli.main as command_line
-    import evergrad_trainer.elastic.local
+    import evergrad_cli.main as command_line
     import evergrad_trainer.report.build as report
-    import evergrad_trainer.session  # noqa: F401
+    import evergrad_trainer.worker.local
+    import evergrad_trainer.worker.session  # noqa: F401
 
-    for name in command_line.COMMANDS:
-        importlib.import_module(f"evergrad_trainer.cli.{name}")
+    command_line.build_whole_parser()
 
     # Drawing takes ten times as long as these runs and has tests of its own; those that start the real command draw.
     report.write_report = lambda directory: SimpleNamespace(html=directory / "report.html")
@@ -385,7 +418,7 @@ def _run_command(task: dict[str, Any]) -> None:
         _remember_signals()
         for one in task["faults"]:
             _plan_fault(one)
-        main = importlib.import_module("evergrad_trainer.cli.main").main
+        main = importlib.import_module("evergrad_cli.main").main
         status = main(task["arguments"])
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else 1
@@ -402,7 +435,7 @@ _signals: list[Any] = []
 
 
 def _remember_signals() -> None:
-    catcher = importlib.import_module("evergrad_trainer.elastic.signals").StopSignals
+    catcher = importlib.import_module("evergrad_trainer.worker.signals").StopSignals
     install = catcher.install
 
     def wrapper(self: Any) -> None:
@@ -436,7 +469,10 @@ def _plan_fault(planned: Fault) -> None:
             elif planned["action"] == "hold":
                 wait_until(Path("go-on").exists, what="the test has not let go of what it held")
             else:
-                os.kill(os.getpid() if planned["to"] == "self" else os.getppid(), signal.Signals[planned["action"]])
+                os.kill(
+                    os.getpid() if planned["to"] == "self" else os.getppid(),
+                    signal.Signals[planned["action"]],
+                )
                 wait_until(lambda: _signals[-1].is_requested, what="the signal was never noticed")
         return original(*args, **kwargs)
 

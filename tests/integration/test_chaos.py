@@ -61,9 +61,9 @@ def disturbed(experiment: Experiment) -> Iterator[Disturbed]:
 def calm(experiment: Experiment, disturbed: Disturbed) -> Path:
     """The same run in one process, undisturbed, up to the same step."""
     count = str(final_step(disturbed.directory))
-    experiment.start(*VARIANT.calm, "--stop-after-steps", count, directory="calm").wait(seconds=HANG_SECONDS).expect(
-        STOPPED_SAVED
-    )
+    experiment.start(*VARIANT.calm, "--stop-after-steps", count, directory="calm").wait(
+        seconds=HANG_SECONDS
+    ).expect(STOPPED_SAVED)
     return experiment.at("calm")
 
 
@@ -75,7 +75,9 @@ def test_every_disturbance_is_recovered_from(disturbed: Disturbed) -> None:
     assert lines[-1].startswith(f"chaos: {EVENTS}") or lines[-1].startswith(f"chaos: {EVENTS + 1}"), lines[-1]
 
 
-def test_the_steps_that_count_have_the_samples_and_the_losses_of_an_undisturbed_run(disturbed: Disturbed, calm: Path) -> None:
+def test_the_steps_that_count_have_the_samples_and_the_losses_of_an_undisturbed_run(
+    disturbed: Disturbed, calm: Path
+) -> None:
     count = final_step(disturbed.directory)
     found, wanted = curve(disturbed.directory), curve(calm)
     assert sorted(wanted) == list(range(1, count + 1))
@@ -98,7 +100,9 @@ def test_no_finished_step_is_trained_again_while_anybody_holds_it(disturbed: Dis
     lost_all = sum("kills all nodes" in line or "kills the only node" in line for line in disturbed.lines())
     repeats = find_repeats(disturbed.directory)
     assert sum(one.is_from_checkpoint for one in repeats) <= lost_all
-    unexplained = [one for one in repeats if not one.is_from_checkpoint and (one.num_steps > 1 or one.is_same_writer)]
+    unexplained = [
+        one for one in repeats if not one.is_from_checkpoint and (one.num_steps > 1 or one.is_same_writer)
+    ]
     assert not unexplained, disturbed.describe()
 
 

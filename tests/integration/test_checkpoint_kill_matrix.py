@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
-from evergrad_trainer.config.training import Checkpoint
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:
-    _spec = importlib.util.spec_from_file_location("checkpoint_processes", Path(__file__).with_name("checkpoint_processes.py"))
+    _spec = importlib.util.spec_from_file_location(
+        "checkpoint_processes", Path(__file__).with_name("checkpoint_processes.py")
+    )
     assert _spec is not None and _spec.loader is not None
     processes = sys.modules["checkpoint_processes"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(processes)
@@ -33,7 +35,11 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {
         f"model.layer{index}.weight": torch.randn(317 + index, 5, generator=generator) for index in range(6)
     }
-    return {**state, "optimizer.step": torch.tensor(float(step)), "model.half": torch.randn(9, generator=generator).bfloat16()}
+    return {
+        **state,
+        "optimizer.step": torch.tensor(float(step)),
+        "model.half": torch.randn(9, generator=generator).bfloat16(),
+    }
 
 
 class KillAt:
@@ -93,7 +99,9 @@ def restart(world: World, directory: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", faults.POINTS)
-def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit(tmp_path: Path, point: str, victim: int) -> None:
+def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit(
+    tmp_path: Path, point: str, victim: int
+) -> None:
     directory = tmp_path / "checkpoints"
     ended = processes.run_world(save_two_steps, size=2, directory=directory, point=point, victim=victim)
     assert ended[victim].status == -signal.SIGKILL, ended[victim].errors
@@ -118,7 +126,9 @@ def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads_bit_for_bit
 def test_the_survivor_of_a_peer_killed_while_writing_reports_a_failed_save_and_removes_the_attempt(
     tmp_path: Path, point: str
 ) -> None:
-    ended = processes.run_world(save_two_steps, size=2, directory=tmp_path / "checkpoints", point=point, victim=1)
+    ended = processes.run_world(
+        save_two_steps, size=2, directory=tmp_path / "checkpoints", point=point, victim=1
+    )
     assert ended[0].status == 0, ended[0].errors
     types = [event[0] for event in ended[0].value["events"]]
     assert types == ["save", "save_failed"]
@@ -129,7 +139,11 @@ def test_the_survivor_of_a_peer_killed_while_writing_reports_a_failed_save_and_r
 
 
 @pytest.mark.parametrize("point", [faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME])
-def test_a_checkpoint_published_although_a_peer_died_meanwhile_is_reported_as_saved(tmp_path: Path, point: str) -> None:
-    ended = processes.run_world(save_two_steps, size=2, directory=tmp_path / "checkpoints", point=point, victim=1)
+def test_a_checkpoint_published_although_a_peer_died_meanwhile_is_reported_as_saved(
+    tmp_path: Path, point: str
+) -> None:
+    ended = processes.run_world(
+        save_two_steps, size=2, directory=tmp_path / "checkpoints", point=point, victim=1
+    )
     assert ended[0].status == 0, ended[0].errors
     assert [event[0] for event in ended[0].value["events"]] == ["save", "save"]

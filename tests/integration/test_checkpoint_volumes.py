@@ -11,15 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
-from evergrad_trainer.config.training import Checkpoint
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:
-    _spec = importlib.util.spec_from_file_location("checkpoint_processes", Path(__file__).with_name("checkpoint_processes.py"))
+    _spec = importlib.util.spec_from_file_location(
+        "checkpoint_processes", Path(__file__).with_name("checkpoint_processes.py")
+    )
     assert _spec is not None and _spec.loader is not None
     processes = sys.modules["checkpoint_processes"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(processes)
@@ -44,7 +46,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
     """A file system of one mebibyte."""
     volume = tmp_path / "volume"
     volume.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(volume)], capture_output=True, check=False
+    )
     if mounted.returncode != 0:
         pytest.skip("mounting needs root")
     try:
@@ -81,7 +85,9 @@ def save_on(world: World, directory: Path) -> Events:
 
 
 def test_a_full_volume_under_two_processes_fails_the_save_on_both(small_volume: Path) -> None:
-    scratch = small_volume.parent / "world"  # not on the volume: what a rank says may not fit while the other still saves
+    scratch = (
+        small_volume.parent / "world"
+    )  # not on the volume: what a rank says may not fit while the other still saves
     pids = processes.start_world(save_on, size=2, directory=small_volume / "checkpoints", scratch=scratch)
     for events in processes.values(processes.end_world(pids, scratch)):
         assert [type_ for type_, _ in events] == ["save_failed"]
@@ -125,5 +131,7 @@ def save_fifty_times(world: World, directory: Path) -> list[int]:
 
 
 def test_fifty_saves_do_not_grow_the_process(tmp_path: Path) -> None:
-    (sizes,) = processes.values(processes.run_world(save_fifty_times, size=1, directory=tmp_path / "checkpoints"))
+    (sizes,) = processes.values(
+        processes.run_world(save_fifty_times, size=1, directory=tmp_path / "checkpoints")
+    )
     assert max(sizes[10:]) - sizes[9] < 4 * 2**20

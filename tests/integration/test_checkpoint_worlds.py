@@ -16,18 +16,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.checkpoint.weights import load_weights, read_plain_state
-from evergrad_trainer.config.training import Checkpoint
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
 if processes is None:
-    _spec = importlib.util.spec_from_file_location("checkpoint_processes", Path(__file__).with_name("checkpoint_processes.py"))
+    _spec = importlib.util.spec_from_file_location(
+        "checkpoint_processes", Path(__file__).with_name("checkpoint_processes.py")
+    )
     assert _spec is not None and _spec.loader is not None
     processes = sys.modules["checkpoint_processes"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(processes)
@@ -36,7 +38,9 @@ IDENTITY = Identity("run", "recipe", "data")
 Events = list[tuple[str, dict[str, Any]]]
 
 
-def make_manager(world: World, directory: Path, *, hook: Any = None, **settings: Any) -> tuple[CheckpointManager, Events]:
+def make_manager(
+    world: World, directory: Path, *, hook: Any = None, **settings: Any
+) -> tuple[CheckpointManager, Events]:
     events: Events = []
     medium = Medium(stale_seconds=0.2, faults=hook or faults.NoFaults())
     manager = CheckpointManager(
@@ -68,7 +72,9 @@ def sharded(state: dict[str, torch.Tensor], world: World, *, dim: int = 0) -> di
     """Everything with a dimension as a DTensor split along ``dim``; counters stay plain, as under FSDP2."""
     mesh = init_device_mesh("cpu", (world.size,))
     return {
-        key: distribute_tensor(value, mesh, [Shard(min(dim, value.dim() - 1))]) if key.startswith("model.") else value
+        key: distribute_tensor(value, mesh, [Shard(min(dim, value.dim() - 1))])
+        if key.startswith("model.")
+        else value
         for key, value in state.items()
     }
 
@@ -79,7 +85,9 @@ def as_whole(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def is_exact(state: dict[str, torch.Tensor], step: int) -> bool:
     expected = whole_state(step)
-    return set(state) == set(expected) and all(torch.equal(value, expected[key]) for key, value in as_whole(state).items())
+    return set(state) == set(expected) and all(
+        torch.equal(value, expected[key]) for key, value in as_whole(state).items()
+    )
 
 
 def build(kind: str, step: int, world: World) -> dict[str, torch.Tensor]:
@@ -92,7 +100,8 @@ def build(kind: str, step: int, world: World) -> dict[str, torch.Tensor]:
     if kind == "hybrid":
         mesh = init_device_mesh("cpu", (2, world.size // 2), mesh_dim_names=("replicate", "shard"))
         return {
-            key: distribute_tensor(value, mesh, [Replicate(), Shard(0)]) if value.dim() else value for key, value in whole.items()
+            key: distribute_tensor(value, mesh, [Replicate(), Shard(0)]) if value.dim() else value
+            for key, value in whole.items()
         }
     return sharded(whole, world)
 
@@ -126,8 +135,13 @@ def load_then_save(world: World, directory: Path, step: int) -> bool:
 def test_a_state_saved_by_four_processes_loads_in_three_and_then_in_one(tmp_path: Path) -> None:
     directory = tmp_path / "checkpoints"
     for size, step in ((4, 0), (3, 10), (1, 20)):
-        assert all(processes.values(processes.run_world(load_then_save, size=size, directory=directory, step=step)))
-    assert all(torch.equal(value, whole_state(30)[key]) for key, value in read_plain_state(directory / "step-30").items())
+        assert all(
+            processes.values(processes.run_world(load_then_save, size=size, directory=directory, step=step))
+        )
+    assert all(
+        torch.equal(value, whole_state(30)[key])
+        for key, value in read_plain_state(directory / "step-30").items()
+    )
 
 
 def test_replicated_tensors_are_written_once_and_spread_over_the_ranks(tmp_path: Path) -> None:
@@ -200,7 +214,9 @@ def _whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def _training_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    state: dict[str, torch.Tensor] = {f"model.{name}": parameter for name, parameter in model.named_parameters()}
+    state: dict[str, torch.Tensor] = {
+        f"model.{name}": parameter for name, parameter in model.named_parameters()
+    }
     for name, parameter in model.named_parameters():
         state |= {f"optimizer.{name}.{key}": value for key, value in optimizer.state[parameter].items()}
     return state
@@ -235,10 +251,16 @@ def fail_then_recover(world: World, directory: Path, point: str, rank: int) -> E
     return events
 
 
-@pytest.mark.parametrize(("point", "rank"), [(faults.MID_SHARD, 1), (faults.BEFORE_FSYNC, 1), (faults.BEFORE_RENAME, 0)])
-def test_one_rank_without_space_fails_the_save_on_every_rank_and_training_goes_on(tmp_path: Path, point: str, rank: int) -> None:
+@pytest.mark.parametrize(
+    ("point", "rank"), [(faults.MID_SHARD, 1), (faults.BEFORE_FSYNC, 1), (faults.BEFORE_RENAME, 0)]
+)
+def test_one_rank_without_space_fails_the_save_on_every_rank_and_training_goes_on(
+    tmp_path: Path, point: str, rank: int
+) -> None:
     directory = tmp_path / "checkpoints"
-    for events in processes.values(processes.run_world(fail_then_recover, size=2, directory=directory, point=point, rank=rank)):
+    for events in processes.values(
+        processes.run_world(fail_then_recover, size=2, directory=directory, point=point, rank=rank)
+    ):
         assert [type_ for type_, _ in events] == ["save_failed", "save"]
         assert f"rank {rank}: [Errno 28] No space left on device" in events[0][1]["reason"]
     assert [path.name for path in directory.glob("step-*")] == ["step-20"]
@@ -259,9 +281,14 @@ def fail_until_error(world: World, directory: Path) -> str:
 
 
 def test_poll_raises_on_every_rank_after_as_many_failures_in_a_row_as_are_allowed(tmp_path: Path) -> None:
-    for message in processes.values(processes.run_world(fail_until_error, size=2, directory=tmp_path / "checkpoints")):
+    for message in processes.values(
+        processes.run_world(fail_until_error, size=2, directory=tmp_path / "checkpoints")
+    ):
         assert message.startswith("3: ")
-        assert "3 saves in a row have failed; the last one: rank 1: [Errno 28] No space left on device" in message
+        assert (
+            "3 saves in a row have failed; the last one: rank 1: [Errno 28] No space left on device"
+            in message
+        )
 
 
 def load_with_one_rank_refused(world: World, directory: Path) -> Any:
@@ -287,7 +314,9 @@ def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(tmp_p
     directory = tmp_path / "checkpoints"
     for step in (10, 20):
         processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=step))
-    for result in processes.values(processes.run_world(load_with_one_rank_refused, size=2, directory=directory)):
+    for result in processes.values(
+        processes.run_world(load_with_one_rank_refused, size=2, directory=directory)
+    ):
         assert result["step"] == 10
         assert result["exact"]
         (fallback, fields), (restored, _) = result["events"]
@@ -349,7 +378,9 @@ def save_differing_states(world: World, directory: Path) -> Events:
 
 
 def test_ranks_that_hold_different_tensors_do_not_publish_a_checkpoint_with_holes(tmp_path: Path) -> None:
-    for events in processes.values(processes.run_world(save_differing_states, size=2, directory=tmp_path / "checkpoints")):
+    for events in processes.values(
+        processes.run_world(save_differing_states, size=2, directory=tmp_path / "checkpoints")
+    ):
         assert events[0][0] == "save_failed"
         assert "ranks 1 hold other tensors than rank 0" in events[0][1]["reason"]
 
@@ -361,7 +392,11 @@ def take_weights(world: World, directory: Path, source: str) -> bool:
 
 
 def test_weights_of_another_run_load_into_shards(tmp_path: Path) -> None:
-    processes.values(processes.run_world(save_as, size=1, directory=tmp_path / "old" / "checkpoints", kind="plain", step=10))
+    processes.values(
+        processes.run_world(
+            save_as, size=1, directory=tmp_path / "old" / "checkpoints", kind="plain", step=10
+        )
+    )
     directory = tmp_path / "new" / "checkpoints"
     taken = processes.run_world(take_weights, size=2, directory=directory, source=str(tmp_path / "old"))
     assert all(processes.values(taken))
@@ -391,7 +426,9 @@ def leave_a_frozen_peer(world: World, directory: Path) -> float:
 def test_a_process_that_abandons_a_save_with_a_frozen_peer_ends_at_once(tmp_path: Path) -> None:
     directory, scratch = tmp_path / "checkpoints", tmp_path / "world"
     begun = time.monotonic()
-    pids = processes.start_world(leave_a_frozen_peer, size=2, directory=directory, scratch=scratch, finalizes=True)
+    pids = processes.start_world(
+        leave_a_frozen_peer, size=2, directory=directory, scratch=scratch, finalizes=True
+    )
     try:
         (leaver,) = processes.end_world(pids[:1], scratch)
     finally:

@@ -15,7 +15,9 @@ import pytest
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
 if "coordinator_processes" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location("coordinator_processes", Path(__file__).with_name("coordinator_processes.py"))
+    _spec = importlib.util.spec_from_file_location(
+        "coordinator_processes", Path(__file__).with_name("coordinator_processes.py")
+    )
     assert _spec is not None and _spec.loader is not None
     sys.modules["coordinator_processes"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["coordinator_processes"])
@@ -32,7 +34,19 @@ WEIRD: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2**31, 2**53, 2**64, 1e308, -0.0, "", "0", "\x00", "é" * 99,
     "\ud800", [], [[]], {}, {"a": "b"}, "in-process",
 )  # fmt: skip
-GARBAGE = (b"\x00", b"\xff\xfe", b"[" * 3000, b"{" * 3000, b'{"type":', b"NaN", b"1e999", b'"', b"\r", b"9" * 6000, b"x" * 70_000)
+GARBAGE = (
+    b"\x00",
+    b"\xff\xfe",
+    b"[" * 3000,
+    b"{" * 3000,
+    b'{"type":',
+    b"NaN",
+    b"1e999",
+    b'"',
+    b"\r",
+    b"9" * 6000,
+    b"x" * 70_000,
+)
 
 
 @pytest.fixture
@@ -63,7 +77,9 @@ def build_hostile(rng: random.Random) -> bytes:
     if rng.random() < 0.1:
         return rng.choice(GARBAGE) + b"\n"
     kind = rng.choice([*FROM_NODES, *FROM_COORDINATOR])
-    found = {to_camel(field.name): rng.choice(WEIRD) for field in dataclasses.fields(kind) if rng.random() < 0.9}
+    found = {
+        to_camel(field.name): rng.choice(WEIRD) for field in dataclasses.fields(kind) if rng.random() < 0.9
+    }
     line = bytearray(json.dumps({"type": kind.TYPE, **found}).encode() + b"\n")
     for _ in range(rng.choice([0, 0, 1, 3])):
         line[rng.randrange(len(line))] = rng.randrange(256)
@@ -103,7 +119,9 @@ async def attack(coordinator: Coordinator, rng: random.Random, *, share: float) 
         num_lines += len(lines)
     rng.shuffle(jobs)
     for begin in range(0, len(jobs), 20):
-        await asyncio.gather(*(send(coordinator.port, data, pieces=pieces) for data, pieces in jobs[begin : begin + 20]))
+        await asyncio.gather(
+            *(send(coordinator.port, data, pieces=pieces) for data, pieces in jobs[begin : begin + 20])
+        )
     return num_lines
 
 
@@ -123,11 +141,17 @@ async def run_beside_a_group(coordinator: Coordinator) -> None:
     num_lines = await attack(coordinator, rng, share=1.0)
     after = coordinator.resident_megabytes()
     assert num_lines > 100_000
-    assert coordinator.metric("evergrad_coordinator_messages_total") > 50_000, "most of it must have reached the rules"
-    assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0, coordinator.log_text()[-3000:]
+    assert coordinator.metric("evergrad_coordinator_messages_total") > 50_000, (
+        "most of it must have reached the rules"
+    )
+    assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0, coordinator.log_text()[
+        -3000:
+    ]
     assert after - before < 6
     assert coordinator.process.poll() is None
-    assert [(node.count(Plan), node.count(Go), node.client.is_connected) for node in nodes] == [(1, 1, True)] * 3
+    assert [(node.count(Plan), node.count(Go), node.client.is_connected) for node in nodes] == [
+        (1, 1, True)
+    ] * 3
     assert coordinator.status()["phase"] == "Running"
     await poll(lambda: coordinator.status()["nodes"]["connected"] == 3, "the end of all others")
     assert len(coordinator.log_text()) < 1_000_000

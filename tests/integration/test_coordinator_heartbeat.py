@@ -12,12 +12,22 @@ import pytest
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
 if "coordinator_processes" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location("coordinator_processes", Path(__file__).with_name("coordinator_processes.py"))
+    _spec = importlib.util.spec_from_file_location(
+        "coordinator_processes", Path(__file__).with_name("coordinator_processes.py")
+    )
     assert _spec is not None and _spec.loader is not None
     sys.modules["coordinator_processes"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["coordinator_processes"])
 
-from coordinator_processes import PATIENCE, TOKEN, Coordinator, Start, read_until_closed, run_coordinators, wait_for
+from coordinator_processes import (
+    PATIENCE,
+    TOKEN,
+    Coordinator,
+    Start,
+    read_until_closed,
+    run_coordinators,
+    wait_for,
+)
 from process_state import children_of, is_alive
 
 from evergrad_coordinator.protocol import Beat, Capacity
@@ -61,8 +71,13 @@ def coordinator(start: Start) -> Coordinator:
 @pytest.fixture
 def node(coordinator: Coordinator, tmp_path: Path) -> Iterator[int]:
     """The process of a node that is connected and beats."""
-    process = subprocess.Popen([sys.executable, "-c", NODE, str(coordinator.port), str(tmp_path / "token"), str(tmp_path)])
-    wait_for(lambda: is_connected(coordinator) and coordinator.metric("evergrad_coordinator_messages_total") > 3, "the node")
+    process = subprocess.Popen(
+        [sys.executable, "-c", NODE, str(coordinator.port), str(tmp_path / "token"), str(tmp_path)]
+    )
+    wait_for(
+        lambda: is_connected(coordinator) and coordinator.metric("evergrad_coordinator_messages_total") > 3,
+        "the node",
+    )
     wait_for(lambda: children_of(process.pid), "its heartbeat")
     yield process.pid
     process.kill()
@@ -80,7 +95,10 @@ def losses(coordinator: Coordinator) -> list[str]:
 def wait_for_messages(coordinator: Coordinator, number: int) -> None:
     """Until so many more have come; a heartbeat sends two a second."""
     before = coordinator.metric("evergrad_coordinator_messages_total")
-    wait_for(lambda: coordinator.metric("evergrad_coordinator_messages_total") >= before + number, f"{number} messages")
+    wait_for(
+        lambda: coordinator.metric("evergrad_coordinator_messages_total") >= before + number,
+        f"{number} messages",
+    )
 
 
 def test_a_node_that_is_held_up_for_longer_than_a_silence_is_not_lost(
@@ -107,7 +125,9 @@ def test_a_frozen_node_is_lost_whether_its_heartbeat_is_frozen_with_it_or_not(
     wait_for(lambda: is_connected(coordinator), "its return")
 
 
-def test_a_heartbeat_ends_with_its_node_and_is_started_anew_without_it(coordinator: Coordinator, node: int) -> None:
+def test_a_heartbeat_ends_with_its_node_and_is_started_anew_without_it(
+    coordinator: Coordinator, node: int
+) -> None:
     (first,) = children_of(node)
     os.kill(first, signal.SIGKILL)
     wait_for(lambda: [one for one in children_of(node) if one != first], "another")
@@ -115,10 +135,14 @@ def test_a_heartbeat_ends_with_its_node_and_is_started_anew_without_it(coordinat
     assert losses(coordinator) == []
     os.kill(node, signal.SIGKILL)
     wait_for(lambda: not is_alive(second) and losses(coordinator), "its end, and the node's")
-    assert losses(coordinator) in (["connection closed"], ["ConnectionResetError"]), "not silent: the end of a node is seen"
+    assert losses(coordinator) in (["connection closed"], ["ConnectionResetError"]), (
+        "not silent: the end of a node is seen"
+    )
 
 
-def test_the_token_is_in_no_argument_and_no_variable_of_a_heartbeat(node: int, coordinator: Coordinator) -> None:
+def test_the_token_is_in_no_argument_and_no_variable_of_a_heartbeat(
+    node: int, coordinator: Coordinator
+) -> None:
     (beat,) = children_of(node)
     for name in ("cmdline", "environ"):
         assert TOKEN.encode() not in Path(f"/proc/{beat}/{name}").read_bytes()

@@ -16,7 +16,9 @@ import pytest
 
 # The suite imports tests by path, so that helpers must be put where an ordinary import finds them.
 if "coordinator_processes" not in sys.modules:
-    _spec = importlib.util.spec_from_file_location("coordinator_processes", Path(__file__).with_name("coordinator_processes.py"))
+    _spec = importlib.util.spec_from_file_location(
+        "coordinator_processes", Path(__file__).with_name("coordinator_processes.py")
+    )
     assert _spec is not None and _spec.loader is not None
     sys.modules["coordinator_processes"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["coordinator_processes"])
@@ -336,7 +338,9 @@ def test_the_status_server_answers_what_it_knows_and_refuses_the_rest(start: Sta
     assert coordinator.status()["reason"] == "WaitingForNodes"
     answers = {b"POST /status HTTP/1.1": b"405", b"nonsense": b"400", b"HEAD /status HTTP/1.1": b"200"}
     for request, answer in answers.items():
-        with socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE) as peer:
+        with socket.create_connection(
+            ("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE
+        ) as peer:
             peer.sendall(request + b"\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n")
             assert read_until_closed(peer).startswith(b"HTTP/1.1 " + answer)
     with socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE) as peer:
@@ -370,7 +374,11 @@ async def test_a_stranger_gets_nothing_from_any_port(start: Start) -> None:
         assert read_until_closed(peer) == b"", "nothing without a hello"
 
     after = coordinator.status()
-    assert (after["phase"], after["generation"], after["nodes"]) == ("Running", before["generation"], before["nodes"])
+    assert (after["phase"], after["generation"], after["nodes"]) == (
+        "Running",
+        before["generation"],
+        before["nodes"],
+    )
     assert not any(isinstance(one, Plan | End) for node in nodes for one in node.received[-1:])
     await end_nodes(*nodes)
 
@@ -432,7 +440,9 @@ def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: 
     crowd: list[socket.socket] = []
     try:
         for number in range(200):
-            crowd.append(socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE))
+            crowd.append(
+                socket.create_connection(("127.0.0.1", coordinator.address["statusPort"]), timeout=PATIENCE)
+            )
             if number % 2:
                 crowd[-1].sendall(b"GET /healthz HTTP/1.1\r\nX-Slow: ")
         assert coordinator.get("/healthz") == (200, "ok\n")

@@ -61,11 +61,15 @@ def test_a_save_that_a_death_interrupts_is_made_again(make_elastic: MakeCluster,
     assert cluster.has_happened("kill")
     cluster.check(undisturbed.at("undisturbed"))
     begun = min(row["step"] for row in cluster.trace() if row["size"] == 2)
-    assert begun - 1 in checkpoints(cluster.directory), "the next world makes the save that was lost before its first step"
+    assert begun - 1 in checkpoints(cluster.directory), (
+        "the next world makes the save that was lost before its first step"
+    )
     assert all(event["failures"] == 0 for event in events(cluster.directory, "save_failed"))
 
 
-def test_rank_0_killed_between_publication_and_its_report_counts_as_saved(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_rank_0_killed_between_publication_and_its_report_counts_as_saved(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic().start(faults=[fault("SIGKILL", "published", node=0, to="node", name="kill")])
     cluster.finish(nodes=[1, 2])
     assert cluster.has_happened("kill")
@@ -106,7 +110,9 @@ def evaluations(directory: Path) -> dict[int, float]:
     return losses
 
 
-def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (6, 9)]
     cluster = make_elastic(expect=2).start(faults=[fault("hold", "shard", node=1, name="saving"), *holds])
     cluster.until_held("saving")
@@ -126,9 +132,14 @@ def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(make_e
     assert not events(cluster.directory, "save_failed")
 
 
-def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Rank 1's part of the save of step 5 is not written while a newcomer joins; written late, it harms nobody."""
-    holds = [fault("hold", "shard", node=1, name="saving"), fault("hold", "slot", node=0, step=6, name="held")]
+    holds = [
+        fault("hold", "shard", node=1, name="saving"),
+        fault("hold", "slot", node=0, step=6, name="held"),
+    ]
     cluster = make_elastic(expect=2, options=("--save-patience", "0.01")).start(faults=holds)
     cluster.until_held("saving")
     cluster.until_held("held")
@@ -146,7 +157,9 @@ def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(make_
 def test_an_evaluation_that_a_join_interrupts_is_made_again_by_the_new_world(
     make_elastic: MakeCluster, evaluating: Experiment
 ) -> None:
-    cluster = make_elastic(evaluating, expect=2).start(faults=[fault("hold", "evaluation", node=0, name="held")])
+    cluster = make_elastic(evaluating, expect=2).start(
+        faults=[fault("hold", "evaluation", node=0, name="held")]
+    )
     cluster.until_held()
     cluster.start_node(2)
     cluster.until_planned("node 2 joined")

@@ -37,8 +37,12 @@ def test_training_goes_on_without_the_coordinator_and_the_next_one_adopts_the_gr
     assert len({row["generation"] for row in cluster.trace()}) == 1, "nobody has noticed"
 
 
-def test_coordinator_and_a_node_lost_together_cost_no_finished_step(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic(options=("--lease", "2")).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+def test_coordinator_and_a_node_lost_together_cost_no_finished_step(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    cluster = make_elastic(options=("--lease", "2")).start(
+        faults=[fault("hold", "slot", node=0, step=4, name="held")]
+    )
     cluster.until_held()
     kill_coordinator(cluster)
     cluster.nodes[2].kill()
@@ -50,7 +54,9 @@ def test_coordinator_and_a_node_lost_together_cost_no_finished_step(make_elastic
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_all_lost_together_go_on_from_the_newest_checkpoint(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_all_lost_together_go_on_from_the_newest_checkpoint(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     holds = [fault("hold", "slot", node=0, step=9, name="held")]
     cluster = make_elastic(options=("--lease", "2")).start(faults=holds)
     cluster.until_held()
@@ -81,22 +87,33 @@ def test_away_for_longer_than_the_lease_training_pauses_and_goes_on_in_its_proce
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_group_that_broke_while_the_coordinator_was_away_is_not_adopted(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """All nodes are well and come back; only their workers know that the group between them is gone."""
-    faults = [fault("hold", "slot", node=0, step=4, name="held"), fault("lose", "update", node=1, step=4, name="lose")]
+    faults = [
+        fault("hold", "slot", node=0, step=4, name="held"),
+        fault("lose", "update", node=1, step=4, name="lose"),
+    ]
     cluster = make_elastic(options=("--lease", "2")).start(faults=faults)
     cluster.until_held()
     kill_coordinator(cluster)
     cluster.release("held")
-    cluster.until(lambda: cluster.is_paused(seconds=0.5) and cluster.has_happened("lose"), "the end of the group")
+    cluster.until(
+        lambda: cluster.is_paused(seconds=0.5) and cluster.has_happened("lose"), "the end of the group"
+    )
     cluster.start_coordinator()
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     assert [len(cluster.pids(node)) for node in range(3)] == [1, 1, 1]
 
 
-def test_nodes_that_must_go_while_the_coordinator_is_away_save_on_their_own(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic(expect=2, options=("--lease", "2")).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+def test_nodes_that_must_go_while_the_coordinator_is_away_save_on_their_own(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    cluster = make_elastic(expect=2, options=("--lease", "2")).start(
+        faults=[fault("hold", "slot", node=0, step=4, name="held")]
+    )
     cluster.until_held()
     kill_coordinator(cluster)
     for node in cluster.nodes.values():

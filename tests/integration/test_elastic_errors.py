@@ -37,17 +37,21 @@ def test_a_node_of_another_run_is_refused_with_both_values(
     cluster.check(undisturbed.at("undisturbed"))
 
 
-def test_a_worker_that_leaves_with_exit_code_0_is_replaced(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_worker_that_leaves_with_exit_code_0_is_replaced(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic(expect=2).start(faults=[fault("exit", "slot", node=1, step=4)])
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     assert len(cluster.pids(0)) == 1
-    assert [(line["cause"], line["exitCode"]) for line in cluster.log("broken") if line["cause"] != "peer_lost"] == [
-        ("worker_crash", 0)
-    ]
+    assert [
+        (line["cause"], line["exitCode"]) for line in cluster.log("broken") if line["cause"] != "peer_lost"
+    ] == [("worker_crash", 0)]
 
 
-def test_a_slot_that_kills_whoever_computes_it_ends_the_run_with_its_samples(make_elastic: MakeCluster) -> None:
+def test_a_slot_that_kills_whoever_computes_it_ends_the_run_with_its_samples(
+    make_elastic: MakeCluster,
+) -> None:
     cluster = make_elastic(expect=2, options=("--max-failures", "2"))
     cluster.start(faults=[fault("SIGKILL", "forward", step=4, slot=3, is_repeated=True)])
     cluster.finish(INTERNAL)
@@ -69,10 +73,14 @@ def test_an_error_of_rank_1_alone_is_told_as_the_cause(make_elastic: MakeCluster
         assert words in end["message"], end["message"]
     assert "onnection" not in end["message"]
     assert "a user's own mistake" in cluster.nodes[1].last_words
-    assert "a user's own mistake" in cluster.nodes[0].last_words, "every node's last words name the root cause"
+    assert "a user's own mistake" in cluster.nodes[0].last_words, (
+        "every node's last words name the root cause"
+    )
 
 
-def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic(expect=2).start(faults=[fault("raise", "forward", step=4, rank=0)])
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
@@ -85,7 +93,9 @@ def test_an_error_of_one_rank_once_costs_a_worker_and_no_step(make_elastic: Make
 def test_saves_that_fail_for_lack_of_space_end_no_run(make_elastic: MakeCluster, undisturbed: Any) -> None:
     """Whoever makes room must find a run that goes on, from its newest checkpoint."""
     cluster = make_elastic(expect=2)
-    cluster.start(faults=[fault("full", "shard", rank=1, call=2)], sets=["spec.training.checkpoint.maxFailures=1"])
+    cluster.start(
+        faults=[fault("full", "shard", rank=1, call=2)], sets=["spec.training.checkpoint.maxFailures=1"]
+    )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"), is_state_lost=True)
     causes = {line["cause"] for line in cluster.log("broken")}
@@ -98,7 +108,9 @@ def test_workers_of_one_group_tell_trouble_of_their_host_too(make_elastic: MakeC
     cluster = make_elastic(expect=2, options=("--max-failures", "0", "--recovery", "fresh"))
     sets = ["checkpoint.maxFailures=1", "runtime.parallelism=fsdp2", "reproducibility.elastic=fast"]
     cluster.start(
-        faults=[fault("full", "shard", rank=1, call=2)], sets=[f"spec.training.{one}" for one in sets], recovery="fresh"
+        faults=[fault("full", "shard", rank=1, call=2)],
+        sets=[f"spec.training.{one}" for one in sets],
+        recovery="fresh",
     )
     cluster.finish()
     causes = {line["cause"] for line in cluster.log("broken")}
@@ -111,7 +123,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
     """A file system of three mebibytes."""
     volume = tmp_path / "volume"
     volume.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(volume)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(volume)], capture_output=True, check=False
+    )
     if mounted.returncode != 0:
         pytest.skip("mounting needs root")
     try:
@@ -126,7 +140,9 @@ def test_a_full_volume_while_the_last_nodes_leave_is_told_by_the_exit_code(
     experiment = Experiment(small_volume)
     write_documents(small_volume / "documents.jsonl")
     experiment.write(elastic_recipe())
-    cluster = make_elastic(experiment, expect=2).start(faults=[fault("hold", "slot", node=0, step=7, name="held")])
+    cluster = make_elastic(experiment, expect=2).start(
+        faults=[fault("hold", "slot", node=0, step=7, name="held")]
+    )
     cluster.until_held()
     cluster.until(lambda: checkpoints(cluster.directory) == [5], "the checkpoint")
     fill(small_volume / "filler")
@@ -138,7 +154,9 @@ def test_a_full_volume_while_the_last_nodes_leave_is_told_by_the_exit_code(
     assert STOPPED_UNSAVED in codes and DONE not in codes, cluster.describe()
     assert cluster.coordinator is not None and cluster.coordinator.wait() == STOPPED_UNSAVED
     assert checkpoints(cluster.directory) == [5]
-    assert any("No space left on device" in node.said() for node in cluster.nodes.values()), cluster.describe()
+    assert any("No space left on device" in node.said() for node in cluster.nodes.values()), (
+        cluster.describe()
+    )
     (small_volume / "filler").unlink()
     cluster.start()
     cluster.finish()

@@ -11,9 +11,14 @@ MakeCluster = Callable[..., Cluster]
 QUICK = ("--silence", "2", "--lease", "4")
 
 
-def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Supervisor and worker stand still with the worker between two sums; thawed they meet a world that has gone on."""
-    holds = [fault("hold", "slot", node=1, step=4, name="held"), fault("hold", "slot", node=0, step=8, name="wait")]
+    holds = [
+        fault("hold", "slot", node=1, step=4, name="held"),
+        fault("hold", "slot", node=0, step=8, name="wait"),
+    ]
     cluster = make_elastic(options=QUICK).start(faults=holds)
     cluster.until_held()
     frozen = cluster.nodes[1].freeze()
@@ -31,7 +36,9 @@ def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(make_elas
     assert next(line["why"] for line in cluster.log("gone") if line["node"] == "1") == "silent"
 
 
-def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Its worker runs and computes, but nobody can tell it anything."""
     holds = [fault("hold", "slot", node=0, step=step, name=f"held-{step}") for step in (4, 8)]
     cluster = make_elastic(options=QUICK).start(faults=holds)
@@ -51,7 +58,8 @@ def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(make_ela
 
 def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster, undisturbed: Any) -> None:
     cluster = make_elastic(expect=2).start(
-        faults=[fault("SIGSTOP", "reducing", node=1, step=4)], constants={"evergrad_trainer.node.crew.FROZEN_SECONDS": 5.0}
+        faults=[fault("SIGSTOP", "reducing", node=1, step=4)],
+        constants={"evergrad_trainer.node.crew.FROZEN_SECONDS": 5.0},
     )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
@@ -59,9 +67,14 @@ def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster
     assert [line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"] == ["stuck"]
 
 
-def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Node 1 stands still in its own computation when node 2 dies: node 0 does not wait for it for ever."""
-    faults = [fault("hold", "slot", node=1, step=4, name="held"), fault("SIGKILL", "tally", node=2, step=4, to="node")]
+    faults = [
+        fault("hold", "slot", node=1, step=4, name="held"),
+        fault("SIGKILL", "tally", node=2, step=4, to="node"),
+    ]
     # Long enough for node 0, which has to be out of the broken group by then.
     cluster = make_elastic().start(faults=faults, constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 5.0})
     cluster.finish(nodes=[0, 1])
@@ -71,11 +84,15 @@ def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(make_elastic: M
     assert "stuck" in {line["cause"] for line in cluster.log("broken")}
 
 
-def test_the_last_that_holds_the_state_has_all_the_time_it_needs(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_the_last_that_holds_the_state_has_all_the_time_it_needs(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Node 1 dies while node 0 computes for longer than a worker usually has to leave: nobody else waits for node 0."""
     long = fault("hold", "slot", node=0, step=4, seconds=5.0, name="held")
     death = fault("SIGKILL", "tally", node=1, step=4, to="node", name="kill")
-    cluster = make_elastic(expect=2).start(faults=[long, death], constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 1.0})
+    cluster = make_elastic(expect=2).start(
+        faults=[long, death], constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 1.0}
+    )
     cluster.finish(nodes=[0])
     assert cluster.has_happened("held") and cluster.has_happened("kill")
     cluster.check(undisturbed.at("undisturbed"))

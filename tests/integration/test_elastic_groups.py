@@ -16,10 +16,10 @@ from torch.distributed import TCPStore
 
 from evergrad_trainer import torch_private
 from evergrad_trainer.distributed import Place, abandon_world, form_world
-from evergrad_trainer.elastic.channel import Begin, Change, channel_pair
-from evergrad_trainer.elastic.guard import Guard
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.transports import GlooTransport
+from evergrad_trainer.worker.channel import Begin, Change, channel_pair
+from evergrad_trainer.worker.guard import Guard
 from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
@@ -47,12 +47,25 @@ def host(ports: list[str]) -> None:
     time.sleep(TIMEOUT * 4)
 
 
-def meet(ports: list[str], generation: int, *, rank: int, size: int, interrupt: Interrupt, setup_seconds: float = 100) -> World:
+def meet(
+    ports: list[str],
+    generation: int,
+    *,
+    rank: int,
+    size: int,
+    interrupt: Interrupt,
+    setup_seconds: float = 100,
+) -> World:
     path = Path(ports[generation])
     until(path.exists, "the store")
     place = Place(generation, rank, size, "127.0.0.1", int(path.read_text()))
     return form_world(
-        place, device=CPU, transport=GlooTransport(), interrupt=interrupt, setup_seconds=setup_seconds, timeout_seconds=TIMEOUT
+        place,
+        device=CPU,
+        transport=GlooTransport(),
+        interrupt=interrupt,
+        setup_seconds=setup_seconds,
+        timeout_seconds=TIMEOUT,
     )
 
 

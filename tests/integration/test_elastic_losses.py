@@ -11,7 +11,8 @@ MakeCluster = Callable[..., Cluster]
 
 
 @pytest.mark.parametrize(
-    ("place", "finished"), [("slot", {3}), ("tally", {3}), ("reducing", {3, 4}), ("update", {4}), ("report", {4})]
+    ("place", "finished"),
+    [("slot", {3}), ("tally", {3}), ("reducing", {3, 4}), ("update", {4}), ("report", {4})],
 )
 def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
     make_elastic: MakeCluster, undisturbed: Any, place: str, finished: set[int]
@@ -35,11 +36,17 @@ def test_rank_0_killed_hands_its_office_to_the_next(make_elastic: MakeCluster, u
     assert max(row["step"] for row in cluster.trace() if row["node"] == 0) == 6 < STEPS
 
 
-def test_a_killed_worker_leaves_its_sibling_and_comes_back(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic(expect=2).start(workers=2, faults=[fault("SIGKILL", "reducing", node=1, local_rank=1, step=3)])
+def test_a_killed_worker_leaves_its_sibling_and_comes_back(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
+    cluster = make_elastic(expect=2).start(
+        workers=2, faults=[fault("SIGKILL", "reducing", node=1, local_rank=1, step=3)]
+    )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
     before = {(row["node"], row["local_rank"]): row["pid"] for row in cluster.trace() if row["step"] == 1}
     after = {(row["node"], row["local_rank"]): row["pid"] for row in cluster.trace() if row["step"] == STEPS}
     assert {place for place in before if after.get(place, before[place]) != before[place]} <= {(1, 1)}
-    assert [line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"] == ["worker_crash"]
+    assert [line["cause"] for line in cluster.log("broken") if line["cause"] != "peer_lost"] == [
+        "worker_crash"
+    ]

@@ -11,7 +11,9 @@ MakeCluster = Callable[..., Cluster]
 
 
 def test_two_newcomers_are_fed_and_train(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    cluster = make_elastic(expect=2, max_nodes=4).start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
+    cluster = make_elastic(expect=2, max_nodes=4).start(
+        faults=[fault("hold", "slot", node=0, step=4, name="held")]
+    )
     cluster.until_held()
     cluster.start_node(2)
     cluster.start_node(3)
@@ -35,11 +37,15 @@ def test_a_world_of_one_grows_and_shrinks_back(make_elastic: MakeCluster, undist
     cluster.finish(nodes=[0])
     cluster.check(undisturbed.at("undisturbed"))
     alone = cluster.steps(1)[0] - 1
-    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [1] * alone + [2] * 2 + [1] * (STEPS - alone - 2)
+    assert [row["size"] for row in cluster.trace() if row["node"] == 0] == [1] * alone + [2] * 2 + [1] * (
+        STEPS - alone - 2
+    )
     assert len(cluster.pids(0)) == 1
 
 
-def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=3, name="held")])
     cluster.until_held()
     cluster.nodes[0].send(signal.SIGTERM)
@@ -56,7 +62,9 @@ def test_a_node_that_is_asked_to_leave_goes_at_a_step_boundary(make_elastic: Mak
 def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_goes_on_later(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    cluster = make_elastic(options=("--lease", "2")).start(faults=[fault("hold", "slot", node=0, step=3, name="held")])
+    cluster = make_elastic(options=("--lease", "2")).start(
+        faults=[fault("hold", "slot", node=0, step=3, name="held")]
+    )
     cluster.until_held()
     for node in cluster.nodes.values():
         node.send(signal.SIGTERM)
@@ -66,7 +74,9 @@ def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_
     assert cluster.coordinator is not None and cluster.coordinator.wait() == STOPPED_SAVED
     last = steps_of(cluster.directory)[-1]
     assert last < STEPS and checkpoints(cluster.directory)[-1] == last
-    saves = [event for event in events(cluster.directory, "save") if event["checkpoint"].startswith(f"step-{last}")]
+    saves = [
+        event for event in events(cluster.directory, "save") if event["checkpoint"].startswith(f"step-{last}")
+    ]
     assert len(saves) == 1, "the state is saved once"
     [folder] = (cluster.directory / "checkpoints").glob(f"step-{last}*")
     parts = sorted(path.name for path in folder.glob("rank-*.bin"))
@@ -77,7 +87,9 @@ def test_when_all_are_asked_to_leave_all_of_them_save_together_once_and_the_run_
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     death = fault("SIGKILL", "slot", node=1, step=4, to="node")
     cluster = make_elastic(min_nodes=2, expect=2).start(faults=[death])
     cluster.until(lambda: cluster.log("waiting"), "the wait for nodes")
@@ -89,7 +101,9 @@ def test_below_the_minimum_the_state_is_held_in_memory_until_enough_are_back(mak
     assert steps_of(cluster.directory) == list(range(1, STEPS + 1))
 
 
-def test_the_same_node_started_twice_leaves_the_newer_one(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_the_same_node_started_twice_leaves_the_newer_one(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     cluster = make_elastic().start(faults=[fault("hold", "slot", node=0, step=4, name="held")])
     cluster.until_held()
     older = cluster.nodes[1]

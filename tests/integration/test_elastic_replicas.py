@@ -8,7 +8,7 @@ from elastic_helpers import STEPS, Cluster, fault
 from run_helpers import events, metric_rows
 
 MakeCluster = Callable[..., Cluster]
-SMALL_CHUNKS = {"evergrad_trainer.elastic.transfer._CHUNK_BYTES": 4096}
+SMALL_CHUNKS = {"evergrad_trainer.state.transfer._CHUNK_BYTES": 4096}
 """So that the tiny state travels in many pieces."""
 
 
@@ -32,7 +32,9 @@ def test_a_newcomer_whose_only_source_dies_while_it_is_fed_begins_with_the_initi
     assert len(cluster.pids(1)) == 1
 
 
-@pytest.mark.parametrize(("num_nodes", "named"), [(2, "one of ranks 0 and 1 is wrong"), (3, "that of rank 1 is wrong")])
+@pytest.mark.parametrize(
+    ("num_nodes", "named"), [(2, "one of ranks 0 and 1 is wrong"), (3, "that of rank 1 is wrong")]
+)
 def test_a_flipped_bit_is_found_before_the_next_save_and_an_exact_run_goes_back_to_where_all_were_equal(
     make_elastic: MakeCluster, undisturbed: Any, num_nodes: int, named: str
 ) -> None:

@@ -9,7 +9,7 @@ from elastic_helpers import STEPS, Cluster, fault
 MakeCluster = Callable[..., Cluster]
 ASYNCHRONOUS: dict[str, Any] = {
     "transport": "asynchronous",
-    "constants": {"evergrad_trainer.elastic.transfer._CHUNK_BYTES": 4096},
+    "constants": {"evergrad_trainer.state.transfer._CHUNK_BYTES": 4096},
 }
 
 
@@ -40,7 +40,9 @@ def test_a_hard_change_while_the_next_group_forms_kills_no_survivor(
     assert len(cluster.pids(0)) == 1
 
 
-def test_a_state_whose_source_dies_while_it_travels_is_not_taken_for_whole(make_elastic: MakeCluster, undisturbed: Any) -> None:
+def test_a_state_whose_source_dies_while_it_travels_is_not_taken_for_whole(
+    make_elastic: MakeCluster, undisturbed: Any
+) -> None:
     """Two other nodes hold the state; a newcomer that believed in what had arrived would feed it to them."""
     hold = fault("hold", "slot", node=0, step=4, name="held")
     death = fault("SIGKILL", "send", node=0, call=6, to="node", name="kill")

@@ -27,7 +27,9 @@ def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Pat
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     manifest = tmp_path / "examples/elastic/trainingrun.yaml"
     # Fewer steps than a reader would want to watch.
-    manifest.write_text(manifest.read_text("utf-8").replace("horizon: {steps: 120}", "horizon: {steps: 80}"), "utf-8")
+    manifest.write_text(
+        manifest.read_text("utf-8").replace("horizon: {steps: 120}", "horizon: {steps: 80}"), "utf-8"
+    )
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     script = commands_of(ROOT / "examples/elastic/README.md")
     process = subprocess.Popen(
@@ -48,10 +50,14 @@ def test_the_elastic_walk_runs_as_written_and_ends_with_equal_bits(tmp_path: Pat
         process.wait()
     assert process.returncode == 0, output[-8000:]
     assert "losses equal bit by bit" in output
-    events = [json.loads(line) for line in (tmp_path / "runs/elastic/events.jsonl").read_text("utf-8").splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "runs/elastic/events.jsonl").read_text("utf-8").splitlines()
+    ]
     worlds = [event["world_size"] for event in events if event["type"] == "world"]
     assert len(worlds) >= 4, events
     assert min(worlds) <= 2
-    rows = [json.loads(line) for line in (tmp_path / "runs/elastic/metrics.jsonl").read_text("utf-8").splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "runs/elastic/metrics.jsonl").read_text("utf-8").splitlines()
+    ]
     assert [row["step"] for row in rows] == list(range(1, 81)), "no finished step is trained again"
     assert (tmp_path / "runs/chaos/complete.json").is_file()

@@ -30,18 +30,33 @@ def node(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 "apiVersion": "evergrad.dev/v1alpha1",
                 "kind": "TrainingRun",
                 "metadata": {"name": "r"},
-                "spec": {"nodes": {"min": 1, "max": 2}, "script": {"command": ["write.py"], "gracePeriodSeconds": 60}},
+                "spec": {
+                    "nodes": {"min": 1, "max": 2},
+                    "script": {"command": ["write.py"], "gracePeriodSeconds": 60},
+                },
             }
         )
     )
     started: list[subprocess.Popen[str]] = []
 
     def start(*arguments: str) -> subprocess.Popen[str]:
-        command = [str(EVERGRAD), "node", str(tmp_path / "config/run.json"), "--run-directory", str(tmp_path / "run"), *arguments]
+        command = [
+            str(EVERGRAD),
+            "node",
+            str(tmp_path / "config/run.json"),
+            "--run-directory",
+            str(tmp_path / "run"),
+            *arguments,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         started.append(
             subprocess.Popen(
-                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
             )
         )
         return started[-1]
@@ -69,7 +84,8 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
             str(tmp_path / "token"),
         )
         nodes = [
-            node(*join, "--node", str(index), "--base-directory", str(tmp_path / "run"), "--workers", "1") for index in (0, 1)
+            node(*join, "--node", str(index), "--base-directory", str(tmp_path / "run"), "--workers", "1")
+            for index in (0, 1)
         ]
         for one in nodes:
             out, _ = one.communicate(timeout=100)
@@ -81,17 +97,38 @@ def test_nodes_of_a_script_write_its_run_directory_and_begin_nothing_that_is_com
     assert json.loads((tmp_path / "run/run.json").read_text())["baseDirectory"] == "."
     assert json.loads((tmp_path / "run/complete.json").read_text())["run"] == "r"
     # Nobody answers at this address, and nobody need be asked.
-    late = node("--token-file", str(tmp_path / "token"), "--join", "127.0.0.1:9", "--address", "127.0.0.1", "--node", "0")
+    late = node(
+        "--token-file",
+        str(tmp_path / "token"),
+        "--join",
+        "127.0.0.1:9",
+        "--address",
+        "127.0.0.1",
+        "--node",
+        "0",
+    )
     out, _ = late.communicate(timeout=60)
     assert (late.returncode, "is complete" in out) == (0, True)
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(method: str, experiment: Any, tmp_path: Path) -> None:
+def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(
+    method: str, experiment: Any, tmp_path: Path
+) -> None:
     experiment.write(recipe(horizon={"steps": 2}))
     coordinator = Coordinator(tmp_path, "--start-wait", "0.1", run="tiny", most=1)
-    command = [str(EVERGRAD), "node", "tiny.yaml", "--run-directory", "run", "--start-method", method, "--workers", "1"]
+    command = [
+        str(EVERGRAD),
+        "node",
+        "tiny.yaml",
+        "--run-directory",
+        "run",
+        "--start-method",
+        method,
+        "--workers",
+        "1",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     try:
         join = [
@@ -105,7 +142,13 @@ def test_workers_that_are_not_forked_train_and_what_they_print_is_the_nodes(meth
             "0",
         ]
         done = subprocess.run(
-            [*command, *join], env=environment, cwd=experiment.path, capture_output=True, text=True, timeout=200, check=False
+            [*command, *join],
+            env=environment,
+            cwd=experiment.path,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
         )
     finally:
         coordinator.end()

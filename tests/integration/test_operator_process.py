@@ -51,7 +51,9 @@ def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: 
     operator = OperatorProcess(tmp_path, api.server.url)
     with running(operator):
         operator.wait_ready()
-        wait_for(lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "metrics")
+        wait_for(
+            lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "metrics"
+        )
         api.create_run("first")
         wait_for(lambda: has_status(api, "first"), "a status")
         api.do(lambda store: store.remove("trainingruns", "ns", "first"))
@@ -63,7 +65,9 @@ def test_runs_that_are_gone_leave_no_series_behind(api: ServerThread, tmp_path: 
         assert len(operator.get("/metrics")[1].splitlines()) > before + 20
         for number in range(20):
             api.do(lambda store, number=number: store.remove("trainingruns", "ns", f"r{number}"))
-        wait_for(lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "all gone")
+        wait_for(
+            lambda: 'mirror_objects{resource="trainingruns"} 0.0' in operator.get("/metrics")[1], "all gone"
+        )
         assert len(operator.get("/metrics")[1].splitlines()) <= before + 5
 
 
@@ -82,13 +86,18 @@ def test_an_operator_that_starts_again_over_unchanged_runs_writes_nothing_and_en
     again = OperatorProcess(tmp_path, api.server.url)
     with running(again):
         again.wait_ready()
-        wait_for(lambda: 'reconcile_total{result="success"} 3' in again.get("/metrics")[1].replace("3.0", "3"), "reconciles")
+        wait_for(
+            lambda: 'reconcile_total{result="success"} 3' in again.get("/metrics")[1].replace("3.0", "3"),
+            "reconciles",
+        )
         time.sleep(1.0)
         assert api.server.writers[before:] == []
 
 
 @pytest.mark.parametrize("write", [0, 2, 4, 6])
-def test_an_operator_killed_at_a_write_is_followed_by_one_that_goes_on(write: int, api: ServerThread, tmp_path: Path) -> None:
+def test_an_operator_killed_at_a_write_is_followed_by_one_that_goes_on(
+    write: int, api: ServerThread, tmp_path: Path
+) -> None:
     operator = OperatorProcess(tmp_path, api.server.url)
     with running(operator):
         operator.wait_ready()
@@ -108,7 +117,9 @@ def test_an_operator_killed_at_a_write_is_followed_by_one_that_goes_on(write: in
         assert api.pods() == CHILDREN
 
 
-def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_again(api: ServerThread, tmp_path: Path) -> None:
+def test_of_two_operators_one_writes_and_a_leader_that_was_stopped_never_writes_again(
+    api: ServerThread, tmp_path: Path
+) -> None:
     options = ("--lease", "--lease-namespace", "ns", "--lease-seconds", "10")
     first = OperatorProcess(tmp_path, api.server.url, *options, token="first")
     with running(first):
@@ -176,7 +187,11 @@ def settings(**more: str) -> Settings:
         "o",
     ]
     return parse_settings(
-        [*options, *(word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", value))], {}
+        [
+            *options,
+            *(word for name, value in more.items() for word in (f"--{name.replace('_', '-')}", value)),
+        ],
+        {},
     )
 
 
@@ -244,7 +259,9 @@ def test_what_vanished_while_the_watch_was_away_is_found_by_the_next_list(tmp_pa
     in_one_process(tmp_path, story, resync_seconds="1")
 
 
-def test_a_worker_that_stands_still_shows_in_the_health(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_stands_still_shows_in_the_health(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story(server: FakeServer, service: Service) -> None:
         assert service._find_stall() is None
         monkeypatch.setattr("evergrad_operator.service.STALLED_SECONDS", 0.2)
@@ -276,7 +293,11 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(tmp
     def run_pods(store: Store) -> None:
         for raw in store.list("pods"):
             if raw["status"]["phase"] == "Pending":
-                state = {"name": raw["spec"]["containers"][0]["name"], "state": {"running": {}}, "ready": True}
+                state = {
+                    "name": raw["spec"]["containers"][0]["name"],
+                    "state": {"running": {}},
+                    "ready": True,
+                }
                 status = {"phase": "Running", "podIP": "127.0.0.1", "containerStatuses": [state]}
                 store.change("pods", "ns", raw["metadata"]["name"], {"status": status})
 
@@ -287,7 +308,9 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(tmp
         await until(lambda: len(pods_of(server.store)) == 3)
         run_pods(server.store)
         ended = {"name": "trainer", "state": {"terminated": {"exitCode": 137}}}
-        server.store.change("pods", "ns", "a-1-0", {"status": {"phase": "Failed", "containerStatuses": [ended]}})
+        server.store.change(
+            "pods", "ns", "a-1-0", {"status": {"phase": "Failed", "containerStatuses": [ended]}}
+        )
         await until(lambda: "a-1-1" in pods_of(server.store))
         run_pods(server.store)
         # Whatever has been written is shown by the watches a moment later; then nothing more is owed.
@@ -298,10 +321,14 @@ def test_three_quiet_minutes_after_a_killed_pod_leave_the_operator_in_health(tmp
     in_one_process(tmp_path, story)
 
 
-def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_answers(api: ServerThread, tmp_path: Path) -> None:
+def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_answers(
+    api: ServerThread, tmp_path: Path
+) -> None:
     def fail(write: Write) -> None:
         if write.plural == "pods":
-            raise RefusedError(500, "InternalError", 'failed calling webhook "w.example.org": connection refused')
+            raise RefusedError(
+                500, "InternalError", 'failed calling webhook "w.example.org": connection refused'
+            )
 
     def answer(store: Store, before: Any) -> None:
         store.before = before
@@ -320,7 +347,9 @@ def test_a_run_that_a_webhook_keeps_from_starting_says_so_and_starts_when_it_ans
         assert operator.get("/healthz") == (200, "ok\n")
 
 
-def test_what_vanished_in_a_gap_of_the_watch_is_found_when_it_lists_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_vanished_in_a_gap_of_the_watch_is_found_when_it_lists_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("evergrad_operator.service.PRUNE_SECONDS", 0.5, raising=False)
 
     async def story(server: FakeServer, service: Service) -> None:

@@ -49,7 +49,9 @@ def run(*arguments: str | Path) -> int:
     return command.execute(parser.parse_args(list(map(str, arguments))))
 
 
-def test_the_summary_names_every_source_and_what_was_passed_over(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_names_every_source_and_what_was_passed_over(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     directory = manifest.parent / "prepared"
     assert run(manifest, "--prepared-directory", directory) == 0
     printed = capsys.readouterr()
@@ -74,7 +76,11 @@ def test_json_is_one_document_for_scripts(manifest: Path, capsys: pytest.Capture
     assert run(manifest, "--prepared-directory", directory, "--json", "--workers", "1") == 0
     summary = json.loads(capsys.readouterr().out)
     (docs,), (other,) = summary["sources"], summary["evaluation"]
-    assert (summary["preparedDirectory"], summary["tokenizer"], summary["vocabSize"]) == (str(directory), "byte-1", 257)
+    assert (summary["preparedDirectory"], summary["tokenizer"], summary["vocabSize"]) == (
+        str(directory),
+        "byte-1",
+        257,
+    )
     assert (docs["name"], docs["documents"], docs["heldOutDocuments"], docs["repaired"]) == ("docs", 41, 4, 1)
     assert docs["skipped"] == {"blankLine": 1, "notAnObject": 1, "notJson": 1}
     assert (other["tokens"], other["heldOutTokens"], other["reused"]) == (15, 0, False)
@@ -102,7 +108,11 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds(monkeypatch: pytes
     lines = command._Lines(stream, clock=lambda: now[0])
     for second in range(13):
         now[0] = float(second)
-        lines.show(PrepareProgress("tokenize", "docs", second * 2**20, 16 * 2**20, documents=second, tokens=second * 10**6))
+        lines.show(
+            PrepareProgress(
+                "tokenize", "docs", second * 2**20, 16 * 2**20, documents=second, tokens=second * 10**6
+            )
+        )
     lines.show(PrepareProgress("wait", "docs", 0, 0))
     now[0] = 20.0
     lines.show(PrepareProgress("wait", "docs", 0, 0))
@@ -131,7 +141,14 @@ def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) 
         json.dumps({"text": "words " * 100}) * 1 + "\n" + '{"text": "more words"}\n' * 20_000
     )
     main, terminal = os.openpty()
-    arguments = [sys.executable, "-c", SCRIPT, str(manifest), "--prepared-directory", str(manifest.parent / "prepared")]
+    arguments = [
+        sys.executable,
+        "-c",
+        SCRIPT,
+        str(manifest),
+        "--prepared-directory",
+        str(manifest.parent / "prepared"),
+    ]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
     process = subprocess.Popen(arguments, stderr=terminal, stdout=subprocess.PIPE, text=True, env=environment)
     os.close(terminal)
@@ -180,7 +197,9 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> 
         "--workers",
         "2",
     ]
-    process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     deadline = time.monotonic() + 200
     while not list((manifest.parent / "prepared").glob(".tmp-*/chunks/*.json")):
         assert time.monotonic() < deadline and process.poll() is None
@@ -190,7 +209,10 @@ def test_ctrl_c_keeps_what_is_finished_and_leaves_no_process(manifest: Path) -> 
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=200)
     assert process.returncode == 75
-    assert errors.splitlines()[-1] == "interrupted; finished chunks are kept, and the next prepare goes on from there"
+    assert (
+        errors.splitlines()[-1]
+        == "interrupted; finished chunks are kept, and the next prepare goes on from there"
+    )
     assert "Traceback" not in errors
     assert not any(map(is_alive, helpers))
     assert run(manifest, "--prepared-directory", manifest.parent / "prepared") == 0

@@ -18,7 +18,7 @@ from process_state import children_of, is_alive
 PREPARE = """
 import json, sys, time
 from pathlib import Path
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.data import prepare as entry
 from evergrad_trainer.data.preparation import lock, pool, sources
 from evergrad_trainer.errors import EvergradError
@@ -70,7 +70,11 @@ def write_documents(path: Path, count: int) -> Path:
     with path.open("w", encoding="utf-8") as file:
         for number in range(count):
             file.write(
-                json.dumps({"text": f"{number} äöü 漢字 " * (number % 40 + 1), "id": number}, ensure_ascii=number % 2 == 0) + "\n"
+                json.dumps(
+                    {"text": f"{number} äöü 漢字 " * (number % 40 + 1), "id": number},
+                    ensure_ascii=number % 2 == 0,
+                )
+                + "\n"
             )
     return path
 
@@ -84,7 +88,11 @@ class Preparers:
 
     def start(self, *, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
         """``hold``: a kind of job and a number; after so many of them it stands still until the file go-on is there."""
-        data = {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16, "heldOut": {"fraction": 0.1}}
+        data = {
+            "sources": [{"name": "docs", "path": "docs.jsonl"}],
+            "sequenceLength": 16,
+            "heldOut": {"fraction": 0.1},
+        }
         training = {
             "model": {"config": {"model_type": "llama"}},
             "data": {**data, **options.pop("data", {})},
@@ -158,7 +166,9 @@ def records(folder: Path, kind: str) -> list[Path]:
     return sorted((folder / "prepared").glob(f".tmp-*/chunks/{kind}-*.json"))
 
 
-def test_helpers_write_the_same_bytes_as_one_process(preparers: Preparers, expected: dict[str, bytes]) -> None:
+def test_helpers_write_the_same_bytes_as_one_process(
+    preparers: Preparers, expected: dict[str, bytes]
+) -> None:
     preparers.finish(preparers.start(workers=3))
     assert preparers.published() == expected
     assert len(expected) > 20
@@ -209,7 +219,9 @@ def test_of_two_preparers_one_works_and_the_other_takes_what_it_published(
     assert preparers.published() == expected
 
 
-def test_without_locks_two_preparers_at_once_still_publish_the_same(preparers: Preparers, expected: dict[str, bytes]) -> None:
+def test_without_locks_two_preparers_at_once_still_publish_the_same(
+    preparers: Preparers, expected: dict[str, bytes]
+) -> None:
     both = [preparers.start(has_locks=False) for _ in range(2)]
     assert len({json.dumps(preparers.finish(process)["prepared"]) for process in both}) == 1
     published = preparers.published()
@@ -236,7 +248,10 @@ def test_errors_of_helpers_are_the_users_errors(preparers: Preparers) -> None:
     assert (process.returncode, error["class"]) == (64, "DataError")
     path = preparers.folder / "docs.jsonl"
     assert error["error"].startswith(f"{path}:4001: the line is not JSON")
-    assert f"{path}:4002: the line is not JSON; Unterminated string starting at column 10; the file ends within" in error["error"]
+    assert (
+        f"{path}:4002: the line is not JSON; Unterminated string starting at column 10; the file ends within"
+        in error["error"]
+    )
 
 
 def test_malformed_lines_of_every_chunk_are_counted_by_helpers(preparers: Preparers) -> None:
@@ -246,7 +261,9 @@ def test_malformed_lines_of_every_chunk_are_counted_by_helpers(preparers: Prepar
     process = preparers.start()
     output, _ = process.communicate(timeout=200)
     problems = json.loads(output.splitlines()[-1])["error"].splitlines()
-    assert [problem.partition(": ")[0] for problem in problems[:5]] == [f"{path}:{line}" for line in (1, 51, 101, 151, 201)]
+    assert [problem.partition(": ")[0] for problem in problems[:5]] == [
+        f"{path}:{line}" for line in (1, 51, 101, 151, 201)
+    ]
     assert problems[5].startswith(f"{path}: 81 of 4001 lines are malformed")
 
 
@@ -254,7 +271,10 @@ def small_file_system(folder: Path, size: str) -> tuple[str, ...]:
     """A command prefix that runs what follows with a file system of ``size`` at ``folder``."""
     script = 'mount -t tmpfs -o size=$0 tmpfs "$1" && shift && exec "$@"'
     prefix = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, size, str(folder))
-    if shutil.which("unshare") is None or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode
+    ):
         pytest.skip("this machine does not let a test mount a file system")
     return prefix
 
@@ -281,7 +301,9 @@ def peak_megabytes(pid: int) -> float:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return 0.0
-    return max((int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), default=0.0)
+    return max(
+        (int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith("VmHWM")), default=0.0
+    )
 
 
 def test_memory_does_not_grow_with_the_file(preparers: Preparers) -> None:
@@ -328,13 +350,16 @@ def test_reading_prepared_data_keeps_memory_flat(tmp_path: Path) -> None:
         names.append(str(tmp_path / f"{number}.tokens"))
         with open(names[-1], "wb") as file:
             np.full(16 * 2**20, number, dtype="<u2").tofile(file)
-    grown = subprocess.run([sys.executable, "-c", READ, *names], capture_output=True, text=True, check=True, timeout=90)
+    grown = subprocess.run(
+        [sys.executable, "-c", READ, *names], capture_output=True, text=True, check=True, timeout=90
+    )
     assert float(grown.stdout) < 16
 
 
 def test_a_helper_imports_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys, evergrad_trainer.data.preparation.worker; print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    code = "import sys, evergrad_trainer.data.preparation.worker; "
+    code += "print([n for n in ('torch', 'transformers') if n in sys.modules])"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert result.stdout.strip() == "[]"

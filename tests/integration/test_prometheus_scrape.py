@@ -94,7 +94,9 @@ def prometheus(tmp_path: Path, exporter: PrometheusExporter) -> Iterator[Prometh
     binary = _require("prometheus")
     config = {
         "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-        "scrape_configs": [{"job_name": "trainer", "static_configs": [{"targets": [f"127.0.0.1:{exporter.port}"]}]}],
+        "scrape_configs": [
+            {"job_name": "trainer", "static_configs": [{"targets": [f"127.0.0.1:{exporter.port}"]}]}
+        ],
     }
     (tmp_path / "prometheus.yml").write_text(json.dumps(config))
     port = _free_port()
@@ -114,8 +116,14 @@ def prometheus(tmp_path: Path, exporter: PrometheusExporter) -> Iterator[Prometh
 
 def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     now = time.time()
-    exporter.run_start(RunInfo("docs-lm", 1, 2, 100, 0, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm"))
-    exporter.event(Event(EventType.START, now - 40, 0, 1, {"process_start_time": now - 42, "resumed_from": None}))
+    exporter.run_start(
+        RunInfo(
+            "docs-lm", 1, 2, 100, 0, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm"
+        )
+    )
+    exporter.event(
+        Event(EventType.START, now - 40, 0, 1, {"process_start_time": now - 42, "resumed_from": None})
+    )
     for step in range(1, 61):
         exporter.step_end(synthetic.step_record(step, time=now - 30 + step / 2))
     exporter.evaluation_end(EvaluationRecord(60, 1, "heldOut", 2.5, 12.2, 4096, 0.5, now))
@@ -125,7 +133,9 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
 
 def _documented_queries() -> list[str]:
     section = DOCUMENT.read_text("utf-8").split("## Reading them")[1].split("\n## ")[0]
-    return [match.strip() for match in re.findall(r"`([^`]+)`", section) if "(" in match]  # not the names of labels
+    return [
+        match.strip() for match in re.findall(r"`([^`]+)`", section) if "(" in match
+    ]  # not the names of labels
 
 
 def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
@@ -151,12 +161,16 @@ def test_prometheus_scrapes_the_values_and_answers_the_documented_queries(
     prometheus.wait_for("evergrad_exit_code", 0)
 
 
-def test_promtool_finds_nothing_to_complain_about(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+def test_promtool_finds_nothing_to_complain_about(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
     promtool = _require("promtool")
     _train(exporter, synthetic)
     exporter.event(Event(EventType.RESTORED, time.time(), 0, 1, {"checkpoint": "step-1", "seconds": 1.0}))
     exporter.event(Event(EventType.END, time.time(), 60, 1, {"exit_code": 0}))
     with urllib.request.urlopen(f"http://127.0.0.1:{exporter.port}/metrics", timeout=60) as answer:
         text = answer.read()
-    done = subprocess.run([promtool, "check", "metrics"], input=text, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, timeout=60, check=False
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

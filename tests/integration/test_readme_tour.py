@@ -27,10 +27,14 @@ def read_tour() -> list[tuple[str, int]]:
 
 
 @pytest.mark.timeout(2 * _PATIENCE_SECONDS)
-def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_comment_says(tmp_path: Path) -> None:
+def test_the_readmes_tour_works_in_its_order_and_each_command_ends_as_its_comment_says(
+    tmp_path: Path,
+) -> None:
     commands = read_tour()
     assert commands[0] == ("source .venv/bin/activate", 0)
-    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("documents.jsonl"))
+    shutil.copytree(
+        ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("documents.jsonl")
+    )
     # What `activate` does, for the environment the tests run in.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}

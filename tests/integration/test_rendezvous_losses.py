@@ -44,7 +44,9 @@ def test_frozen_and_orphaned_nodes_are_left_behind_and_taken_back(make_cluster: 
 
 
 @pytest.mark.timeout(600)
-def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the_lease(make_cluster: MakeCluster) -> None:
+def test_the_coordinator_may_be_lost_together_with_a_node_or_for_longer_than_the_lease(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "2", "--lease", "6", "--silence", "2")
     for node in ("0", "1"):
         cluster.start_agent(node)
@@ -123,7 +125,9 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(make_cluster: Make
     # One is killed after its workers have ended well: that changes nothing any more.
     (cluster.directory / "linger-1").touch()
     cluster.finish_training()
-    cluster.until(lambda: "node 0 has finished training" in cluster.log("agent-0"), "the end of node 0's worker")
+    cluster.until(
+        lambda: "node 0 has finished training" in cluster.log("agent-0"), "the end of node 0's worker"
+    )
     cluster.until(lambda: cluster.count("done") == 1, "the exit barrier")
     cluster.agent("0").send_signal(signal.SIGKILL)
     (cluster.directory / "linger-1").unlink()
@@ -132,7 +136,9 @@ def test_below_min_the_others_wait_and_a_node_has_one_process(make_cluster: Make
 
 
 @pytest.mark.timeout(600)
-def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(make_cluster: MakeCluster) -> None:
+def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
+    make_cluster: MakeCluster,
+) -> None:
     cluster = make_cluster("--min", "1", "--max", "3", "--expect", "2", "--hold-joins")
     for node in ("0", "1"):
         cluster.start_agent(node)
@@ -153,7 +159,8 @@ def test_joins_are_held_until_a_checkpoint_and_a_late_crash_is_worked_off_alone(
     cluster.finish_training()
     for node in ("0", "1"):
         cluster.until(
-            lambda node=node: "has finished training" in cluster.log(f"agent-{node}"), f"the end of node {node}'s worker"
+            lambda node=node: "has finished training" in cluster.log(f"agent-{node}"),
+            f"the end of node {node}'s worker",
         )
     cluster.until(lambda: cluster.count("done") == 2, "the exit barrier")
     (cluster.directory / "linger-2").unlink()

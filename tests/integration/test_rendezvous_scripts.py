@@ -11,7 +11,9 @@ from rendezvous_cluster import Cluster
 MakeCluster = Callable[..., Cluster]
 SCRIPTS = Path(__file__).parents[2] / "examples" / "scripts"
 STEPS, EVERY = 40, 5
-LINE = re.compile(r"step (?P<step>\d+)(?: loss (?P<loss>\S+))? world (?P<world>\d+)(?: from sample (?P<sample>\d+))?")
+LINE = re.compile(
+    r"step (?P<step>\d+)(?: loss (?P<loss>\S+))? world (?P<world>\d+)(?: from sample (?P<sample>\d+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -28,17 +30,33 @@ def read_rows(cluster: Cluster, node: str) -> list[Row]:
     rows = []
     for match in LINE.finditer(cluster.log(f"agent-{node}")):
         loss, sample = match["loss"], match["sample"]
-        rows.append(Row(int(match["step"]), float(loss) if loss else None, int(match["world"]), int(sample) if sample else None))
+        rows.append(
+            Row(
+                int(match["step"]),
+                float(loss) if loss else None,
+                int(match["world"]),
+                int(sample) if sample else None,
+            )
+        )
     return rows
 
 
 def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
     """Node 0, which holds rank 0 and writes the checkpoints, is killed after its first; returns all rows in order."""
     output = cluster.directory / "output"
-    script = [str(SCRIPTS / name), f"--output={output}", f"--steps={STEPS}", f"--save-every={EVERY}", "--step-seconds=0.1"]
+    script = [
+        str(SCRIPTS / name),
+        f"--output={output}",
+        f"--steps={STEPS}",
+        f"--save-every={EVERY}",
+        "--step-seconds=0.1",
+    ]
     for node in ("0", "1"):
         cluster.start_agent(node, script=script, max_nodes=2, TRANSFORMERS_OFFLINE="1", HF_HUB_OFFLINE="1")
-    cluster.until(lambda: any(row.step >= EVERY + 2 for row in read_rows(cluster, "0")), "a step after the first checkpoint")
+    cluster.until(
+        lambda: any(row.step >= EVERY + 2 for row in read_rows(cluster, "0")),
+        "a step after the first checkpoint",
+    )
     cluster.kill_pod("0")
     assert cluster.wait_exit("1") == 0, cluster.describe()
     before, after = read_rows(cluster, "0"), read_rows(cluster, "1")
@@ -87,8 +105,16 @@ def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(make_clu
     cluster = make_cluster("--min", "1", "--max", "2")
     page = (SCRIPTS.parents[1] / "docs" / "elastic-scripts.md").read_text()
     script, checkpoint = cluster.directory / "train.py", cluster.directory / "checkpoint.pt"
-    code = page.split("```python\n")[1].split("```")[0].replace("STEPS, checkpoint = 300", "STEPS, checkpoint = 80")
-    script.write_text(code.replace("first + 1, STEPS + 1):\n", "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n"))
+    code = (
+        page.split("```python\n")[1]
+        .split("```")[0]
+        .replace("STEPS, checkpoint = 300", "STEPS, checkpoint = 80")
+    )
+    script.write_text(
+        code.replace(
+            "first + 1, STEPS + 1):\n", "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n"
+        )
+    )
     for node in ("0", "1"):
         cluster.start_agent(node, script=[str(script), str(checkpoint)])
     cluster.until(lambda: (cluster.status()["step"] or 0) >= 5, "reports")
@@ -99,5 +125,9 @@ def test_the_documented_script_loses_no_step_when_a_node_is_asked_to_go(make_clu
     assert (status["phase"], status["step"], status["checkpointStep"]) == ("Complete", 80, 80)
     assert set(status["restarts"]) == {"node_left"}
     # Rank 0 took every step exactly once: the next group began where this one had stopped.
-    steps = [int(line.removeprefix("step ")) for line in cluster.log("agent-0").splitlines() if line.startswith("step ")]
+    steps = [
+        int(line.removeprefix("step "))
+        for line in cluster.log("agent-0").splitlines()
+        if line.startswith("step ")
+    ]
     assert steps == list(range(1, 81))

@@ -54,7 +54,10 @@ class Browser:
     def __init__(self, port: int, profile: Path, binary: str) -> None:
         self._base = f"http://127.0.0.1:{port}"
         options = {"binary": binary, "args": [*FLAGS, f"--user-data-dir={profile}"]}
-        capabilities = {"goog:chromeOptions": options, "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"}}
+        capabilities = {
+            "goog:chromeOptions": options,
+            "goog:loggingPrefs": {"performance": "ALL", "browser": "ALL"},
+        }
         session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": capabilities}})
         self._base += f"/session/{session['sessionId']}"
 
@@ -84,11 +87,17 @@ class Browser:
     def requested(self) -> list[str]:
         """URLs asked for since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
-        return [message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"]
+        return [
+            message["params"]["request"]["url"]
+            for message in messages
+            if message["method"] == "Network.requestWillBeSent"
+        ]
 
     def view(self, *, width: int, scheme: str) -> Image.Image:
         """A picture of the whole page at a width, in the light or dark scheme."""
-        self.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.tell(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+        )
         self.tell("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         shot = self.tell("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return Image.open(io.BytesIO(base64.b64decode(shot["data"]))).convert("RGB")
@@ -101,7 +110,11 @@ class Browser:
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     driver, binary = _require("chromedriver"), _require("chromium")
     directory = tmp_path_factory.mktemp("browser")
-    environment = os.environ | {"HOME": str(directory), "XDG_CONFIG_HOME": str(directory), "XDG_CACHE_HOME": str(directory)}
+    environment = os.environ | {
+        "HOME": str(directory),
+        "XDG_CONFIG_HOME": str(directory),
+        "XDG_CACHE_HOME": str(directory),
+    }
     process = subprocess.Popen(
         [driver, "--port=0"],
         stdout=subprocess.PIPE,
@@ -161,12 +174,16 @@ def _write_run(directory: Path) -> None:
     run.directory.write_resolved({"manifest": {"metadata": {"name": "x"}, "long": "word " * 60}})
 
 
-def test_the_page_loads_nothing_but_itself_and_says_nothing_on_the_console(browser: Browser, site: tuple[str, list[str]]) -> None:
+def test_the_page_loads_nothing_but_itself_and_says_nothing_on_the_console(
+    browser: Browser, site: tuple[str, list[str]]
+) -> None:
     url, asked = site
     browser.requested()
     browser.log("browser")
     browser.open(url)
-    browser.run("document.querySelector('details').open = true; return new Promise(done => setTimeout(done, 300))")
+    browser.run(
+        "document.querySelector('details').open = true; return new Promise(done => setTimeout(done, 300))"
+    )
     assert browser.log("browser") == []
     assert [one for one in browser.requested() if not one.startswith("data:")] == [url]
     assert asked == ["/report.html"]

@@ -37,16 +37,19 @@ SLOW = fault("step", call=0, action="sleep", rank=None, seconds=0.05)
 def refused(experiment: Experiment, *texts: str, arguments: tuple[str, ...] = (), **options: Any) -> Ended:
     """``evergrad run`` ends with 64, and says each of ``texts`` on stderr."""
     ended = experiment.run(*arguments, expect=USER_ERROR, **options)
-    assert all(line.startswith(("error: ", "warning: ", "evergrad: ", "[transformers]")) for line in ended.err.splitlines()), (
-        ended.err
-    )
+    assert all(
+        line.startswith(("error: ", "warning: ", "evergrad: ", "[transformers]"))
+        for line in ended.err.splitlines()
+    ), ended.err
     for text in texts:
         assert text in ended.err, f"{text!r} is not said in\n{ended.err}"
     return ended
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
+    }
 
 
 # --- the manifest
@@ -67,12 +70,24 @@ def test_a_key_given_twice_is_refused_with_both_lines(experiment: Experiment) ->
         ({"batching": {"globalBatchsize": 8}}, ["spec.training.batching.globalBatchsize", "globalBatchSize"]),
         ({"optimizer": {"learningRate": -1}}, ["spec.training.optimizer.learningRate"]),
         ({"optimizer": {"learningRate": "fast"}}, ["spec.training.optimizer.learningRate", "fast"]),
-        ({"horizon": {"tokens": "1M"}}, ["spec.training.horizon: steps and tokens are both set", "exactly one"]),
+        (
+            {"horizon": {"tokens": "1M"}},
+            ["spec.training.horizon: steps and tokens are both set", "exactly one"],
+        ),
         ({"batching": {"globalBatchSize": 4, "microBatchSize": 3}}, ["spec.training.batching", "3", "4"]),
-        ({"reproducibility": {"elastic": "exact"}, "runtime": {"parallelism": "fsdp2"}}, ["exact cannot be combined"]),
-        ({"schedule": {"warmup": 20}}, ["spec.training.schedule.warmup", "longer than the horizon of 8 steps"]),
+        (
+            {"reproducibility": {"elastic": "exact"}, "runtime": {"parallelism": "fsdp2"}},
+            ["exact cannot be combined"],
+        ),
+        (
+            {"schedule": {"warmup": 20}},
+            ["spec.training.schedule.warmup", "longer than the horizon of 8 steps"],
+        ),
         ({"stop": {"afterStep": 9}}, ["spec.training.stop.afterStep", "beyond the horizon of 8 steps"]),
-        ({"checkpoint": {"best": {"metric": "nothing/loss"}}}, ["spec.training.checkpoint.best.metric", "nothing/loss"]),
+        (
+            {"checkpoint": {"best": {"metric": "nothing/loss"}}},
+            ["spec.training.checkpoint.best.metric", "nothing/loss"],
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -85,14 +100,20 @@ def test_a_value_that_cannot_be_is_refused_with_its_path(
 
 
 def test_every_problem_of_a_manifest_is_reported_at_once(experiment: Experiment) -> None:
-    experiment.write(recipe(optimizer={"learningRate": -1}, data={"sequenceLength": 1}, checkpoint={"keep": 0}))
+    experiment.write(
+        recipe(optimizer={"learningRate": -1}, data={"sequenceLength": 1}, checkpoint={"keep": 0})
+    )
     refused(experiment, "optimizer.learningRate", "data.sequenceLength", "checkpoint.keep")
 
 
 def test_more_workers_than_slots_are_refused(experiment: Experiment) -> None:
-    refused(experiment, "spec.workersPerNode: 5 workers cannot share 4 slots a step", arguments=("--workers", "5"))
+    refused(
+        experiment, "spec.workersPerNode: 5 workers cannot share 4 slots a step", arguments=("--workers", "5")
+    )
     experiment.write(recipe(), workersPerNode=5)
-    refused(experiment, "make W = 5 processes, more than the M = 4 slots of a step", "lower workersPerNode to 4")
+    refused(
+        experiment, "make W = 5 processes, more than the M = 4 slots of a step", "lower workersPerNode to 4"
+    )
     assert not steps_of(experiment.at())
 
 
@@ -107,10 +128,19 @@ def test_a_missing_manifest_is_named(experiment: Experiment) -> None:
     ("config", "texts"),
     [
         ({"model_type": "lama"}, ["config.model_type: unknown name 'lama'", "Did you mean 'llama'?"]),
-        ({"hiden_size": 32}, ["spec.training.model.config.hiden_size: unknown name", "Did you mean 'hidden_size'?"]),
-        ({"vocab_size": 100}, ["spec.training.model.config.vocab_size: 100 is too small", "Raise it to at least 257"]),
+        (
+            {"hiden_size": 32},
+            ["spec.training.model.config.hiden_size: unknown name", "Did you mean 'hidden_size'?"],
+        ),
+        (
+            {"vocab_size": 100},
+            ["spec.training.model.config.vocab_size: 100 is too small", "Raise it to at least 257"],
+        ),
         ({"num_attention_heads": 3}, ["spec.training.model.config", "32", "3"]),
-        ({"max_position_embeddings": 8}, ["spec.training.data.sequenceLength: 16 is above", "max_position_embeddings 8"]),
+        (
+            {"max_position_embeddings": 8},
+            ["spec.training.data.sequenceLength: 16 is above", "max_position_embeddings 8"],
+        ),
     ],
     ids=["type", "key", "vocabulary", "shapes", "positions"],
 )
@@ -125,13 +155,18 @@ def test_a_model_configuration_that_cannot_be_is_refused(
 def test_weights_in_a_pickle_are_refused_and_never_opened(experiment: Experiment) -> None:
     directory = experiment.path / "pickled"
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({**MODEL, "vocab_size": 257, "architectures": ["LlamaForCausalLM"]}))
+    (directory / "config.json").write_text(
+        json.dumps({**MODEL, "vocab_size": 257, "architectures": ["LlamaForCausalLM"]})
+    )
     trap = experiment.path / "opened"
     (directory / "pytorch_model.bin").write_bytes(f"cposix\nsystem\n(S'touch {trap}'\ntR.".encode())
     for training in ({**recipe(), "model": {"path": "pickled"}}, recipe(initFrom={"path": "pickled"})):
         experiment.write(training)
         refused(
-            experiment, "pickled", "weights only as pickle (pytorch_model.bin)", "loading a pickle runs whatever code is in it"
+            experiment,
+            "pickled",
+            "weights only as pickle (pytorch_model.bin)",
+            "loading a pickle runs whatever code is in it",
         )
     assert not trap.exists()
 
@@ -143,7 +178,12 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "my_model", "auto_map": auto}))
     (directory / "code.py").write_text(f"open({str(experiment.path / 'ran')!r}, 'w')\n")
     experiment.write({**recipe(), "model": {"path": "remote"}})
-    refused(experiment, "spec.training.model.path", "remote/config.json cannot be used", "remote code is never run")
+    refused(
+        experiment,
+        "spec.training.model.path",
+        "remote/config.json cannot be used",
+        "remote code is never run",
+    )
     assert not (experiment.path / "ran").exists()
 
 
@@ -156,8 +196,14 @@ def test_remote_code_is_never_run(experiment: Experiment) -> None:
         (None, ["documents.jsonl", "does not exist", "spec.training.data.sources[0].path names it"]),
         (b"", ["documents.jsonl", "is empty"]),
         (b'{"text": "fine"}\n{"text": "br\xff\xfeken"}\n', ["documents.jsonl:2: the line is not UTF-8"]),
-        (b'{"text": "fine"}\n{"text": "cut of', ["documents.jsonl:2: the line is not JSON", "so it may be truncated"]),
-        (b'{"text": "fine"}\n["no", "object"]\n', ["documents.jsonl:2: the line holds a list; each line is one JSON object"]),
+        (
+            b'{"text": "fine"}\n{"text": "cut of',
+            ["documents.jsonl:2: the line is not JSON", "so it may be truncated"],
+        ),
+        (
+            b'{"text": "fine"}\n["no", "object"]\n',
+            ["documents.jsonl:2: the line holds a list; each line is one JSON object"],
+        ),
         (b'{"body": "other field"}\n', ["documents.jsonl:1: the object has no field 'text'; it has 'body'"]),
         (b'{"text": ""}\n\n', ["documents.jsonl"]),
     ],
@@ -175,12 +221,19 @@ def test_a_data_file_that_cannot_be_used_is_named_with_its_line(
     assert not steps_of(experiment.at())
 
 
-def test_a_source_that_changed_after_it_was_prepared_stops_the_resume_and_not_the_run(experiment: Experiment) -> None:
+def test_a_source_that_changed_after_it_was_prepared_stops_the_resume_and_not_the_run(
+    experiment: Experiment,
+) -> None:
     experiment.run("--stop-after-steps", "4", expect=STOPPED_SAVED)
     path = experiment.path / "documents.jsonl"
     original = path.read_bytes()
     path.write_bytes(original.replace(b"node", b"edon"))
-    refused(experiment, str(path), "its content changed since this run was prepared", "Restore the file to go on with this run")
+    refused(
+        experiment,
+        str(path),
+        "its content changed since this run was prepared",
+        "Restore the file to go on with this run",
+    )
     assert steps_of(experiment.at()) == [1, 2, 3, 4]
     path.write_bytes(original)
     experiment.run()
@@ -228,8 +281,13 @@ def test_a_changed_recipe_is_refused_with_every_field(experiment: Experiment) ->
         "spec.training.runtime.precision": ("'bf16'", "'fp32'"),
         "spec.training.schedule.type": ("'cosine'", "'wsd'"),
     }
-    arguments = [part for path, (new, _) in changes.items() for part in ("--set", f"{path}=" + new.strip("'"))]
-    texts = [f"{path}: {new} here, but the run in {experiment.at()} began with {old}" for path, (new, old) in changes.items()]
+    arguments = [
+        part for path, (new, _) in changes.items() for part in ("--set", f"{path}=" + new.strip("'"))
+    ]
+    texts = [
+        f"{path}: {new} here, but the run in {experiment.at()} began with {old}"
+        for path, (new, old) in changes.items()
+    ]
     ended = refused(experiment, *texts, "the recipe of a run does not change", arguments=tuple(arguments))
     assert len(ended.err.splitlines()) == len(changes) + ("decay" in ended.err)
     assert contents(experiment.at()) == before
@@ -256,7 +314,9 @@ def volume(experiment: Experiment) -> Iterator[Callable[[str], Path]]:
 
     def mount(options: str) -> Path:
         where.mkdir()
-        made = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)], capture_output=True, check=False)
+        made = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(where)], capture_output=True, check=False
+        )
         if made.returncode != 0:
             pytest.skip("mounting a small volume is not permitted here")
         return where
@@ -276,14 +336,18 @@ def fill(volume: Path, *, leave: int) -> Path:
     return ballast
 
 
-def test_a_full_volume_is_refused_before_anything_begins(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+def test_a_full_volume_is_refused_before_anything_begins(
+    experiment: Experiment, volume: Callable[[str], Path]
+) -> None:
     ballast = fill(volume("size=4m"), leave=0)
     refused(experiment, str(experiment.at()), "No space left on device")
     ballast.unlink()
     experiment.run()
 
 
-def test_a_volume_too_small_for_two_checkpoints_is_refused(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+def test_a_volume_too_small_for_two_checkpoints_is_refused(
+    experiment: Experiment, volume: Callable[[str], Path]
+) -> None:
     volume("size=512k")
     refused(experiment, str(experiment.at()), "one checkpoint takes", "two must fit", "Free some space")
     assert not steps_of(experiment.at())
@@ -318,7 +382,9 @@ def test_training_goes_on_while_saves_fail_and_says_at_the_end_that_the_state_is
     assert_same_state(experiment.at("undisturbed"), experiment.at())
 
 
-def test_a_stop_whose_save_fails_says_so_by_its_exit_code(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+def test_a_stop_whose_save_fails_says_so_by_its_exit_code(
+    experiment: Experiment, volume: Callable[[str], Path]
+) -> None:
     experiment.write(recipe(horizon={"steps": 400}, checkpoint={"maxFailures": 50}))
     run, _ = start_and_fill(experiment, volume("size=8m"), leave=100_000)
     run.send(signal.SIGTERM)
@@ -327,7 +393,9 @@ def test_a_stop_whose_save_fails_says_so_by_its_exit_code(experiment: Experiment
     assert [event["saved"] for event in events(experiment.at(), "stop")] == [False]
 
 
-def test_a_run_whose_saves_fail_again_and_again_gives_up(experiment: Experiment, volume: Callable[[str], Path]) -> None:
+def test_a_run_whose_saves_fail_again_and_again_gives_up(
+    experiment: Experiment, volume: Callable[[str], Path]
+) -> None:
     experiment.write(recipe(horizon={"steps": 400}, checkpoint={"maxFailures": 2}))
     run, _ = start_and_fill(experiment, volume("size=8m"), leave=100_000)
     ended = run.wait().expect(INTERNAL)
@@ -382,7 +450,9 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-DAMAGES = pytest.mark.parametrize("damage", [cut, flip, Path.unlink], ids=["truncated", "bit-flipped", "missing"])
+DAMAGES = pytest.mark.parametrize(
+    "damage", [cut, flip, Path.unlink], ids=["truncated", "bit-flipped", "missing"]
+)
 
 
 @DAMAGES
@@ -418,7 +488,9 @@ def test_a_run_none_of_whose_checkpoints_validates_stops_and_never_begins_again(
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more(experiment: Experiment, workers: str) -> None:
+def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more(
+    experiment: Experiment, workers: str
+) -> None:
     experiment.write(recipe(horizon={"steps": 60}))
     experiment.run(directory="undisturbed")
     slow = fault("step", call=0, action="sleep", rank=None, seconds=0.5)
@@ -433,7 +505,11 @@ def test_of_two_runs_on_one_directory_the_older_stops_and_publishes_nothing_more
     }
     assert set(generations) == {1, 2}
     begun = events(experiment.at(), "start")[1]["resumed_from"]
-    late = [event for event in events(experiment.at(), "save") if event["generation"] == 1 and event["step"] > begun + 3]
+    late = [
+        event
+        for event in events(experiment.at(), "save")
+        if event["generation"] == 1 and event["step"] > begun + 3
+    ]
     assert not late, "the older one published after the newer one had claimed the directory"
     assert (experiment.at() / "complete.json").exists()
     if workers == "1":

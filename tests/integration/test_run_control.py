@@ -35,7 +35,11 @@ from run_helpers import (
 )
 
 EVALUATED: dict[str, Any] = {
-    "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 16, "heldOut": {"count": 6}},
+    "data": {
+        "sources": [{"name": "docs", "path": "documents.jsonl"}],
+        "sequenceLength": 16,
+        "heldOut": {"count": 6},
+    },
     "evaluation": {"every": {"steps": 2}, "samples": 6},
 }
 SLOW = fault("step", call=0, action="sleep", rank=None, seconds=0.05)
@@ -46,7 +50,12 @@ def evergrad(experiment: Experiment, *arguments: str) -> "subprocess.Popen[str]"
     command = [str(Path(sys.executable).with_name("evergrad")), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, cwd=experiment.path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=experiment.path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
 
 
@@ -54,7 +63,10 @@ def snapshot(directory: Path) -> dict[str, tuple[int, str]]:
     """Time of change and content of every file."""
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     return {
-        str(path.relative_to(directory)): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        str(path.relative_to(directory)): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
         for path in files
     }
 
@@ -157,7 +169,9 @@ def test_stop_after_steps_below_one_is_refused(experiment: Experiment) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(experiment: Experiment, workers: str) -> None:
+def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
+    experiment: Experiment, workers: str
+) -> None:
     experiment.write(recipe(horizon={"steps": 2000}))
     first = experiment.start("--workers", workers, faults=[SLOW])
     wait_until(lambda: steps_of(experiment.at()))
@@ -193,10 +207,14 @@ def test_sigterm_to_the_launcher_stops_both_workers_at_one_step(experiment: Expe
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_stop_during_an_evaluation_repeats_it_after_the_resume(experiment: Experiment, workers: str) -> None:
+def test_a_stop_during_an_evaluation_repeats_it_after_the_resume(
+    experiment: Experiment, workers: str
+) -> None:
     experiment.write(recipe(**EVALUATED))
     experiment.run("--workers", workers, directory="undisturbed")
-    experiment.run("--workers", workers, expect=STOPPED_SAVED, faults=[fault("evaluation", call=2, action="SIGTERM")])
+    experiment.run(
+        "--workers", workers, expect=STOPPED_SAVED, faults=[fault("evaluation", call=2, action="SIGTERM")]
+    )
     assert steps_of(experiment.at()) == [1, 2, 3, 4]
     assert [row["step"] for row in read_lines(experiment.at() / "evaluation.jsonl")] == [2]
     experiment.run("--workers", workers)
@@ -261,14 +279,18 @@ def test_a_finished_run_is_extended_and_only_with_the_option(experiment: Experim
     experiment.run(*longer, "--extend")
     assert steps_of(experiment.at()) == list(range(1, 12))
     assert json.loads((experiment.at() / "complete.json").read_text())["step"] == 11
-    assert [(event["from_steps"], event["to_steps"]) for event in events(experiment.at(), "extended")] == [(8, 11)]
+    assert [(event["from_steps"], event["to_steps"]) for event in events(experiment.at(), "extended")] == [
+        (8, 11)
+    ]
     (warning,) = events(experiment.at(), "warning")
     assert "the learning rate rises from" in warning["message"] and "initFrom" in warning["message"]
     experiment.write(recipe(horizon={"steps": 11}))
     assert "complete: 11 steps" in experiment.run().out
 
 
-def test_a_begun_run_is_not_lengthened_without_the_option_and_goes_on_unchanged(experiment: Experiment) -> None:
+def test_a_begun_run_is_not_lengthened_without_the_option_and_goes_on_unchanged(
+    experiment: Experiment,
+) -> None:
     experiment.run("--stop-after-steps", "3", expect=STOPPED_SAVED)
     refused = experiment.run("--set", "spec.training.horizon.steps=20", expect=USER_ERROR)
     assert "spec.training.horizon.steps" in refused.err
@@ -277,14 +299,18 @@ def test_a_begun_run_is_not_lengthened_without_the_option_and_goes_on_unchanged(
     assert steps_of(experiment.at()) == list(range(1, 9))
 
 
-@pytest.mark.parametrize(("horizon", "steps"), [({"tokens": 600}, 10), ({"tokens": 640}, 10), ({"epochs": 1.5}, None)], ids=str)
+@pytest.mark.parametrize(
+    ("horizon", "steps"), [({"tokens": 600}, 10), ({"tokens": 640}, 10), ({"epochs": 1.5}, None)], ids=str
+)
 def test_a_horizon_in_tokens_or_epochs_is_rounded_up_to_steps(
     experiment: Experiment, horizon: dict[str, Any], steps: int | None
 ) -> None:
     from run_helpers import write_documents
 
     write_documents(experiment.path / "documents.jsonl", count=4)
-    experiment.write(recipe(horizon={"steps": None, **horizon}, batching={"globalBatchSize": 8, "microBatchSize": 2}))
+    experiment.write(
+        recipe(horizon={"steps": None, **horizon}, batching={"globalBatchSize": 8, "microBatchSize": 2})
+    )
     if steps is not None:
         steps = steps // 2
     experiment.run()
@@ -311,7 +337,9 @@ def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment
     assert found == {"metric": "heldOut/loss", "value": losses[highest], "step": highest}
 
 
-def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(experiment: Experiment) -> None:
+def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(
+    experiment: Experiment,
+) -> None:
     """The stop saves the step before its evaluation has ended; the evaluation is done again after the resume."""
     best = {"metric": "heldOut/loss", "mode": "min"}
     experiment.write(recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best}))
@@ -330,7 +358,9 @@ def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(e
 def test_a_model_directory_that_was_edited_is_another_model(experiment: Experiment) -> None:
     experiment.run()
     experiment.command("checkpoint", "export", "runs/tiny", "--output", "exported").expect(DONE)
-    experiment.write({**recipe(), "model": {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second")
+    experiment.write(
+        {**recipe(), "model": {"path": "exported"}, "tokenizer": {"type": "byte"}}, name="second"
+    )
     experiment.run("--stop-after-steps", "3", name="second", expect=STOPPED_SAVED)
     path = experiment.path / "exported" / "config.json"
     config = json.loads(path.read_text())
@@ -371,7 +401,10 @@ def test_weights_come_from_another_run_and_nothing_else_does(experiment: Experim
     experiment.write(still(initFrom={"path": "runs/tiny"}, runtime={"parallelism": "fsdp2"}), name="second")
     before = snapshot(experiment.at())
     experiment.run("--workers", workers, name="second")
-    first, second = final_state(experiment.at(), prefix="model."), final_state(experiment.at("second"), prefix="model.")
+    first, second = (
+        final_state(experiment.at(), prefix="model."),
+        final_state(experiment.at("second"), prefix="model."),
+    )
     assert first.keys() == second.keys()
     assert all(torch.allclose(value, second[key], rtol=0, atol=1e-9) for key, value in first.items())
     assert steps_of(experiment.at("second")) == [1]
@@ -411,15 +444,21 @@ def plain(make_experiment: Callable[[], Experiment]) -> Experiment:
     return experiment
 
 
-@pytest.mark.parametrize("options", [("--workers", "1"), ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")])
-def test_activation_checkpointing_changes_memory_and_not_the_losses(plain: Experiment, options: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [("--workers", "1"), ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")]
+)
+def test_activation_checkpointing_changes_memory_and_not_the_losses(
+    plain: Experiment, options: tuple[str, ...]
+) -> None:
     directory = f"recomputed-{options[1]}"
     plain.run(*options, "--set", "spec.training.runtime.activationCheckpointing=true", directory=directory)
     assert_same_curve(plain.at("plain"), plain.at(directory), exact=False, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16-autocast", 0.01), ("bf16", 0.03)])
-@pytest.mark.parametrize("options", [("--workers", "1"), ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")])
+@pytest.mark.parametrize(
+    "options", [("--workers", "1"), ("--workers", "2", "--set", "spec.training.runtime.parallelism=fsdp2")]
+)
 def test_lower_precisions_stay_near_the_full_one(
     plain: Experiment, precision: str, tolerance: float, options: tuple[str, ...]
 ) -> None:
@@ -445,6 +484,12 @@ def test_rows_hold_what_the_documentation_promises(plain: Experiment) -> None:
     assert all(len(row["sample_hash"]) == 16 and int(row["sample_hash"], 16) >= 0 for row in rows)
     assert {row["tokens"] for row in rows} == {64}
     assert all(0 < row["valid_tokens"] <= 64 for row in rows)
-    phases = ("data_seconds", "forward_backward_seconds", "communication_seconds", "optimizer_seconds", "other_seconds")
+    phases = (
+        "data_seconds",
+        "forward_backward_seconds",
+        "communication_seconds",
+        "optimizer_seconds",
+        "other_seconds",
+    )
     assert all(abs(sum(row[phase] for phase in phases) - row["step_seconds"]) < 1e-6 for row in rows)
     assert len({row["sample_hash"] for row in rows}) == len(rows)

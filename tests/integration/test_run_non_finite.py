@@ -53,7 +53,7 @@ def write(experiment: Experiment, **changes: Any) -> None:
 
 def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
     """Write ``spoilt.jsonl``: the documents with one letter replaced in the sample of each (step, slot), so of equal length."""
-    from evergrad_trainer.config.loader import load_manifest
+    from evergrad_manifest.reading.loader import load_manifest
     from evergrad_trainer.data.prepare import prepare
     from evergrad_trainer.data.tokenizers import load_tokenizer
     from evergrad_trainer.recipes import RECIPES
@@ -73,7 +73,9 @@ def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(bad: Experiment, workers: str) -> None:
+def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
+    bad: Experiment, workers: str
+) -> None:
     directory, arguments = f"stopped-{workers}", ("--workers", workers)
     write(bad)
     for attempt in (1, 2):
@@ -81,7 +83,9 @@ def test_a_bad_step_ends_the_run_saved_and_a_run_is_taken_past_it_by_skip_steps(
         assert ended.err.count("error: step 4, slot 1: the loss is nan") == 1, "said by one rank, once"
         assert "docs/epoch 0/window " in ended.err and "spoilt.jsonl, line" in ended.err
         assert checkpoints(bad.at(directory)) == [3] and steps_of(bad.at(directory)) == [1, 2, 3]
-        assert [(one["reason"], one["saved"]) for one in events(bad.at(directory), "stop")] == [("non_finite", True)] * attempt
+        assert [(one["reason"], one["saved"]) for one in events(bad.at(directory), "stop")] == [
+            ("non_finite", True)
+        ] * attempt
 
     write(bad, skipSteps=[4])
     ended = bad.run(*arguments, name="bad", directory=directory, expect=STOPPED_SAVED)
@@ -105,7 +109,9 @@ def test_bad_steps_in_a_row_are_skipped_as_often_as_asked_for(bad: Experiment) -
     ended = bad.run("--workers", "2", name="bad", directory="one", expect=STOPPED_SAVED)
     assert "skipped step=4" in ended.out and "error: step 5, slot 2" in ended.err
     assert checkpoints(bad.at("one")) == [3, 4]
-    assert [(one["step"], one["why"], one["in_a_row"]) for one in events(bad.at("one"), "skipped")] == [(4, "loss", 1)]
+    assert [(one["step"], one["why"], one["in_a_row"]) for one in events(bad.at("one"), "skipped")] == [
+        (4, "loss", 1)
+    ]
     bad.run("--workers", "2", name="bad", directory="one", expect=STOPPED_SAVED)
     assert steps_of(bad.at("one")) == [1, 2, 3, 4], "how many were bad in a row is forgotten by a resume"
 
@@ -137,7 +143,9 @@ def test_the_first_step_may_be_bad_and_then_nothing_is_lost(bad: Experiment) -> 
     assert steps_of(bad.at("first")) == [] and checkpoints(bad.at("first")) == []
 
 
-def test_a_process_that_is_fed_learns_how_many_updates_there_were(make_elastic: MakeCluster, undisturbed: Experiment) -> None:
+def test_a_process_that_is_fed_learns_how_many_updates_there_were(
+    make_elastic: MakeCluster, undisturbed: Experiment
+) -> None:
     skipping = "spec.training.skipSteps=[2, 3]"
     undisturbed.run("--set", skipping, directory="skipping")
     faults = [fault("SIGKILL", "slot", node=1, step=6, to="node", name="kill")]

@@ -25,7 +25,9 @@ from run_helpers import (
 
 STEPS = 8
 SAVE_EVERY = 3
-POINTS = pytest.mark.parametrize("last", [5, 6, 7], ids=["before a checkpoint", "at a checkpoint", "after a checkpoint"])
+POINTS = pytest.mark.parametrize(
+    "last", [5, 6, 7], ids=["before a checkpoint", "at a checkpoint", "after a checkpoint"]
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Undisturbed:
         """``compare-runs --exact`` says equal, and so do the final tensors."""
         assert_same_curve(self.path, self.experiment.at(directory))
         assert_same_state(self.path, self.experiment.at(directory))
-        self.experiment.command("compare-runs", str(self.path), str(self.experiment.at(directory)), "--exact").expect(0)
+        self.experiment.command(
+            "compare-runs", str(self.path), str(self.experiment.at(directory)), "--exact"
+        ).expect(0)
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=str)
@@ -92,7 +96,9 @@ def undisturbed(request: pytest.FixtureRequest, make_experiment: Callable[[], Ex
 
 
 @POINTS
-def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(undisturbed: Undisturbed, last: int) -> None:
+def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
+    undisturbed: Undisturbed, last: int
+) -> None:
     directory = f"stopped-after-{last}"
     # Sent to one rank while step ``last - 1`` runs: all agree on it at the beginning of step ``last``, which is then the last.
     sent = fault("step", call=last - 1, action="SIGTERM")
@@ -115,7 +121,9 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
     directory = f"killed-after-{last}"
     rank = undisturbed.setting.workers - 1
     code = -9 if rank == 0 else INTERNAL
-    undisturbed.run(directory, expect=code, faults=[fault("step", call=last + 1, action="SIGKILL", rank=rank)])
+    undisturbed.run(
+        directory, expect=code, faults=[fault("step", call=last + 1, action="SIGKILL", rank=rank)]
+    )
     path = undisturbed.experiment.at(directory)
     assert steps_of(path) == list(range(1, last + 1))
     newest = checkpoints(path)[-1]
@@ -128,7 +136,9 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
         *((step, 2) for step in range(newest + 1, STEPS + 1)),
     ]
     first_time = {row["step"]: row["sample_hash"] for row in rows if row["generation"] == 1}
-    assert all(first_time.get(step, row["sample_hash"]) == row["sample_hash"] for step, row in curve(path).items())
+    assert all(
+        first_time.get(step, row["sample_hash"]) == row["sample_hash"] for step, row in curve(path).items()
+    )
     assert events(path, "restored")[-1]["checkpoint"].startswith(f"step-{newest}")
     undisturbed.assert_equal(directory)
 
@@ -136,7 +146,14 @@ def test_a_run_that_was_killed_and_started_again_repeats_exactly_the_steps_after
 def test_many_stops_and_kills_in_one_run_leave_no_trace_in_its_curve(experiment: Experiment) -> None:
     experiment.write(recipe(horizon={"steps": 20}, checkpoint={"every": {"steps": 4}}))
     experiment.run(directory="undisturbed")
-    for call, action in ((3, "SIGKILL"), (6, "SIGTERM"), (2, "SIGKILL"), (5, "SIGKILL"), (1, "SIGTERM"), (4, "SIGKILL")):
+    for call, action in (
+        (3, "SIGKILL"),
+        (6, "SIGTERM"),
+        (2, "SIGKILL"),
+        (5, "SIGKILL"),
+        (1, "SIGTERM"),
+        (4, "SIGKILL"),
+    ):
         code = experiment.run(expect=None, faults=[fault("step", call=call, action=action)]).code
         assert code == (-9 if action == "SIGKILL" else STOPPED_SAVED)
     experiment.run()
@@ -153,7 +170,9 @@ def test_a_kill_while_a_checkpoint_is_written_resumes_from_the_one_before(experi
     experiment.run()
     assert [row["step"] for row in metric_rows(experiment.at())] == [1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]
     assert_same_curve(experiment.at("undisturbed"), experiment.at())
-    assert not list((experiment.at() / "checkpoints" / ".tmp").glob("*")), "what the killed process wrote was left behind"
+    assert not list((experiment.at() / "checkpoints" / ".tmp").glob("*")), (
+        "what the killed process wrote was left behind"
+    )
 
 
 def test_a_run_killed_before_its_first_checkpoint_begins_again(experiment: Experiment) -> None:

@@ -20,7 +20,11 @@ from run_helpers import (
 DATA_PARALLEL = "spec.training.runtime.parallelism=dataParallel"
 SHARDED = "spec.training.runtime.parallelism=fsdp2"
 EVALUATED = {
-    "data": {"sources": [{"name": "docs", "path": "documents.jsonl"}], "sequenceLength": 16, "heldOut": {"count": 6}},
+    "data": {
+        "sources": [{"name": "docs", "path": "documents.jsonl"}],
+        "sequenceLength": 16,
+        "heldOut": {"count": 6},
+    },
     "evaluation": {"every": {"steps": 4}, "samples": 6},
 }
 
@@ -68,7 +72,9 @@ def test_in_exact_mode_a_larger_world_has_the_same_bits(exact: Experiment, worke
 
 def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bits(exact: Experiment) -> None:
     for workers, steps in (("1", "2"), ("3", "3")):
-        exact.run("--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED)
+        exact.run(
+            "--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED
+        )
     exact.run("--workers", "2", directory="changing")
     assert [row["world_size"] for row in curve(exact.at("changing")).values()] == [1, 1, 3, 3, 3, 2, 2, 2]
     assert_same_curve(exact.at("1"), exact.at("changing"))
@@ -76,13 +82,17 @@ def test_in_exact_mode_a_run_whose_world_changes_at_each_restart_has_the_same_bi
     assert evaluations(exact, "1") == evaluations(exact, "changing")
 
 
-def test_the_exact_mode_differs_from_the_fast_one_by_rounding_only(fast: Experiment, exact: Experiment) -> None:
+def test_the_exact_mode_differs_from_the_fast_one_by_rounding_only(
+    fast: Experiment, exact: Experiment
+) -> None:
     assert_same_curve(fast.at("1"), exact.at("1"), exact=False, tolerance=1e-5)
 
 
 def test_a_run_whose_world_changes_at_each_restart_trains_the_same_samples(fast: Experiment) -> None:
     for workers, steps in (("1", "2"), ("3", "3")):
-        fast.run("--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED)
+        fast.run(
+            "--workers", workers, "--stop-after-steps", steps, directory="changing", expect=STOPPED_SAVED
+        )
     fast.run("--workers", "2", directory="changing")
     assert steps_of(fast.at("changing")) == list(range(1, 9))
     assert_same_curve(fast.at("1"), fast.at("changing"), exact=False)
@@ -100,13 +110,27 @@ def test_sharding_trains_the_same_samples_with_the_same_losses(fast: Experiment,
 
 @pytest.mark.parametrize(
     "starts",
-    [[("2", DATA_PARALLEL), ("3", SHARDED), ("1", DATA_PARALLEL)], [("3", SHARDED), ("2", SHARDED), ("2", DATA_PARALLEL)]],
+    [
+        [("2", DATA_PARALLEL), ("3", SHARDED), ("1", DATA_PARALLEL)],
+        [("3", SHARDED), ("2", SHARDED), ("2", DATA_PARALLEL)],
+    ],
     ids=["replicated, sharded, alone", "sharded by 3, by 2, replicated"],
 )
-def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(fast: Experiment, starts: list[tuple[str, str]]) -> None:
+def test_a_checkpoint_of_one_parallelism_is_loaded_under_another(
+    fast: Experiment, starts: list[tuple[str, str]]
+) -> None:
     directory = f"resharded-{starts[0][0]}"
     for workers, parallelism in starts[:-1]:
-        fast.run("--workers", workers, "--set", parallelism, "--stop-after-steps", "3", directory=directory, expect=STOPPED_SAVED)
+        fast.run(
+            "--workers",
+            workers,
+            "--set",
+            parallelism,
+            "--stop-after-steps",
+            "3",
+            directory=directory,
+            expect=STOPPED_SAVED,
+        )
     workers, parallelism = starts[-1]
     fast.run("--workers", workers, "--set", parallelism, directory=directory)
     assert steps_of(fast.at(directory)) == list(range(1, 9))

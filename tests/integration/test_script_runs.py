@@ -41,10 +41,15 @@ class ScriptRun:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "ScriptRun":
-        environment = {**os.environ, "TRANSFORMERS_OFFLINE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "TRANSFORMERS_OFFLINE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "evergrad_trainer", "run", "script.yaml", "--nodes", str(self.nodes)],
+                [sys.executable, "-m", "evergrad_cli", "run", "script.yaml", "--nodes", str(self.nodes)],
                 cwd=self.path,
                 env=environment,
                 stdout=log,
@@ -62,7 +67,11 @@ class ScriptRun:
         return self.process
 
     def steps(self) -> list[int]:
-        return [int(match[1]) for line in self.output.splitlines() if "rank 0]" in line and (match := STEP.search(line))]
+        return [
+            int(match[1])
+            for line in self.output.splitlines()
+            if "rank 0]" in line and (match := STEP.search(line))
+        ]
 
     def node(self, index: int) -> int:
         """Process id of a node."""
@@ -111,7 +120,17 @@ def make(tmp_path: Path) -> Iterator[Make]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["ddp.py", "hf_trainer.py", "accelerate_loop.py"])
 def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> None:
-    command = [str(SCRIPTS / name), "--output", "out", "--steps", "60", "--save-every", "5", "--step-seconds", "0.1"]
+    command = [
+        str(SCRIPTS / name),
+        "--output",
+        "out",
+        "--steps",
+        "60",
+        "--save-every",
+        "5",
+        "--step-seconds",
+        "0.1",
+    ]
     run = make(command).start()
     run.until(lambda: max(run.steps(), default=0) >= 7, "a step after the first checkpoint")
     os.kill(run.node(0), signal.SIGKILL)
@@ -128,10 +147,14 @@ def test_an_unmodified_script_survives_a_nodes_kill(make: Make, name: str) -> No
 
 
 @pytest.mark.timeout(600)
-def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_go(make: Make, tmp_path: Path) -> None:
+def test_a_script_that_listens_loses_no_step_when_a_node_or_the_run_is_asked_to_go(
+    make: Make, tmp_path: Path
+) -> None:
     code = (ROOT / "docs/elastic-scripts.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
     code = code.replace("STEPS, checkpoint = 300", "STEPS, checkpoint = 10_000_000")
-    code = code.replace("first + 1, STEPS + 1):\n", "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n")
+    code = code.replace(
+        "first + 1, STEPS + 1):\n", "first + 1, STEPS + 1):\n    print('step', step, flush=True)\n"
+    )
     (tmp_path / "train.py").write_text(code, "utf-8")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -176,7 +199,10 @@ def free_port() -> int:
 
 def series(port: int, name: str) -> float | None:
     """A value of node 0's endpoint; None before it is there."""
-    with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer:
+    with (
+        contextlib.suppress(OSError),
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=100) as answer,
+    ):
         found = re.search(rf'^{name}{{node="0",run="script"}} (\S+)$', answer.read().decode(), re.MULTILINE)
         return float(found[1]) if found else None
     return None
@@ -214,7 +240,9 @@ def test_a_lost_lease_is_no_request_to_stop(make: Make, tmp_path: Path) -> None:
     run.until(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in (0, 1)), "two workers")
     workers = [int((tmp_path / f"pid-{rank}").read_text()) for rank in (0, 1)]
     coordinator = next(
-        child for child in children_of(run.launcher.pid) if b"evergrad_coordinator" in Path(f"/proc/{child}/cmdline").read_bytes()
+        child
+        for child in children_of(run.launcher.pid)
+        if b"evergrad_coordinator" in Path(f"/proc/{child}/cmdline").read_bytes()
     )
     os.kill(coordinator, signal.SIGSTOP)
     try:
@@ -249,7 +277,9 @@ def test_sigterm_ends_a_run_whose_script_and_whose_node_do_not_listen(make: Make
 
 def test_a_second_signal_ends_a_run_at_once(make: Make, tmp_path: Path) -> None:
     # With a guard its node waits for it, an hour if need be.
-    (tmp_path / "train.py").write_text("from evergrad.elastic import should_stop\nshould_stop()\n" + STAYS, "utf-8")
+    (tmp_path / "train.py").write_text(
+        "from evergrad.elastic import should_stop\nshould_stop()\n" + STAYS, "utf-8"
+    )
     run = make(["train.py"], gracePeriodSeconds=3600).start()
     run.until(lambda: all((tmp_path / f"up-{rank}").exists() for rank in (0, 1)), "two workers")
     processes = [run.node(index) for index in (0, 1)]
@@ -282,7 +312,9 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_pa
 
 
 @pytest.mark.timeout(700)
-def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also_on_a_busy_machine(make: Make) -> None:
+def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also_on_a_busy_machine(
+    make: Make,
+) -> None:
     # All cores are taken, so that the nodes are slow to import, fork and answer; the failures count all the same.
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
@@ -310,13 +342,18 @@ def test_a_service_that_is_not_there_is_the_scripts_own_failure_and_not_a_lost_p
     )
     run = make(["train.py"], nodes=nodes).start()
     assert run.wait() == 70
-    assert "ConnectionResetError" in next(event for event in run.events() if event["event"] == "finished")["message"]
+    assert (
+        "ConnectionResetError"
+        in next(event for event in run.events() if event["event"] == "finished")["message"]
+    )
     assert {event["cause"] for event in run.events() if event["event"] == "broken"} == {"user_error"}
     assert "[node 0] rank 0 ConnectionResetError: [Errno 104] Connection reset by peer" in run.output
 
 
 @pytest.mark.timeout(600)
-def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(make: Make, tmp_path: Path) -> None:
+def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_ended(
+    make: Make, tmp_path: Path
+) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
         '#!/bin/sh\necho "worker $RANK of $WORLD_SIZE with $KEY"\nsetsid sleep 1000 & echo $! > "left-$RANK"\nsleep 0.5\n',

@@ -54,7 +54,9 @@ def bench() -> Iterator[SimpleNamespace]:
         del sys.path[:2]
 
 
-def test_writes_are_counted_by_writer_and_what_goes_on_without_runs_is_left_out(bench: SimpleNamespace) -> None:
+def test_writes_are_counted_by_writer_and_what_goes_on_without_runs_is_left_out(
+    bench: SimpleNamespace,
+) -> None:
     writes = bench.meters.parse_writes(METRICS)
     assert sum(writes.values()) == 29
     writers = bench.meters.by_writer(writes, bench.evergrad.owns, events=2)
@@ -68,7 +70,9 @@ def pod(name: str, run: str, *, phase: str = "Pending", role: str = "node") -> d
     return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
 
 
-def test_a_run_counts_from_its_fourth_pod_and_replacements_and_coordinators_are_told_apart(bench: SimpleNamespace) -> None:
+def test_a_run_counts_from_its_fourth_pod_and_replacements_and_coordinators_are_told_apart(
+    bench: SimpleNamespace,
+) -> None:
     seen, run_of = bench.load.Seen(), bench.evergrad.run_of
     for number in range(5):
         seen.take("ADDED", pod(f"a-{number}", "a"), run_of, at=number)
@@ -97,7 +101,14 @@ def test_quantiles_are_values_that_were_measured(bench: SimpleNamespace) -> None
 def test_rows_compare_the_sides_that_are_there(bench: SimpleNamespace) -> None:
     def sample(seconds: float, writes: float) -> dict[str, Any]:
         times = [seconds] * 4
-        return {"runs": 4, "rate": 2.0, "created": times, "running": times, "writes": writes, "writers": {"operator": writes}}
+        return {
+            "runs": 4,
+            "rate": 2.0,
+            "created": times,
+            "running": times,
+            "writes": writes,
+            "writers": {"operator": writes},
+        }
 
     both = bench.scale.make_rows({"latency": {"evergrad": sample(0.2, 30), "kubeflow": sample(0.3, 50)}})
     found = {(row.what.partition(": ")[2], row.name): row for row in both}
@@ -116,7 +127,9 @@ def test_a_kill_is_measured_to_the_next_step_of_others_and_to_the_replacements(
     rows = [row(step, 90.0 + step, generation=1, world_size=2) for step in range(1, 9)]
 
     def kill() -> None:
-        rows.append(row(9, 100.5, generation=1, world_size=2))  # was under way and is written after the signal
+        rows.append(
+            row(9, 100.5, generation=1, world_size=2)
+        )  # was under way and is written after the signal
         rows.append(row(8, 101.5, generation=2, world_size=1))
         rows.append(row(9, 102.5, generation=2, world_size=1))
         rows.append(row(10, 107.0, generation=3, world_size=2))

@@ -9,9 +9,9 @@ import pytest
 
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.elastic.channel import Failed
-from evergrad_trainer.inprocess import _adopt, _failed, _standing
-from evergrad_trainer.loop import Progress
+from evergrad_trainer.training.loop import Progress
+from evergrad_trainer.worker.channel import Failed
+from evergrad_trainer.worker.inprocess import _adopt, _failed, _standing
 
 BEST = {"metric": "held/loss", "value": 2.0, "step": 6}
 
@@ -38,7 +38,13 @@ def adopt(*rows: dict[str, Any]) -> Progress:
 def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
     progress = Progress(finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4)
     told = _standing(progress, checkpoints(), held_step=8)
-    assert (told["step"], told["standing"], told["begun"], told["steps_here"], told["record"]) == (8, 3, 6, 5, None)
+    assert (told["step"], told["standing"], told["begun"], told["steps_here"], told["record"]) == (
+        8,
+        3,
+        6,
+        5,
+        None,
+    )
     assert _standing(progress, checkpoints(published=6, failures=2), held_step=-1)["standing"] == 6
     assert _standing(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
 
@@ -76,14 +82,18 @@ def test_an_evaluation_that_only_some_have_finished_is_done_again() -> None:
         "a begun save of a rank without state",
     ],
 )
-def test_a_save_is_lost_when_nobody_has_seen_it_stand(rows: list[dict[str, Any]], standing: int, is_lost: bool) -> None:
+def test_a_save_is_lost_when_nobody_has_seen_it_stand(
+    rows: list[dict[str, Any]], standing: int, is_lost: bool
+) -> None:
     progress = adopt(*rows)
     assert progress.saved_step == progress.resumed_step == standing
     assert progress.is_save_lost == is_lost
 
 
 @pytest.mark.parametrize(("step", "standing", "is_kept"), [(8, 5, False), (8, 6, True), (6, 5, True)])
-def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there(step: int, standing: int, is_kept: bool) -> None:
+def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there(
+    step: int, standing: int, is_kept: bool
+) -> None:
     progress = adopt(row(step, best=BEST, standing=standing, begun=6))
     assert progress.best == (BEST if is_kept else None)
 

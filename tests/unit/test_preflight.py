@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad_trainer.config.derive import derive_steps
-from evergrad_trainer.config.training import Training
-from evergrad_trainer.config.validation import parse_run
+from evergrad_manifest.derive import derive_steps
+from evergrad_manifest.reading.validation import parse_run
+from evergrad_manifest.training import Training
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.preflight import (
     Finding,
@@ -25,8 +25,12 @@ from evergrad_trainer.preflight import (
     find_traps,
 )
 
-MACHINE = Machine(cores=2, memory_bytes=2**30, num_accelerators=0, accelerator_memory_bytes=None, has_cpp_compiler=True)
-FACTS = ModelFacts(parameters=10**6, hidden_size=64, num_layers=2, vocab_size=257, max_positions=128, weight_bytes=4)
+MACHINE = Machine(
+    cores=2, memory_bytes=2**30, num_accelerators=0, accelerator_memory_bytes=None, has_cpp_compiler=True
+)
+FACTS = ModelFacts(
+    parameters=10**6, hidden_size=64, num_layers=2, vocab_size=257, max_positions=128, weight_bytes=4
+)
 
 
 def training(**changes: Any) -> Training:
@@ -54,7 +58,9 @@ def test_a_missing_an_empty_and_a_good_file_are_told_apart(tmp_path: Path) -> No
     found = list(check_files(training(data={"sources": sources, "sequenceLength": 64}), tmp_path))
     assert [finding.level for finding in found] == ["error", "error", "ok"]
     assert [finding.problem.path for finding in found] == [str(tmp_path / f"{name}.jsonl") for name in names]
-    assert "missing.jsonl: does not exist; spec.training.data.sources[0].path names it" in str(found[0].problem)
+    assert "missing.jsonl: does not exist; spec.training.data.sources[0].path names it" in str(
+        found[0].problem
+    )
     assert "empty.jsonl: is empty; spec.training.data.sources[1].path names it" in str(found[1].problem)
 
 
@@ -64,10 +70,14 @@ def test_evaluation_files_are_checked_too_and_a_folder_is_no_file(tmp_path: Path
     evaluation = {"sources": [{"name": "other", "path": "folder"}]}
     found = list(check_files(training(evaluation=evaluation), tmp_path))
     assert [finding.level for finding in found] == ["ok", "error"]
-    assert "folder: is a directory; spec.training.evaluation.sources[0].path names it" in str(found[1].problem)
+    assert "folder: is a directory; spec.training.evaluation.sources[0].path names it" in str(
+        found[1].problem
+    )
 
 
-@pytest.mark.parametrize(("workers", "level"), [(1, "ok"), (2, "ok"), (3, "warning"), (4, "ok"), (5, "error")])
+@pytest.mark.parametrize(
+    ("workers", "level"), [(1, "ok"), (2, "ok"), (3, "warning"), (4, "ok"), (5, "error")]
+)
 def test_workers_must_each_have_a_slot_and_should_have_equal_shares(workers: int, level: str) -> None:
     finding = only(check_workers(training(), num_workers=workers))
     assert finding.level == level
@@ -75,7 +85,9 @@ def test_workers_must_each_have_a_slot_and_should_have_equal_shares(workers: int
 
 
 def test_idle_time_is_told_as_a_share() -> None:
-    assert "3 workers share 4 slots: 33% of their time is idle" in str(only(check_workers(training(), num_workers=3)).problem)
+    assert "3 workers share 4 slots: 33% of their time is idle" in str(
+        only(check_workers(training(), num_workers=3)).problem
+    )
 
 
 def test_memory_is_enough_too_little_or_unknown() -> None:
@@ -83,9 +95,14 @@ def test_memory_is_enough_too_little_or_unknown() -> None:
     small = replace(MACHINE, memory_bytes=10 * 2**20)
     finding = only(check_memory(training(), FACTS, small, num_workers=1, world_size=1))
     assert finding.level == "error"
-    assert "1,000,000 parameters need about" in str(finding.problem) and "0.01 GiB are there" in str(finding.problem)
+    assert "1,000,000 parameters need about" in str(finding.problem) and "0.01 GiB are there" in str(
+        finding.problem
+    )
     assert (
-        only(check_memory(training(), FACTS, replace(MACHINE, memory_bytes=None), num_workers=1, world_size=1)).level == "warning"
+        only(
+            check_memory(training(), FACTS, replace(MACHINE, memory_bytes=None), num_workers=1, world_size=1)
+        ).level
+        == "warning"
     )
 
 
@@ -107,7 +124,9 @@ def test_less_is_kept_with_recomputed_activations_and_half_the_width() -> None:
 
 def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
     assert list(check_device(training(), MACHINE)) == []
-    assert "no cuda device is visible" in str(only(check_device(training(runtime={"device": "cuda"}), MACHINE)).problem)
+    assert "no cuda device is visible" in str(
+        only(check_device(training(runtime={"device": "cuda"}), MACHINE)).problem
+    )
     without = replace(MACHINE, has_cpp_compiler=False)
     compiled = training(runtime={"compile": "on"})
     assert list(check_device(compiled, MACHINE)) == []
@@ -119,7 +138,9 @@ def test_samples_must_fit_the_models_positions() -> None:
     assert list(check_model(training(), FACTS)) == []
     assert list(check_model(training(), replace(FACTS, max_positions=None))) == []
     finding = only(check_model(training(), replace(FACTS, max_positions=63)))
-    assert finding.level == "error" and "64 is above the model's max_position_embeddings 63" in str(finding.problem)
+    assert finding.level == "error" and "64 is above the model's max_position_embeddings 63" in str(
+        finding.problem
+    )
 
 
 def test_things_that_never_happen_are_warned_of() -> None:
@@ -147,7 +168,9 @@ def test_a_run_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     assert finding.level == "error" and str(tmp_path / "file" / "run") in str(finding.problem)
 
 
-def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a_warning(tmp_path: Path) -> None:
+def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a_warning(
+    tmp_path: Path,
+) -> None:
     from evergrad_trainer.machine import free_bytes
 
     free = free_bytes(tmp_path)
@@ -158,7 +181,9 @@ def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a
     assert finding.level == "warning" and "Lower checkpoint.keep" in str(finding.problem)
 
 
-def findings_of_script(folder: Path, *command: str, machine: Machine = MACHINE, num_workers: int = 2) -> list[tuple[str, str]]:
+def findings_of_script(
+    folder: Path, *command: str, machine: Machine = MACHINE, num_workers: int = 2
+) -> list[tuple[str, str]]:
     run = parse_run(
         {
             "apiVersion": "evergrad.dev/v1alpha1",
@@ -167,7 +192,9 @@ def findings_of_script(folder: Path, *command: str, machine: Machine = MACHINE, 
             "spec": {"nodes": {"min": 1, "max": 3}, "script": {"command": list(command)}},
         }
     )
-    examination = examine(run, base_directory=folder, run_directory=folder / "run", machine=machine, num_workers=num_workers)
+    examination = examine(
+        run, base_directory=folder, run_directory=folder / "run", machine=machine, num_workers=num_workers
+    )
     assert examination.plan is None
     return [(finding.level, str(finding.problem)) for finding in examination.findings]
 
@@ -226,14 +253,18 @@ def test_moments_in_bf16_that_would_never_fall_are_refused() -> None:
     """As the moments do: 1.0 in bf16, times a decay, is 1.0 again exactly for those that are refused."""
     for decay in (0.9, 0.95, 0.99, 0.995, 0.997, 0.999, 0.9999):
         moment = torch.ones((), dtype=torch.bfloat16)
-        is_frozen = any(bool(value * decay == value) for value in (moment * (1 + step / 128) for step in range(128)))
+        is_frozen = any(
+            bool(value * decay == value) for value in (moment * (1 + step / 128) for step in range(128))
+        )
         optimizer = {"learningRate": 1e-3, "betas": [0.9, decay]}
         found = traps(runtime={"precision": "bf16"}, optimizer=optimizer)
         assert (found == ["spec.training.optimizer.betas"]) == is_frozen, decay
         assert traps(runtime={"precision": "bf16-autocast"}, optimizer=optimizer) == []
 
 
-def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_sums_are_promised_on_an_accelerator_only_with_determinism_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     machine, exact = replace(MACHINE, num_accelerators=1), {"elastic": "exact"}
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     assert traps(machine, reproducibility=exact) == ["spec.training.reproducibility.elastic"]
@@ -261,8 +292,12 @@ def test_a_run_that_has_begun_with_a_trap_is_warned_and_goes_on(tmp_path: Path) 
         directory.mkdir(exist_ok=True)
         if begun:
             (directory / "run.json").touch()
-        found = examine(run, base_directory=tmp_path, run_directory=directory, machine=MACHINE, num_workers=1).findings
-        return only(finding for finding in found if finding.problem.path == "spec.training.optimizer.betas").level
+        found = examine(
+            run, base_directory=tmp_path, run_directory=directory, machine=MACHINE, num_workers=1
+        ).findings
+        return only(
+            finding for finding in found if finding.problem.path == "spec.training.optimizer.betas"
+        ).level
 
     assert [level(begun=False), level(begun=True)] == ["error", "warning"]
 
@@ -270,7 +305,14 @@ def test_a_run_that_has_begun_with_a_trap_is_warned_and_goes_on(tmp_path: Path) 
 def test_the_workers_of_all_nodes_need_slots_also_where_each_node_counts_its_own(tmp_path: Path) -> None:
     (tmp_path / "docs.jsonl").write_text('{"text": "x"}\n')
     spec = {"training": training().model_dump(by_alias=True, exclude_unset=True, mode="json")}
-    run = parse_run({"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "tiny"}, "spec": spec})
+    run = parse_run(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "tiny"},
+            "spec": spec,
+        }
+    )
 
     def told(most: int) -> Finding:
         places = {"base_directory": tmp_path, "run_directory": tmp_path / "run"}

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.config.identity import from_wire
-from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.identity import from_wire
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.resume import (
@@ -35,12 +35,26 @@ def make_run(name: str = "one", **training: Any) -> TrainingRun:
         "horizon": {"steps": 100},
     }
     spec = {"training": values | training}
-    return from_wire({"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": name}, "spec": spec})
+    return from_wire(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": name},
+            "spec": spec,
+        }
+    )
 
 
 def make_script(*command: str, name: str = "one", **script: Any) -> TrainingRun:
     spec = {"script": {"command": list(command), **script}}
-    return from_wire({"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": name}, "spec": spec})
+    return from_wire(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": name},
+            "spec": spec,
+        }
+    )
 
 
 @pytest.fixture
@@ -49,7 +63,12 @@ def directory(tmp_path: Path) -> RunDirectory:
     one = RunDirectory(tmp_path / "run")
     one.create()
     record = resolved_record(
-        make_run(), PREPARED, base_directory=".", derived={"totalSteps": 100}, data_fingerprint="f", model=MODEL
+        make_run(),
+        PREPARED,
+        base_directory=".",
+        derived={"totalSteps": 100},
+        data_fingerprint="f",
+        model=MODEL,
     )
     one.write_resolved(record)
     return one
@@ -86,7 +105,10 @@ def test_a_finished_run_is_complete_until_its_horizon_grows(directory: RunDirect
 def test_another_unit_of_the_horizon_is_a_change_of_both_fields(directory: RunDirectory) -> None:
     text = refusal(directory, make_run(horizon={"tokens": 10**6}))
     assert "spec.training.horizon.steps: nothing here" in text.replace("(absent)", "nothing")
-    assert "spec.training.horizon.tokens: 1000000 here" in text or "spec.training.horizon.tokens: 1M here" in text
+    assert (
+        "spec.training.horizon.tokens: 1000000 here" in text
+        or "spec.training.horizon.tokens: 1M here" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +119,10 @@ def test_another_unit_of_the_horizon_is_a_change_of_both_fields(directory: RunDi
         ({"batching": {"globalBatchSize": 8, "microBatchSize": 4}}, "spec.training.batching.microBatchSize"),
         ({"tokenizer": {"type": "transformers", "path": "tok"}}, "spec.training.tokenizer.type"),
         ({"runtime": {"precision": "bf16"}}, "spec.training.runtime.precision"),
-        ({"model": {"config": {"model_type": "llama", "hidden_size": 8}}}, "spec.training.model.config.hidden_size"),
+        (
+            {"model": {"config": {"model_type": "llama", "hidden_size": 8}}},
+            "spec.training.model.config.hidden_size",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -121,7 +146,9 @@ def test_a_changed_field_of_the_recipe_is_named(
     ],
     ids=lambda value: next(iter(value)),
 )
-def test_operational_fields_may_change_from_start_to_start(directory: RunDirectory, changes: dict[str, Any]) -> None:
+def test_operational_fields_may_change_from_start_to_start(
+    directory: RunDirectory, changes: dict[str, Any]
+) -> None:
     assert inspect_directory(directory, make_run(**changes), extend=False).state == "begun"
 
 
@@ -178,12 +205,17 @@ def test_a_script_goes_on_until_it_is_complete(of_script: RunDirectory) -> None:
 
 def test_a_changed_script_is_refused_with_the_field(of_script: RunDirectory) -> None:
     text = refusal(of_script, make_script("train.py", "--epochs", "4", env={"A": "1"}), extend=True)
-    assert f"spec.script.command[2]: '4' here, but the run in {of_script.path} began with '3'; the recipe of a run" in text
+    assert (
+        f"spec.script.command[2]: '4' here, but the run in {of_script.path} began with '3'; the recipe of a run"
+        in text
+    )
     assert "spec.script.env.A: '1' here" in text
     assert "holds the run 'one'" in refusal(of_script, make_script("train.py", name="two"))
 
 
-def test_neither_kind_goes_on_with_the_others_directory(directory: RunDirectory, of_script: RunDirectory) -> None:
+def test_neither_kind_goes_on_with_the_others_directory(
+    directory: RunDirectory, of_script: RunDirectory
+) -> None:
     why = "neither can go on with what the other saved."
     assert refusal(directory, make_script("train.py")) == (
         f"spec.script: this manifest has script, but the run in {directory.path} began with training; {why} "
@@ -210,7 +242,9 @@ def test_a_model_that_is_resolved_to_something_else_is_refused_by_field(director
     assert standing.model == MODEL
     check_model_unchanged(directory, standing, models())
     with pytest.raises(RunDirectoryError) as raised:
-        check_model_unchanged(directory, standing, models(transformers="5.1.0", rope={"theta": 5e5}, new_key=1))
+        check_model_unchanged(
+            directory, standing, models(transformers="5.1.0", rope={"theta": 5e5}, new_key=1)
+        )
     (problem,) = raised.value.problems
     assert problem.path == "the resolved model's configuration.rope.theta"
     assert "is 500000.0 here, but the run in" in str(problem) and "began with 10000.0" in str(problem)

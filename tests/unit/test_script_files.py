@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.config.script import Script
-from evergrad_trainer.script_files import is_module_found, portable_problems, script_problems
+from evergrad_manifest.script import Script
+from evergrad_manifest.script_files import is_module_found, portable_problems, script_problems
 
 
 def a_script(*command: str, **more: Any) -> Script:
@@ -81,10 +81,14 @@ def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(folder: 
         )
     ]
     assert problems(folder, a_script("start", env={"PATH": str(folder)})) == []
-    assert "looked up in spec.script.env.PATH" in problems(folder, a_script("sh", env={"PATH": str(folder)}))[0]
+    assert (
+        "looked up in spec.script.env.PATH" in problems(folder, a_script("sh", env={"PATH": str(folder)}))[0]
+    )
 
 
-@pytest.mark.parametrize("name", ["x" * 5000 + ".py", "a\u2028b.py", "\udcff.py"], ids=["long", "unprintable", "undecodable"])
+@pytest.mark.parametrize(
+    "name", ["x" * 5000 + ".py", "a\u2028b.py", "\udcff.py"], ids=["long", "unprintable", "undecodable"]
+)
 def test_an_odd_name_is_a_problem_that_can_be_printed(name: str, folder: Path) -> None:
     (said,) = problems(folder, a_script(name))
     assert said.isprintable() and len(said) < 500
@@ -95,14 +99,25 @@ def test_a_module_is_found_without_importing_it(folder: Path) -> None:
     inside = a_script("-m", "package.main", workingDirectory="code")
     assert is_module_found(inside, base_directory=folder)
     assert not is_module_found(a_script("-m", "package.main"), base_directory=folder)
-    assert is_module_found(a_script("-m", "package.main", env={"PYTHONPATH": f"none{os.pathsep}code"}), base_directory=folder)
-    assert not is_module_found(a_script("-m", "package.other", workingDirectory="code"), base_directory=folder)
-    assert not is_module_found(a_script("-m", "package.main.deeper", workingDirectory="code"), base_directory=folder)
+    assert is_module_found(
+        a_script("-m", "package.main", env={"PYTHONPATH": f"none{os.pathsep}code"}), base_directory=folder
+    )
+    assert not is_module_found(
+        a_script("-m", "package.other", workingDirectory="code"), base_directory=folder
+    )
+    assert not is_module_found(
+        a_script("-m", "package.main.deeper", workingDirectory="code"), base_directory=folder
+    )
     assert is_module_found(a_script("-m", "json.tool"), base_directory=folder)
 
 
 def test_only_a_file_beside_the_manifest_is_needed_everywhere(folder: Path) -> None:
-    for missing in (a_script("/code/train.py"), a_script("-m", "nothing"), a_script("nothing"), a_script("./nothing")):
+    for missing in (
+        a_script("/code/train.py"),
+        a_script("-m", "nothing"),
+        a_script("nothing"),
+        a_script("./nothing"),
+    ):
         assert portable_problems(missing, base_directory=folder) == []
     (problem,) = portable_problems(a_script("nothing.py"), base_directory=folder)
     assert problem.path == f"{folder}/nothing.py"

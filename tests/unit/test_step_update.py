@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evergrad_trainer import step as step_module
-from evergrad_trainer.config.training import Optimizer, Schedule
+from evergrad_manifest.training import Optimizer, Schedule
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
@@ -20,7 +19,8 @@ from evergrad_trainer.errors import DivergedError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
-from evergrad_trainer.step import NUM_FLAGS, StepParts, Stepper, StepSettings, _signed
+from evergrad_trainer.training import step as step_module
+from evergrad_trainer.training.step import NUM_FLAGS, StepParts, Stepper, StepSettings, _signed
 from evergrad_trainer.world import World
 
 LENGTH = 6
@@ -41,7 +41,9 @@ class Stream:
         if slot == 1:
             labels[:, -1] = IGNORE_INDEX
         sample = SampleId(source=0, epoch=0, window=step * 100 + slot)
-        return SlotBatch(step, slot, tokens[:, :-1].clone(), labels, (sample,), 2**63 + slot, int((labels >= 0).sum()))
+        return SlotBatch(
+            step, slot, tokens[:, :-1].clone(), labels, (sample,), 2**63 + slot, int((labels >= 0).sum())
+        )
 
     def describe(self, sample: SampleId) -> str:
         return f"docs/epoch 0/window {sample.window}"
@@ -56,10 +58,14 @@ class Model(nn.Module):
 
     def loss_sum(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.embedding(ids))
-        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
 
 
-def make_stepper(model: Model, *, slots: int = 4, clip: float = 0.0, exact: bool = False, sharded: bool = False) -> Stepper:
+def make_stepper(
+    model: Model, *, slots: int = 4, clip: float = 0.0, exact: bool = False, sharded: bool = False
+) -> Stepper:
     parameters = list(model.parameters())
     gradients: Any = BucketedSum(parameters, bucket_bytes=1024)
     if exact:
@@ -75,7 +81,9 @@ def make_stepper(model: Model, *, slots: int = 4, clip: float = 0.0, exact: bool
         schedule=build_schedule(Schedule.model_validate({"type": "linear"}), peak=0.1, total_steps=10),
         autocast=nullcontext,
     )
-    settings = StepSettings(seed=0, slots_per_step=slots, nominal_tokens=slots * LENGTH, clip_norm=clip, is_sharded=sharded)
+    settings = StepSettings(
+        seed=0, slots_per_step=slots, nominal_tokens=slots * LENGTH, clip_norm=clip, is_sharded=sharded
+    )
     return Stepper(parts, settings)
 
 
@@ -102,7 +110,9 @@ def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) 
     assert outcome.valid_tokens == batch.valid_tokens == 4 * LENGTH - 1
     assert outcome.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
-    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-4) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
     gradients = zip(model.parameters(), plain.parameters(), strict=True)
     assert all(torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-7) for a, b in gradients)  # type: ignore[arg-type]
 
@@ -125,7 +135,9 @@ def test_the_slots_of_a_step_are_shared_without_rest_by_every_world(size: int) -
     shares = [list(stepper._slots_of(world(rank, size))) for rank in range(size)]
     assert sorted(slot for share in shares for slot, _, _ in share) == [0, 1, 2, 3]
     assert all(is_real for share in shares for _, is_real, _ in share)
-    assert all([is_last for _, _, is_last in share] == [False] * (len(share) - 1) + [True] for share in shares)
+    assert all(
+        [is_last for _, _, is_last in share] == [False] * (len(share) - 1) + [True] for share in shares
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -138,7 +150,9 @@ def test_sharded_ranks_all_run_as_often_and_each_slot_counts_once(size: int) -> 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(
+    monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
     """Hash and tokens of each rank's own part, without a group: their sums are the step's."""
     monkeypatch.setattr(step_module, "compare_steps", lambda steps: None)
     whole = make_stepper(Model()).run(1, world(), QUIET)
@@ -148,7 +162,9 @@ def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(mon
     assert int(whole.sample_hash, 16) == (4 * 2**63 + 6) % 2**64
 
 
-def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(step_module, "drain", seen.append)
     stepper = make_stepper(Model())
@@ -165,14 +181,18 @@ def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(monk
     assert seen == [*((3, slot) for slot in range(4)), torch.device("cpu"), "rest"]
 
 
-def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def sum_integers(self: World, values: torch.Tensor) -> torch.Tensor:
         values[-self.size :] = torch.tensor([4, 31, 4])
         return values
 
     monkeypatch.setattr(World, "sum_integers", sum_integers)
     model, untouched = Model(), Model()
-    with pytest.raises(DivergedError, match=r"rank 0: 4, rank 1: 31, rank 2: 4.*that of rank 1 is wrong") as raised:
+    with pytest.raises(
+        DivergedError, match=r"rank 0: 4, rank 1: 31, rank 2: 4.*that of rank 1 is wrong"
+    ) as raised:
         make_stepper(model).run(4, world(0, 3), QUIET)
     assert raised.value.ranks == (1,)
     assert all(map(torch.equal, model.parameters(), untouched.parameters()))
@@ -180,7 +200,9 @@ def test_a_rank_at_another_step_is_named_by_all_and_nothing_is_updated(monkeypat
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothing_is_updated(value: float, exact: bool) -> None:
+def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothing_is_updated(
+    value: float, exact: bool
+) -> None:
     model = Model()
     token = int(Stream(4).slot(3, 2).input_ids[0, 0])
     with torch.no_grad():
@@ -193,7 +215,9 @@ def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothin
     assert [problem.path for problem in outcome.problems] == [f"step 3, slot {slot}" for slot in affected]
     assert "docs/epoch 0/window 30" in str(outcome.problems[0]), "it does not name the samples"
     assert "Nothing was updated" in str(outcome.problems[0])
-    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, model.parameters(), strict=True))
+    assert all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, model.parameters(), strict=True)
+    )
 
 
 def test_a_gradient_that_overflows_is_told_and_nothing_is_updated() -> None:
@@ -255,7 +279,9 @@ def test_the_learning_rate_told_is_the_schedules() -> None:
     assert [stepper.run(step, world(), QUIET).learning_rate for step in (1, 6)] == [0.1, pytest.approx(0.05)]
 
 
-@pytest.mark.parametrize("flags", [tuple(place == raised for place in range(NUM_FLAGS)) for raised in range(NUM_FLAGS)])
+@pytest.mark.parametrize(
+    "flags", [tuple(place == raised for place in range(NUM_FLAGS)) for raised in range(NUM_FLAGS)]
+)
 def test_flags_arrive_as_they_were_raised(flags: tuple[bool, ...]) -> None:
     assert make_stepper(Model()).run(1, world(), flags).flags == flags
 

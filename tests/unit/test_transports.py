@@ -13,9 +13,6 @@ from torch.distributed import FileStore
 
 from evergrad_trainer import torch_private
 from evergrad_trainer.distributed import abandon_world
-from evergrad_trainer.elastic import guard as guard_module
-from evergrad_trainer.elastic.channel import Change, Ping, Pong, channel_pair
-from evergrad_trainer.elastic.guard import Guard
 from evergrad_trainer.errors import HostError, PeerLostError
 from evergrad_trainer.transports import (
     ENVIRONMENT_VARIABLE,
@@ -25,6 +22,9 @@ from evergrad_trainer.transports import (
     Transport,
     choose_transport,
 )
+from evergrad_trainer.worker import guard as guard_module
+from evergrad_trainer.worker.channel import Change, Ping, Pong, channel_pair
+from evergrad_trainer.worker.guard import Guard
 from evergrad_trainer.world import Interrupt, World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -54,7 +54,9 @@ def aborts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-ABORTING = pytest.mark.parametrize("make", [lambda: NcclTransport(CUDA), AsynchronousTransport], ids=["nccl", "asynchronous"])
+ABORTING = pytest.mark.parametrize(
+    "make", [lambda: NcclTransport(CUDA), AsynchronousTransport], ids=["nccl", "asynchronous"]
+)
 
 
 def test_the_device_decides_and_a_variable_chooses_the_one_for_tests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +106,9 @@ def test_a_group_that_nobody_gave_up_is_taken_down_without_waiting_for_peers(
 
 
 @ABORTING
-def test_a_group_given_up_before_it_exists_harms_no_thread(aborts: list[str], make: "type[Transport]") -> None:
+def test_a_group_given_up_before_it_exists_harms_no_thread(
+    aborts: list[str], make: "type[Transport]"
+) -> None:
     transport = make()
     transport.give_up()
     transport.close()

@@ -62,7 +62,9 @@ def test_a_collective_that_never_ends_is_waited_for_until_shortly_after_the_grou
     with pytest.raises(PeerLostError, match="given up during a collective"):
         make_world(interrupt).wait(work)
     timer.join()
-    assert interrupt.is_overdue and work.num_waits == 0, "waiting would hold this thread for the whole timeout"
+    assert interrupt.is_overdue and work.num_waits == 0, (
+        "waiting would hold this thread for the whole timeout"
+    )
 
 
 def test_a_collective_that_ended_well_counts_although_the_group_is_given_up() -> None:

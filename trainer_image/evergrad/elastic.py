@@ -127,7 +127,14 @@ class _Worker:
             self._warned.add(name)
             _warn(f"report(): {left_out[name]}")
         rank = os.environ.get("RANK", "")
-        line = _line({"type": "report", "generation": self.generation, "rank": int(rank) if rank.isdecimal() else None, **found})
+        line = _line(
+            {
+                "type": "report",
+                "generation": self.generation,
+                "rank": int(rank) if rank.isdecimal() else None,
+                **found,
+            }
+        )
         try:
             if self._reports is None:
                 self._reports = self.connect(waits=False)
@@ -214,7 +221,10 @@ class _Guard:
 
     def _take_signal(self) -> None:
         if threading.current_thread() is not threading.main_thread():
-            print("evergrad: should_stop() was first called outside the main thread; SIGTERM stays as it is.", file=sys.stderr)
+            print(
+                "evergrad: should_stop() was first called outside the main thread; SIGTERM stays as it is.",
+                file=sys.stderr,
+            )
             return
         previous = signal.signal(signal.SIGTERM, self._handle)
         self._previous = previous if callable(previous) else None
@@ -263,11 +273,15 @@ class _Guard:
                 self._asked_at = now
             notice = self._worker.read()
             if notice is not None and now - notice.contact > notice.lease_seconds:
-                _leave(LEASE_LOST, "the node has had no contact with the coordinator for longer than its lease")
+                _leave(
+                    LEASE_LOST, "the node has had no contact with the coordinator for longer than its lease"
+                )
             if self._asked_at is None:
                 continue
             # While the group drains it still exists, though the next one is announced.
-            is_gone = notice is None or (notice.newest_generation > self._worker.generation and not notice.is_draining)
+            is_gone = notice is None or (
+                notice.newest_generation > self._worker.generation and not notice.is_draining
+            )
             if is_gone:
                 _leave(_TERMINATED, "asked to stop, and the group is gone")
             if now - self._asked_at > self._stop_seconds:

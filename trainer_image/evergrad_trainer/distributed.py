@@ -128,7 +128,9 @@ def form_world(
     Raises PeerLostError when they are not all there within ``setup_seconds``. ``timeout_seconds`` holds for the collectives.
     """
     if place.size == 1:
-        return World(place.generation, rank=0, size=1, device=device, interrupt=interrupt, transport=transport)
+        return World(
+            place.generation, rank=0, size=1, device=device, interrupt=interrupt, transport=transport
+        )
     # A set-up that failed leaves the counter raised; it is part of the keys under which members meet.
     torch_private.reset_group_counter()
     patience = timedelta(seconds=setup_seconds)
@@ -182,7 +184,9 @@ def abandon_world(world: World | None, transport: Transport, *, patience_seconds
     # Those that have ended since, at the latest by the groups' timeout, let go of their threads and sockets.
     _buried[:] = [grave for grave in _buried if not all(work.is_completed() for work, _ in grave[1])]
     deadline = time.monotonic() + patience_seconds
-    stuck = [] if world is None else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
+    stuck = (
+        [] if world is None else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
+    )
     if stuck and world is not None:
         _buried.append((world, stuck))
     transport.close()

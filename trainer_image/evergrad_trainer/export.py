@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.identity import from_wire
 from evergrad_trainer.checkpoint.weights import find_checkpoint, read_plain_state
-from evergrad_trainer.config.identity import from_wire
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import ModelError, Problem, RunDirectoryError
+from evergrad_trainer.errors import ModelError, RunDirectoryError
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -29,7 +30,9 @@ class ExportResult:
     dtype: str
 
 
-def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dtype: str | None) -> ExportResult:
+def export_checkpoint(
+    run_directory: Path, *, step: int | None, output: Path, dtype: str | None
+) -> ExportResult:
     """Write the newest valid checkpoint (or that of ``step``) to ``output``, which must not exist yet.
 
     ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output`` appears whole or not at
@@ -41,12 +44,20 @@ def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dt
         directory.require_run()
         raise RunDirectoryError(
             Problem(
-                str(directory.resolved), "does not exist", "the model's configuration stands in it", "Restore it from a backup"
+                str(directory.resolved),
+                "does not exist",
+                "the model's configuration stands in it",
+                "Restore it from a backup",
             )
         )
     if output.exists():
         raise RunDirectoryError(
-            Problem(str(output), "exists already", "an export never overwrites", "Choose another --output, or move it away")
+            Problem(
+                str(output),
+                "exists already",
+                "an export never overwrites",
+                "Choose another --output, or move it away",
+            )
         )
     from transformers.utils.logging import disable_progress_bar
 
@@ -81,7 +92,11 @@ def _fill(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoint: Pa
     missing = sorted(own - set(state))
     if missing:
         raise ModelError(
-            Problem(str(checkpoint), f"{len(missing)} weights are missing, first {missing[0]}", "it was written by another model")
+            Problem(
+                str(checkpoint),
+                f"{len(missing)} weights are missing, first {missing[0]}",
+                "it was written by another model",
+            )
         )
     with torch.no_grad():
         for key, value in state.items():

@@ -3,8 +3,9 @@
 import errno
 from typing import Final
 
+from evergrad_manifest.errors import EvergradError, InputError
+
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_trainer.errors import EvergradError, InputError
 
 HOST_ERRNOS: Final = frozenset(
     {
@@ -49,7 +50,11 @@ def describe_host_trouble(error: BaseException) -> str | None:
     """What is wrong with this host, where that is all that ``error`` is about; None where a person must mend something."""
     if isinstance(error, EvergradError) and error.kind is ErrorKind.ENVIRONMENT:
         return str(error)
-    if isinstance(error, InputError) and error.problems and all(problem.is_of_host for problem in error.problems):
+    if (
+        isinstance(error, InputError)
+        and error.problems
+        and all(problem.is_of_host for problem in error.problems)
+    ):
         return str(error)
     cause: BaseException | None = error
     # An error of ours that was raised from one of the operating system.

@@ -22,7 +22,9 @@ class Machine:
 
 def observe_machine(*, num_accelerators: int = 0, accelerator_memory_bytes: int | None = None) -> Machine:
     """Look at this machine. The accelerator's facts come from the caller: only ``distributed.py`` may touch a device."""
-    limits = [value for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS)) if value is not None]
+    limits = [
+        value for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS)) if value is not None
+    ]
     return Machine(
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=min(limits) if limits else None,

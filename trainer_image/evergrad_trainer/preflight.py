@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Literal
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_trainer.config.derive import HorizonNumbers, slots_per_step
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.config.script import Script
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.derive import HorizonNumbers, slots_per_step
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import InputError, Problem
+from evergrad_manifest.script import Script
+from evergrad_manifest.script_files import is_module_found, script_problems
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation.sources import evaluation_files, source_problems, training_files
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import InputError, Problem
 from evergrad_trainer.machine import Machine, free_bytes
 from evergrad_trainer.models.build import DTYPES, ModelPlan, count_parameters, plan_model
 from evergrad_trainer.models.determinism import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE, is_cublas_deterministic
 from evergrad_trainer.models.experts import check_experts
-from evergrad_trainer.script_files import is_module_found, script_problems
 
 Level = Literal["ok", "warning", "error"]
 _SLOWEST_BF16_DECAY = 1 - 2**-8
@@ -116,7 +116,10 @@ def examine(
         findings += check_memory(training, facts, machine, num_workers=num_workers, world_size=fewest)
     # A run that has begun with it goes on: its recipe cannot be changed any more.
     has_begun = (run_directory / RunFile.RESOLVED).exists()
-    findings += [Finding("warning" if has_begun else "error", problem) for problem in find_traps(training, plan, machine=machine)]
+    findings += [
+        Finding("warning" if has_begun else "error", problem)
+        for problem in find_traps(training, plan, machine=machine)
+    ]
     findings += check_run_directory(run_directory, facts, keep=training.checkpoint.keep)
     return Examination(tuple(findings), plan)
 
@@ -129,7 +132,10 @@ def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
     if program.kind == "module" and not is_module_found(script, base_directory=base_directory):
         why = "it is neither in the working directory nor on this interpreter's path"
         remedy = "Check its name and workingDirectory, or install it"
-        yield Finding("warning", Problem("spec.script.command[1]", f"the module {program.name!r} was not found", why, remedy))
+        yield Finding(
+            "warning",
+            Problem("spec.script.command[1]", f"the module {program.name!r} was not found", why, remedy),
+        )
     elif not problems:
         yield Finding("ok", Problem("spec.script.command", f"the {program.kind} {program.name} is there"))
 
@@ -140,7 +146,10 @@ def check_script_workers(run: TrainingRun, machine: Machine, *, num_workers: int
     if 0 < machine.num_accelerators < num_workers:
         what = f"{num_workers} workers share {machine.num_accelerators} accelerators"
         remedy = f"Use at most {machine.num_accelerators} workers a node, or leave workersPerNode out"
-        yield Finding("warning", Problem("spec.workersPerNode", what, "the script chooses the device by LOCAL_RANK", remedy))
+        yield Finding(
+            "warning",
+            Problem("spec.workersPerNode", what, "the script chooses the device by LOCAL_RANK", remedy),
+        )
         return
     worlds = f"{least * num_workers}" if least == most else f"{least * num_workers} to {most * num_workers}"
     noun = "worker" if worlds == "1" else "workers"
@@ -158,6 +167,18 @@ def model_facts(plan: ModelPlan, training: Training) -> ModelFacts:
         max_positions=getattr(config, "max_position_embeddings", None),
         weight_bytes=DTYPES[training.runtime.precision].itemsize,
     )
+
+
+def describe_size(training: Training, base_directory: Path) -> str:
+    """Parameters, and the memory to train them on one worker, as `evergrad validate` shows them.
+
+    Raises InputError where the tokenizer or the model cannot be read.
+    """
+    tokenizer = load_tokenizer(training.tokenizer, base_directory)
+    plan = plan_model(training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size)
+    facts = model_facts(plan, training)
+    gib = (facts.state_bytes(training) + facts.activation_bytes(training)) / 2**30
+    return f"{facts.parameters:,} parameters, about {gib:.3g} GiB to train them on each worker"
 
 
 def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
@@ -217,7 +238,10 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
             ),
         )
     else:
-        yield Finding("ok", Problem(str(run_directory), f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}"))
+        yield Finding(
+            "ok",
+            Problem(str(run_directory), f"{_gib(free)} free, {keep + 1} checkpoints take {_gib(needed)}"),
+        )
 
 
 def check_memory(
@@ -363,7 +387,12 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
         if every > total:
             yield Finding(
                 "warning",
-                Problem(f"spec.training.{section}.every.steps", f"{every} is beyond the last step {total}", "", consequence),
+                Problem(
+                    f"spec.training.{section}.every.steps",
+                    f"{every} is beyond the last step {total}",
+                    "",
+                    consequence,
+                ),
             )
     text = f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up {numbers.warmup_steps}"
     yield Finding("ok", Problem("spec.training.horizon", text))

@@ -108,7 +108,9 @@ class EventType:
     """fields: exit_code."""
 
 
-StopReason = Literal["complete", "signal", "stop_file", "stop_after_steps", "after_step", "non_finite", "change"]
+StopReason = Literal[
+    "complete", "signal", "stop_file", "stop_after_steps", "after_step", "non_finite", "change"
+]
 """Why the loop ended; ``change`` is no end of the run: it goes on in another world."""
 
 

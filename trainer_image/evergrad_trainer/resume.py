@@ -4,7 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evergrad_trainer.config.identity import (
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.identity import (
     changed_fields,
     config_hash,
     from_wire,
@@ -13,9 +16,8 @@ from evergrad_trainer.config.identity import (
     show_value,
     to_wire,
 )
-from evergrad_trainer.config.manifest import TrainingRun
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.errors import ConfigurationError, Problem, RunDirectoryError, raise_if
+from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
 
 _HORIZON = "spec.training.horizon"
@@ -181,7 +183,12 @@ def resolved_record(
 
 def resolved_script_record(run: TrainingRun, *, base_directory: str) -> dict[str, Any]:
     """What ``run.json`` holds for a script; ``base_directory`` as above."""
-    return {"format": 1, "manifest": to_wire(run), "baseDirectory": base_directory, "configHash": config_hash(run)}
+    return {
+        "format": 1,
+        "manifest": to_wire(run),
+        "baseDirectory": base_directory,
+        "configHash": config_hash(run),
+    }
 
 
 def _inspect_unknown(directory: RunDirectory) -> Standing:

@@ -10,15 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from evergrad_manifest.errors import Problem
+
 from evergrad_coordinator.contract import RunFile
-from evergrad_trainer.errors import Problem, RunDirectoryError, VolumeError
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.volume import PASSING, volume_error
 
 _REASONS = {
     errno.EROFS: ("the file system is read-only", "Choose a directory that can be written"),
-    errno.EACCES: ("permission is denied", "Choose a directory this user can write, or change its permissions"),
+    errno.EACCES: (
+        "permission is denied",
+        "Choose a directory this user can write, or change its permissions",
+    ),
     errno.EPERM: ("the operation is not permitted", "Choose a directory this user can write"),
-    errno.ENOTDIR: ("a part of the path is a file, not a directory", "Choose another path, or move that file away"),
+    errno.ENOTDIR: (
+        "a part of the path is a file, not a directory",
+        "Choose another path, or move that file away",
+    ),
     errno.EISDIR: ("it is a directory, not a file", "Move that directory away"),
     errno.EEXIST: ("a file of that name is in the way", "Choose another path, or move that file away"),
     errno.ENOENT: ("it does not exist", "Check the path"),
@@ -33,7 +41,9 @@ def run_directory_error(error: OSError, path: Path | str, *, what: str) -> RunDi
     """
     if error.errno in PASSING:
         return volume_error(error, path, what)
-    reason, remedy = _REASONS.get(error.errno or 0, (error.strerror or type(error).__name__, "Check the path and the volume"))
+    reason, remedy = _REASONS.get(
+        error.errno or 0, (error.strerror or type(error).__name__, "Check the path and the volume")
+    )
     return RunDirectoryError(Problem(str(path), what, reason, remedy))
 
 
@@ -52,7 +62,9 @@ def dumps_strict(value: Any, *, indent: int | None = None) -> str:
     try:
         return json.dumps(value, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False)
     except ValueError:
-        return json.dumps(_finite(value), allow_nan=False, indent=indent, separators=separators, ensure_ascii=False)
+        return json.dumps(
+            _finite(value), allow_nan=False, indent=indent, separators=separators, ensure_ascii=False
+        )
 
 
 def _finite(value: Any) -> Any:
@@ -114,9 +126,13 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
             return None
         raise
     except ValueError as error:
-        raise RunDirectoryError(Problem(str(path), "is not valid JSON", str(error), "Restore it from a backup")) from error
+        raise RunDirectoryError(
+            Problem(str(path), "is not valid JSON", str(error), "Restore it from a backup")
+        ) from error
     if not isinstance(value, dict):
-        raise RunDirectoryError(Problem(str(path), f"holds a {type(value).__name__}, not a JSON object", "", "Restore it"))
+        raise RunDirectoryError(
+            Problem(str(path), f"holds a {type(value).__name__}, not a JSON object", "", "Restore it")
+        )
     return value
 
 
@@ -167,7 +183,9 @@ class JsonLines:
     def malformed(self, number: int, what: str) -> RunDirectoryError:
         """The error for a line that cannot be used."""
         where = f"{self.path} line {number}"
-        return RunDirectoryError(Problem(where, what, "", "Remove the line, or restore the file from a backup"))
+        return RunDirectoryError(
+            Problem(where, what, "", "Remove the line, or restore the file from a backup")
+        )
 
 
 def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
@@ -268,11 +286,15 @@ class RunDirectory:
 
     def require_run(self) -> None:
         """Raise RunDirectoryError unless this is the directory of a run that has begun."""
-        problem = Problem(str(self.path), "is not a run directory", "", "Name the directory that 'evergrad run' wrote")
+        problem = Problem(
+            str(self.path), "is not a run directory", "", "Name the directory that 'evergrad run' wrote"
+        )
         if not self.path.exists():
             raise RunDirectoryError(Problem(str(self.path), "does not exist", "", problem.remedy))
         if not self.path.is_dir():
-            raise RunDirectoryError(Problem(str(self.path), "is a file, not a run directory", "", problem.remedy))
+            raise RunDirectoryError(
+                Problem(str(self.path), "is a file, not a run directory", "", problem.remedy)
+            )
         if not any(file.exists() for file in (self.resolved, self.metrics, self.events)):
             why = f"it has none of {RunFile.RESOLVED}, {RunFile.METRICS} and {RunFile.EVENTS}"
             raise RunDirectoryError(Problem(problem.path, problem.what, why, problem.remedy))

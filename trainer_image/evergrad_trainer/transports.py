@@ -246,7 +246,9 @@ class AsynchronousTransport:
         return self._start(values, lambda copy: dist.send(copy, group=group, group_dst=to), is_input=True)
 
     def start_receive(self, values: torch.Tensor, group: dist.ProcessGroup | None, *, source: int) -> Pending:
-        return self._start(values, lambda copy: dist.recv(copy, group=group, group_src=source), is_input=False)
+        return self._start(
+            values, lambda copy: dist.recv(copy, group=group, group_src=source), is_input=False
+        )
 
     def drain(self) -> None:
         last = self._last
@@ -264,7 +266,9 @@ class AsynchronousTransport:
         self._queue.put(None)
         self._abort.close()
 
-    def _start(self, values: torch.Tensor, call: Callable[[torch.Tensor], object], *, is_input: bool) -> "_QueuedWork":
+    def _start(
+        self, values: torch.Tensor, call: Callable[[torch.Tensor], object], *, is_input: bool
+    ) -> "_QueuedWork":
         if self._stream is None:
             self._stream = threading.Thread(target=self._run, name="evergrad-stream", daemon=True)
             self._stream.start()

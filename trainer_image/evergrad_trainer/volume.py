@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, TypeVar
 
-from evergrad_trainer.errors import Problem, VolumeError
+from evergrad_manifest.errors import Problem
+
+from evergrad_trainer.errors import VolumeError
 from evergrad_trainer.host_trouble import HOST_ERRNOS
 
 PATIENCE_SECONDS: Final = 20.0

@@ -114,7 +114,9 @@ class World:
 
     def receive(self, values: torch.Tensor, *, source: int) -> None:
         """Fill ``values`` with what ``source`` sends; they are there when this returns. Raises PeerLostError."""
-        self.wait(self._start(lambda: self.transport.start_receive(values, self.group, source=source), values))
+        self.wait(
+            self._start(lambda: self.transport.start_receive(values, self.group, source=source), values)
+        )
 
     def raise_if_given_up(self) -> None:
         """Between two pieces of work: do not begin the next one for a group that is no more. Raises PeerLostError."""
@@ -175,7 +177,11 @@ class World:
         buffer = torch.zeros(int(size), dtype=torch.uint8)
         if self.is_main:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.wait(self._start(lambda: dist.broadcast(buffer, group=self.control, group_src=0, async_op=True), buffer))
+        self.wait(
+            self._start(
+                lambda: dist.broadcast(buffer, group=self.control, group_src=0, async_op=True), buffer
+            )
+        )
         return json.loads(bytes(buffer.tolist()))
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -206,7 +212,11 @@ class World:
         if data:
             padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.size)]
-        self.wait(self._start(lambda: dist.all_gather(rows, padded, group=self.control, async_op=True), padded, *rows))
+        self.wait(
+            self._start(
+                lambda: dist.all_gather(rows, padded, group=self.control, async_op=True), padded, *rows
+            )
+        )
         return [bytes(row[: int(size)].tolist()) for row, size in zip(rows, sizes, strict=True)]
 
 

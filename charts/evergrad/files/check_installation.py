@@ -21,7 +21,10 @@ def ask(path, body=None):
     request = urllib.request.Request(
         f"https://kubernetes.default.svc{path}",
         data=None if body is None else json.dumps(body).encode(),
-        headers={"Authorization": f"Bearer {(ACCOUNT / 'token').read_text()}", "Content-Type": "application/json"},
+        headers={
+            "Authorization": f"Bearer {(ACCOUNT / 'token').read_text()}",
+            "Content-Type": "application/json",
+        },
     )
     context = ssl.create_default_context(cafile=str(ACCOUNT / "ca.crt"))
     with urllib.request.urlopen(request, timeout=10, context=context) as answer:
@@ -31,7 +34,13 @@ def ask(path, body=None):
 def may(namespace, group, resource, verb):
     """Whether this ServiceAccount, the operator's, may do that."""
     name, _, subresource = resource.partition("/")
-    asked = {"namespace": namespace, "group": group, "resource": name, "subresource": subresource, "verb": verb}
+    asked = {
+        "namespace": namespace,
+        "group": group,
+        "resource": name,
+        "subresource": subresource,
+        "verb": verb,
+    }
     review = {**REVIEW, "spec": {"resourceAttributes": asked}}
     return ask("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)["status"]["allowed"]
 
@@ -43,7 +52,11 @@ def find_crd():
 
 
 def find_rights(namespaces, rules):
-    rights = [right for rule in rules for right in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"])]
+    rights = [
+        right
+        for rule in rules
+        for right in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"])
+    ]
     lacking = [
         f"{verb} {name} in {namespace or 'all namespaces'}"
         for namespace in namespaces

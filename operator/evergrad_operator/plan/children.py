@@ -74,7 +74,9 @@ def plan_children(observation: Observation, decision: Decision, config: Config, 
     return Plan(
         claim=claim,
         claim_manager=names.claim_field_manager(run.name),
-        stale_records=() if claim is None else find_stale_records(run, observation.claim, observation.claim_users),
+        stale_records=()
+        if claim is None
+        else find_stale_records(run, observation.claim, observation.claim_users),
         token=build_token_secret(run, token) if create or _waits_for_volumes(observation, decision) else None,
         apply=tuple(_plan_apply(observation, wanted)),
         bounds=decision.bounds,
@@ -120,7 +122,9 @@ def _is_regrouping(observation: Observation) -> bool:
     return is_current and progress is not None and progress.phase in ("Starting", "Draining")
 
 
-def _plan_leftovers(observation: Observation, decision: Decision, wanted: list[JsonObject]) -> Iterator[Deletion]:
+def _plan_leftovers(
+    observation: Observation, decision: Decision, wanted: list[JsonObject]
+) -> Iterator[Deletion]:
     """Children that a run like this does not have any more: all of them at the end, or one that was switched off."""
     if decision.action == Action.CLEAN:
         yield from (Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS)
@@ -134,7 +138,9 @@ def _plan_leftovers(observation: Observation, decision: Decision, wanted: list[J
 def _waits_for_volumes(observation: Observation, decision: Decision) -> bool:
     """Whether a pod has a host and does not run: perhaps because somebody has deleted the Secret that it mounts."""
     pods = (*observation.nodes, *observation.coordinators)
-    return decision.action == Action.RUN and any(pod.is_live and pod.node_name and not pod.is_running for pod in pods)
+    return decision.action == Action.RUN and any(
+        pod.is_live and pod.node_name and not pod.is_running for pod in pods
+    )
 
 
 def _plan_pods(observation: Observation, decision: Decision, config: Config, token: str) -> Iterator[Object]:
@@ -144,7 +150,11 @@ def _plan_pods(observation: Observation, decision: Decision, config: Config, tok
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
         expect = min(max(running, run.spec.nodes.min), run.spec.nodes.max) if running else run.spec.nodes.max
         nothing_runs = all(pod.end is not None for pod in observation.nodes)
-        epoch = Epoch(decision.coordinator_attempt, expect, nothing_runs=nothing_runs and decision.coordinator_attempt > 0)
+        epoch = Epoch(
+            decision.coordinator_attempt,
+            expect,
+            nothing_runs=nothing_runs and decision.coordinator_attempt > 0,
+        )
         yield build_coordinator_pod(run, memory, config, epoch, token=token)
     is_on_one_host = is_for_one_host(run, config, observation.claim)
     for index, attempt in decision.nodes_to_create:

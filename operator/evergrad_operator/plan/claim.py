@@ -16,7 +16,9 @@ A record has some 300 bytes, and all annotations of an object have 256 KiB: the 
 """
 
 
-def find_stale_records(run: TrainingRun, claim: ClaimState | None, users: frozenset[str] | None) -> tuple[str, ...]:
+def find_stale_records(
+    run: TrainingRun, claim: ClaimState | None, users: frozenset[str] | None
+) -> tuple[str, ...]:
     """Annotations of the PVC to remove: the oldest records of runs that are gone. Nothing where the runs are not known."""
     if claim is None or users is None:
         return ()
@@ -25,7 +27,9 @@ def find_stale_records(run: TrainingRun, claim: ClaimState | None, users: frozen
     return tuple(names.claim_annotation(record.run) for record in gone[KEPT_RECORDS:])
 
 
-def build_claim(run: TrainingRun, record: Record, config: Config, live: ClaimState | None) -> JsonObject | None:
+def build_claim(
+    run: TrainingRun, record: Record, config: Config, live: ClaimState | None
+) -> JsonObject | None:
     """What to apply, by ``names.claim_field_manager``; None where the PVC says so already, or is the user's and missing.
 
     A new PVC has no owner: data outlives the run. What is applied again is what stands there, because most of it never changes.

@@ -47,7 +47,11 @@ def build_pod_security(config: Config) -> JsonObject:
 
 def build_container_security() -> JsonObject:
     """Of a container, as Pod Security's level *restricted* asks for, with nothing to write on but its volumes."""
-    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
+    return {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+        "readOnlyRootFilesystem": True,
+    }
 
 
 def build_tolerations(given: tuple[Mapping[str, Any], ...], seconds: int) -> list[Mapping[str, Any]]:
@@ -61,14 +65,18 @@ def build_tolerations(given: tuple[Mapping[str, Any], ...], seconds: int) -> lis
 
 
 def _covers(toleration: Mapping[str, Any], key: str) -> bool:
-    is_key = toleration.get("key") == key or (not toleration.get("key") and toleration.get("operator") == "Exists")
+    is_key = toleration.get("key") == key or (
+        not toleration.get("key") and toleration.get("operator") == "Exists"
+    )
     return is_key and toleration.get("effect") in (None, "", "NoExecute")
 
 
 def build_pull_secrets(run: TrainingRun, config: Config) -> list[dict[str, str]]:
     """Those of the installation and of the run, each once."""
     own = [secret.get("name") for secret in run.spec.template.image_pull_secrets]
-    found = dict.fromkeys(name for name in (*config.image_pull_secrets, *own) if isinstance(name, str) and name)
+    found = dict.fromkeys(
+        name for name in (*config.image_pull_secrets, *own) if isinstance(name, str) and name
+    )
     return [{"name": name} for name in found]
 
 
@@ -79,4 +87,8 @@ def escape(text: str) -> str:
 
 def without_none(value: JsonObject) -> JsonObject:
     """Without keys that are None or empty, on the first level."""
-    return {key: item for key, item in value.items() if item is not None and item != {} and item != [] and item != ""}
+    return {
+        key: item
+        for key, item in value.items()
+        if item is not None and item != {} and item != [] and item != ""
+    }

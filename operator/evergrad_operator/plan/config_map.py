@@ -30,5 +30,10 @@ def build_manifest(run: TrainingRun, raw: Mapping[str, Any]) -> str:
         if kind in spec:
             metrics = {**get_map(spec[kind], "metrics"), "port": metrics_port(run)}
             spec[kind] = {**spec[kind], "metrics": metrics}
-    manifest = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": {"name": run.name}, "spec": spec}
+    manifest = {
+        "apiVersion": names.API_VERSION,
+        "kind": names.KIND,
+        "metadata": {"name": run.name},
+        "spec": spec,
+    }
     return json.dumps(manifest, sort_keys=True, ensure_ascii=False) + "\n"

@@ -40,7 +40,9 @@ class Epoch:
     nothing_runs: bool = False
 
 
-def build_coordinator_pod(run: TrainingRun, memory: Memory, config: Config, epoch: Epoch, *, token: str) -> JsonObject:
+def build_coordinator_pod(
+    run: TrainingRun, memory: Memory, config: Config, epoch: Epoch, *, token: str
+) -> JsonObject:
     """The pod of one coordinator. ``token``: the run's."""
     template = run.spec.template
     metadata = build_metadata(run, names.coordinator_pod_name(run.name, epoch.attempt))

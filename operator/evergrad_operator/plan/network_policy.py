@@ -34,5 +34,9 @@ def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
         "metadata": build_metadata(run, run.name),
-        "spec": {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}, "policyTypes": ["Ingress"], "ingress": ingress},
+        "spec": {
+            "podSelector": {"matchLabels": {names.LABEL_RUN: run.name}},
+            "policyTypes": ["Ingress"],
+            "ingress": ingress,
+        },
     }

@@ -67,13 +67,20 @@ def build_node_pod(run: TrainingRun, memory: Memory, config: Config, node: Node,
     metadata = build_metadata(run, names.node_pod_name(run.name, node.index, node.attempt))
     ours = {names.LABEL_INDEX: str(node.index), names.LABEL_ATTEMPT: str(node.attempt)}
     queue_labels, queue_annotations = _build_queue(run, memory, node.index)
-    metadata["labels"] = {**build_user_labels(run), **queue_labels, **build_labels(run, role=names.ROLE_NODE), **ours}
+    metadata["labels"] = {
+        **build_user_labels(run),
+        **queue_labels,
+        **build_labels(run, role=names.ROLE_NODE),
+        **ours,
+    }
     restart = {names.ANNOTATION_RESTART: str(memory.restart)}
     metadata["annotations"] = {**template.annotations, **queue_annotations, **restart}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": without_none(pod)}
 
 
-def _build_container(run: TrainingRun, memory: Memory, config: Config, *, index: int, grace: int) -> JsonObject:
+def _build_container(
+    run: TrainingRun, memory: Memory, config: Config, *, index: int, grace: int
+) -> JsonObject:
     spec = run.spec
     port = metrics_port(run)
     env = merge_env(_CACHES, spec.template.env)
@@ -84,9 +91,14 @@ def _build_container(run: TrainingRun, memory: Memory, config: Config, *, index:
             "imagePullPolicy": spec.image_pull_policy or config.image_pull_policy,
             "command": ["evergrad"],
             "args": _build_arguments(run, config, index=index, grace=grace),
-            "env": [{"name": "EVERGRAD_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}, *env],
+            "env": [
+                {"name": "EVERGRAD_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+                *env,
+            ],
             "ports": [{"name": "metrics", "containerPort": port, "protocol": "TCP"}] if port else [],
-            "resources": without_none({"requests": dict(spec.resources.requests), "limits": dict(spec.resources.limits)}),
+            "resources": without_none(
+                {"requests": dict(spec.resources.requests), "limits": dict(spec.resources.limits)}
+            ),
             "securityContext": build_container_security(),
             "terminationMessagePath": names.TERMINATION_LOG,
             "terminationMessagePolicy": "FallbackToLogsOnError",

@@ -7,7 +7,11 @@ from evergrad_operator.spec import TrainingRun
 
 def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
     """It leads to the coordinator of ``attempt`` alone, so that an older one, cut off and alive, gets no new traffic."""
-    selector = {names.LABEL_RUN: run.name, names.LABEL_ROLE: names.ROLE_COORDINATOR, names.LABEL_ATTEMPT: str(attempt)}
+    selector = {
+        names.LABEL_RUN: run.name,
+        names.LABEL_ROLE: names.ROLE_COORDINATOR,
+        names.LABEL_ATTEMPT: str(attempt),
+    }
     metadata = build_metadata(run, names.coordinator_service_name(run.name))
     metadata["labels"] = build_labels(run, role=names.ROLE_COORDINATOR)
     ports = (("join", names.JOIN_PORT), ("status", names.STATUS_PORT))
@@ -19,6 +23,8 @@ def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
             "type": "ClusterIP",
             "selector": selector,
             "publishNotReadyAddresses": True,
-            "ports": [{"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in ports],
+            "ports": [
+                {"name": name, "port": port, "targetPort": name, "protocol": "TCP"} for name, port in ports
+            ],
         },
     }

@@ -30,7 +30,9 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
     return {**gang, **passed, **template.labels}
 
 
-def build_scheduling(run: TrainingRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()) -> dict[str, Any]:
+def build_scheduling(
+    run: TrainingRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()
+) -> dict[str, Any]:
     """The template's part of a pod's spec, but for tolerations, volumes and secrets, and what the run's volume demands.
 
     ``avoided``: hosts that the pod should keep away from if it can.
@@ -42,7 +44,9 @@ def build_scheduling(run: TrainingRun, *, is_on_one_host: bool = False, avoided:
     return {
         "nodeSelector": dict(template.node_selector),
         "affinity": _join_one_host(affinity, ours) if is_on_one_host else affinity,
-        "topologySpreadConstraints": [{**ours, **constraint} for constraint in template.topology_spread_constraints],
+        "topologySpreadConstraints": [
+            {**ours, **constraint} for constraint in template.topology_spread_constraints
+        ],
         "priorityClassName": template.priority_class_name,
         "runtimeClassName": template.runtime_class_name,
         "schedulerName": template.scheduler_name,
@@ -92,7 +96,11 @@ def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[s
     template = run.spec.template
     between = [template.affinity.get("podAffinity"), template.affinity.get("podAntiAffinity")]
     counted = _find_selected([*between, *template.topology_spread_constraints])
-    labels = {key: value for key, value in template.labels.items() if key not in counted and not key.startswith(_OF_NODES)}
+    labels = {
+        key: value
+        for key, value in template.labels.items()
+        if key not in counted and not key.startswith(_OF_NODES)
+    }
     annotations = {key: value for key, value in template.annotations.items() if not key.startswith(_OF_NODES)}
     return labels, annotations
 

@@ -24,7 +24,9 @@ _NO_SHORT_LIVES = frozenset({Cause.DONE, Cause.HOST_FAULT, Cause.REFUSED_BY_NODE
 """Ends that say nothing of a short life: the run is complete, or the host waits by a rule of its own."""
 
 
-def count_failures(memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float) -> Memory:
+def count_failures(
+    memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float
+) -> Memory:
     """Count what uses the budget. ``newest``: when the youngest pod there was made.
 
     Pods that were there when the last failure was counted fell with it, and count no more.
@@ -35,7 +37,12 @@ def count_failures(memory: Memory, ended: Sequence[PodState], *, newest: float, 
         if cause in names.COUNTED and pod.created_at > budget.at:
             failures = (0 if _has_lasted(pod, memory, config) else budget.failures) + 1
             delay = _delay(failures - 1, config)
-            budget = replace(_mark(budget, memory), failures=failures, at=newest, retry_at=max(budget.retry_at, now + delay))
+            budget = replace(
+                _mark(budget, memory),
+                failures=failures,
+                at=newest,
+                retry_at=max(budget.retry_at, now + delay),
+            )
         elif cause not in _NO_SHORT_LIVES and now - pod.created_at < config.short_life_seconds:
             budget = add_short_life(budget, memory, config, now)
     return replace(memory, budget=budget)
@@ -68,14 +75,18 @@ def _mark(budget: Budget, memory: Memory) -> Budget:
     training = memory.training
     step = -1 if training.step is None else training.step
     checkpoint = -1 if training.checkpoint_step is None else training.checkpoint_step
-    return replace(budget, step=max(budget.step, step), checkpoint_step=max(budget.checkpoint_step, checkpoint))
+    return replace(
+        budget, step=max(budget.step, step), checkpoint_step=max(budget.checkpoint_step, checkpoint)
+    )
 
 
 def forgive(memory: Memory, observation: Observation) -> Memory:
     """Progress since the last failure: the count begins anew. With fresh workers only a checkpoint is progress."""
     budget, training = memory.budget, memory.training
     has_step = training.step is not None and training.step > budget.step
-    has_checkpoint = training.checkpoint_step is not None and training.checkpoint_step > budget.checkpoint_step
+    has_checkpoint = (
+        training.checkpoint_step is not None and training.checkpoint_step > budget.checkpoint_step
+    )
     is_fresh = observation.run.recovery == "fresh"
     if (budget.failures or budget.short_lives) and (has_checkpoint or (has_step and not is_fresh)):
         return replace(memory, budget=Budget(at=budget.at))

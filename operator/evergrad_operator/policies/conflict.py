@@ -19,14 +19,24 @@ def _find_conflict(situation: Situation) -> str | None:
     place = f"{path} on PersistentVolumeClaim {run.claim_name}"
     is_ours = own is not None and own.uid == run.uid
     age = (run.created_at, run.uid)
-    if own is not None and not is_ours and overlap(own.path, path) and own.recipe != situation.build_record(0).recipe:
+    if (
+        own is not None
+        and not is_ours
+        and overlap(own.path, path)
+        and own.recipe != situation.build_record(0).recipe
+    ):
         return f"{place} holds the data of an earlier run {run.name} with another recipe"
     claim = situation.observation.claim
     for record in claim.records.values() if claim else ():
         if record.run != run.name and overlap(record.path, path) and not (is_ours and age < _age(record)):
             return f"{place} holds the data of run {record.run}"
     for other in situation.observation.others:
-        if not is_ours and not other.is_out and overlap(other.path, path) and (other.created_at, other.uid) < age:
+        if (
+            not is_ours
+            and not other.is_out
+            and overlap(other.path, path)
+            and (other.created_at, other.uid) < age
+        ):
             return f"{place} belongs to run {other.name}, which is older"
     return None
 

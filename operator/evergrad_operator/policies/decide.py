@@ -11,7 +11,12 @@ from evergrad_operator.observe import Observation
 from evergrad_operator.policies.allowed import find_problems
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
 from evergrad_operator.policies.conflict import refuse_if_taken
-from evergrad_operator.policies.failure import describe_failure, describe_host_faults, fail_if_due, is_backing_off
+from evergrad_operator.policies.failure import (
+    describe_failure,
+    describe_host_faults,
+    fail_if_due,
+    is_backing_off,
+)
 from evergrad_operator.policies.host_faults import MANY_FAULTS
 from evergrad_operator.policies.lifecycle import (
     conclude,
@@ -31,7 +36,12 @@ from evergrad_operator.times import format_time
 _CLAIM_RETRY_SECONDS = 10.0
 _WARM_UP_SECONDS = 180.0
 """For a node's pod to start, import its libraries and join."""
-_GROUP_PHASES = {"Running": Phase.RUNNING, "Draining": Phase.RUNNING, "Starting": Phase.STARTING, "Waiting": Phase.WAITING}
+_GROUP_PHASES = {
+    "Running": Phase.RUNNING,
+    "Draining": Phase.RUNNING,
+    "Starting": Phase.STARTING,
+    "Waiting": Phase.WAITING,
+}
 
 
 def decide(observation: Observation, config: Config, now: float) -> Decision:
@@ -41,7 +51,9 @@ def decide(observation: Observation, config: Config, now: float) -> Decision:
     if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
         return decision
     # A run that comes to rest says why its pods cannot leave, as one that trains says why they cannot come.
-    return replace(decision, message=f"{decision.message}; {explain_refusal(observation.failures[0]).message}")
+    return replace(
+        decision, message=f"{decision.message}; {explain_refusal(observation.failures[0]).message}"
+    )
 
 
 def _decide(situation: Situation) -> Decision:
@@ -71,7 +83,9 @@ def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
     if decision.action == Action.HOLD:
         return decision
     known, chosen = situation.observation.status, {pod.name for pod in decision.pods_to_delete}
-    left = [pod for pod in situation.nodes if pod.end is not None and pod.has_sidecar and pod.name not in chosen]
+    left = [
+        pod for pod in situation.nodes if pod.end is not None and pod.has_sidecar and pod.name not in chosen
+    ]
     told = [pod for pod in left if known.finish is not None or known.has_recorded(pod.index, pod.attempt)]
     # The pass that follows the status write deletes the others.
     seconds = 1.0 if len(told) < len(left) else None
@@ -152,7 +166,9 @@ def _run(situation: Situation) -> Decision:
         bounds=scale.bounds,
         record=None if situation.is_recorded(record) else record,
         is_blocked=seconds_to_person is not None and seconds_to_person <= 0,
-        requeue_after=earliest(scale.requeue_after, seconds_to_person if (seconds_to_person or 0.0) > 0 else None),
+        requeue_after=earliest(
+            scale.requeue_after, seconds_to_person if (seconds_to_person or 0.0) > 0 else None
+        ),
     )
 
 
@@ -170,7 +186,9 @@ def _is_warming_up(situation: Situation, scale: Scale) -> bool:
     return scale.missing == 0 and situation.now - newest < _WARM_UP_SECONDS
 
 
-def _describe(situation: Situation, scale: Scale, obstacle: Obstacle | None) -> tuple[Phase, str, str, float | None]:
+def _describe(
+    situation: Situation, scale: Scale, obstacle: Obstacle | None
+) -> tuple[Phase, str, str, float | None]:
     """Phase, reason, message, and from when on somebody has to act before the run trains; None for never."""
     progress, memory = situation.progress, situation.memory
     known_phase = memory.phase if memory.phase in (Phase.RUNNING, Phase.STARTING, Phase.WAITING) else ""

@@ -28,7 +28,11 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
     attempts += [-1] * (1 + max(pods, default=-1) - len(attempts))
     for index in range(len(attempts)):
         mine = pods.get(index, [])
-        if attempts[index] >= 0 and index not in recorded and all(pod.attempt != attempts[index] for pod in mine):
+        if (
+            attempts[index] >= 0
+            and index not in recorded
+            and all(pod.attempt != attempts[index] for pod in mine)
+        ):
             vanished.append((index, attempts[index]))
             recorded.add(index)
         for pod in mine:
@@ -74,14 +78,26 @@ def is_letting_go(observation: Observation, memory: Memory) -> bool:
 
 
 def _add_ends(
-    memory: Memory, observation: Observation, ended: Iterable[PodState], vanished: Iterable[tuple[int, int]], now: float
+    memory: Memory,
+    observation: Observation,
+    ended: Iterable[PodState],
+    vanished: Iterable[tuple[int, int]],
+    now: float,
 ) -> Memory:
     records = [
-        EndRecord(pod.name, describe_cause(pod), pod.end.exit_code if pod.end else None, (pod.end and pod.end.at) or now)
+        EndRecord(
+            pod.name,
+            describe_cause(pod),
+            pod.end.exit_code if pod.end else None,
+            (pod.end and pod.end.at) or now,
+        )
         for pod in ended
     ]
     run = observation.run.name
-    records += [EndRecord(names.node_pod_name(run, index, attempt), Cause.DELETED, None, now) for index, attempt in vanished]
+    records += [
+        EndRecord(names.node_pod_name(run, index, attempt), Cause.DELETED, None, now)
+        for index, attempt in vanished
+    ]
     # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a verdict.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
     no_restart = (Cause.DONE, Cause.USER_ERROR) if is_over or not memory.has_formed else (Cause.DONE,)

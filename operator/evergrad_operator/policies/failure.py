@@ -85,9 +85,8 @@ def _find_exhaustion(situation: Situation) -> tuple[str, str] | None:
     if budget.failures <= most:
         return None
     reason = _REASONS.get(_cause(last), Reason.WORKER_CRASH)
-    text = (
-        f"pods failed {budget.failures} times without progress; {most} such failures are allowed. Last: {describe_failure(last)}"
-    )
+    text = f"pods failed {budget.failures} times without progress; {most} such failures are allowed."
+    text = f"{text} Last: {describe_failure(last)}"
     limit = situation.run.spec.resources.limits.get("memory")
     bound = f" The memory limit is {limit}." if reason == Reason.OUT_OF_MEMORY and limit else ""
     return reason, f"{_stop(text)}{bound} {_REMEDIES[reason]}"
@@ -103,7 +102,11 @@ def describe_failure(failure: LastFailure | None) -> str:
         return "unknown"
     rank = f", rank {failure.rank}" if failure.rank is not None else ""
     code = "" if failure.exit_code is None else f", exit code {failure.exit_code}"
-    killed = " (killed by SIGKILL)" if failure.exit_code in (137, -9) and failure.cause == Cause.WORKER_CRASH else ""
+    killed = (
+        " (killed by SIGKILL)"
+        if failure.exit_code in (137, -9) and failure.cause == Cause.WORKER_CRASH
+        else ""
+    )
     said = quote(failure.message)
     where = "an unknown node" if failure.node is None else f"node {failure.node}"
     return f"{failure.cause} on {where}{rank}{code}{killed}{': ' + said if said else ''}"
@@ -112,10 +115,16 @@ def describe_failure(failure: LastFailure | None) -> str:
 def describe_host_faults(situation: Situation) -> str:
     """Which nodes wait for what, and where to look."""
     faults, last = situation.memory.faults, situation.memory.last_failure
-    nodes = f"nodes {pack_ranges(faults.nodes)}" if len(faults.nodes) > 1 else f"node {pack_ranges(faults.nodes)}"
+    nodes = (
+        f"nodes {pack_ranges(faults.nodes)}" if len(faults.nodes) > 1 else f"node {pack_ranges(faults.nodes)}"
+    )
     hosts = ", ".join(f"{host} ({count})" for host, count in reversed(faults.hosts))
     text = f"host faults, {faults.in_a_row} in a row, of {nodes}" + (f"; by host: {hosts}" if hosts else "")
-    when = f"; it is tried again at {format_time(faults.retry_at)}" if situation.now < faults.retry_at else "; it is tried again"
+    when = (
+        f"; it is tried again at {format_time(faults.retry_at)}"
+        if situation.now < faults.retry_at
+        else "; it is tried again"
+    )
     said = f". Last: {describe_failure(last)}" if last else ""
     return f"{text}{when}, elsewhere if there is room, and costs no failure{said}"
 

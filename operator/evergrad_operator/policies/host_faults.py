@@ -32,7 +32,9 @@ _WELL_SECONDS: Final = 180.0
 """A pod that has run for so long has imported its libraries and joined: its host serves."""
 
 
-def note_host_faults(memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float) -> Memory:
+def note_host_faults(
+    memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float
+) -> Memory:
     """Count the ends among ``ended`` that speak against a host. ``newest``: when the youngest pod there was made.
 
     Pods that were there when the last one was counted fell with it, and count no more.
@@ -46,7 +48,9 @@ def note_host_faults(memory: Memory, ended: Sequence[PodState], *, newest: float
 
     # The first replacement waits for nothing, except where others are about to say what they think of the input.
     in_a_row = known.in_a_row + any(pod.created_at > known.at for pod in faulty)
-    delay = find_delay(in_a_row - 1, first=config.first_backoff_seconds, longest=config.longest_host_backoff_seconds)
+    delay = find_delay(
+        in_a_row - 1, first=config.first_backoff_seconds, longest=config.longest_host_backoff_seconds
+    )
     delay = max(delay, _SECOND_OPINION_SECONDS) if accused else delay
     faults = HostFaults(
         hosts=_add_hosts(known.hosts, faulty),
@@ -96,4 +100,7 @@ def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
         return True
     # Where all pods are on one host, no second one can be asked.
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
-    return all(pod.node_name for pod in pods if pod.is_live) and len({pod.node_name for pod in pods if pod.node_name}) == 1
+    return (
+        all(pod.node_name for pod in pods if pod.is_live)
+        and len({pod.node_name for pod in pods if pod.node_name}) == 1
+    )

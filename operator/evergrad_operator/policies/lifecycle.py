@@ -20,7 +20,9 @@ _FIRST_WORDS_SECONDS: Final = 30.0
 
 def remove(pods: Iterable[PodState]) -> tuple[PodDeletion, ...]:
     """Deletions of those pods that are not being deleted already, the highest index first."""
-    chosen = sorted((pod for pod in pods if not pod.is_deleting), key=lambda pod: (pod.index, pod.attempt), reverse=True)
+    chosen = sorted(
+        (pod for pod in pods if not pod.is_deleting), key=lambda pod: (pod.index, pod.attempt), reverse=True
+    )
     return tuple(PodDeletion(pod.name, pod.uid) for pod in chosen)
 
 
@@ -39,7 +41,9 @@ def fail_at_deadline(situation: Situation) -> Situation | None:
         return None
     limit = situation.run.spec.active_deadline_seconds or 0
     text = f"the run was not complete {format_duration(limit)} after its start (spec.activeDeadlineSeconds). "
-    remedy = "State is saved as the pods leave; raise the limit and set spec.restartNonce to a new text to go on."
+    remedy = (
+        "State is saved as the pods leave; raise the limit and set spec.restartNonce to a new text to go on."
+    )
     return situation.finished(Phase.FAILED, Reason.DEADLINE_EXCEEDED, text + remedy)
 
 
@@ -61,7 +65,12 @@ def conclude(situation: Situation) -> Decision:
     everything = (*situation.nodes, *situation.observation.coordinators)
     if ttl is not None and now >= finish.at + ttl:
         return Decision(
-            Action.CLEAN, finish.phase, finish.reason, _said(situation), situation.memory, pods_to_delete=remove(everything)
+            Action.CLEAN,
+            finish.phase,
+            finish.reason,
+            _said(situation),
+            situation.memory,
+            pods_to_delete=remove(everything),
         )
     grace = finish.at + config.fail_grace_seconds if finish.phase == Phase.FAILED else finish.at
     is_due = finish.reason in _AT_ONCE or now >= grace
@@ -98,7 +107,9 @@ def _completed_record(situation: Situation) -> Record | None:
     finish, own = situation.memory.finish, situation.own_record
     if finish is None or finish.phase != Phase.COMPLETE or finish.reason == Reason.ALREADY_COMPLETE:
         return None
-    if situation.observation.claim is None or (own is not None and own.complete is not None and own.uid == situation.run.uid):
+    if situation.observation.claim is None or (
+        own is not None and own.complete is not None and own.uid == situation.run.uid
+    ):
         return None
     epoch = max(situation.memory.coordinator.attempt, own.epoch if own else -1)
     complete: dict[str, object] = {"at": format_time(finish.at)}
@@ -120,7 +131,9 @@ def stop_if_asked(situation: Situation) -> Decision | None:
     if progress is not None and has_stopped and not memory.is_stopped:
         is_non_finite = progress.reason == Reason.NON_FINITE
         memory = replace(memory, stop_reason=Reason.NON_FINITE if is_non_finite else Reason.STOPPED)
-    return _drain(replace(situation, memory=memory), Reason(memory.stop_reason)) if memory.is_stopped else None
+    return (
+        _drain(replace(situation, memory=memory), Reason(memory.stop_reason)) if memory.is_stopped else None
+    )
 
 
 def _drain(situation: Situation, reason: Reason) -> Decision:
@@ -135,7 +148,13 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     )
     is_stale = is_unheard or (situation.progress is not None and situation.progress.connected > 0)
     if working or live_coordinators:
-        chosen = situation.live if working else () if is_stale and live_coordinators else (*live_coordinators, *situation.nodes)
+        chosen = (
+            situation.live
+            if working
+            else ()
+            if is_stale and live_coordinators
+            else (*live_coordinators, *situation.nodes)
+        )
         text = f"{len(working)} nodes save and leave" if working else "the coordinator leaves"
         return Decision(
             Action.STOP,
@@ -153,7 +172,9 @@ def _drain(situation: Situation, reason: Reason) -> Decision:
     text = _describe_pause(situation, reason)
     pods = remove((*situation.nodes, *coordinators))
     is_blocked = reason == Reason.NON_FINITE
-    return Decision(Action.STOP, Phase.SUSPENDED, reason, text, memory, pods_to_delete=pods, is_blocked=is_blocked)
+    return Decision(
+        Action.STOP, Phase.SUSPENDED, reason, text, memory, pods_to_delete=pods, is_blocked=is_blocked
+    )
 
 
 def _describe_pause(situation: Situation, reason: Reason) -> str:
@@ -177,7 +198,9 @@ def drain_older(situation: Situation) -> Decision | None:
     restart = situation.memory.restart
     live = [pod for pod in situation.live if pod.restart < restart]
     leaving = [pod for pod in situation.leaving if pod.restart < restart]
-    coordinators = [pod for pod in situation.observation.coordinators if pod.is_live and pod.restart < restart]
+    coordinators = [
+        pod for pod in situation.observation.coordinators if pod.is_live and pod.restart < restart
+    ]
     if not (live or leaving or coordinators):
         return None
     ended = [pod for pod in situation.nodes if not pod.is_live and pod.restart < restart]

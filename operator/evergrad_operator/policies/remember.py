@@ -43,7 +43,12 @@ def remember(observation: Observation, config: Config, now: float) -> Memory:
 def is_current(observation: Observation, memory: Memory) -> bool:
     """Whether the progress is that of the run's newest coordinator, of this restart."""
     progress, live = observation.progress, observation.live_coordinator
-    return progress is not None and live is not None and live.attempt == progress.attempt and live.restart == memory.restart
+    return (
+        progress is not None
+        and live is not None
+        and live.attempt == progress.attempt
+        and live.restart == memory.restart
+    )
 
 
 def _begin(observation: Observation, config: Config) -> Memory:
@@ -120,22 +125,35 @@ def _note_coordinators(memory: Memory, observation: Observation, config: Config,
     return memory
 
 
-def _add_lost_coordinator(memory: Memory, observation: Observation, pod: PodState | None, config: Config, now: float) -> Memory:
+def _add_lost_coordinator(
+    memory: Memory, observation: Observation, pod: PodState | None, config: Config, now: float
+) -> Memory:
     """Count it, unless the operator itself sent it away."""
     known = replace(memory.coordinator, is_recorded=True)
     claim, run = observation.claim, observation.run
     record = claim.records.get(run.name) if claim else None
     # The PVC is told of the end before the coordinator goes, and the status only after that.
     is_complete = record is not None and record.complete is not None and record.uid == run.uid
-    if is_complete or is_letting_go(observation, memory) or (pod is not None and pod.restart < memory.restart):
+    if (
+        is_complete
+        or is_letting_go(observation, memory)
+        or (pod is not None and pod.restart < memory.restart)
+    ):
         return replace(memory, coordinator=known)
     budget = memory.budget
     if pod is not None and now - pod.created_at < config.short_life_seconds:
         budget = add_short_life(budget, memory, config, now)
     code = pod.end.exit_code if pod and pod.end else None
-    end = EndRecord(names.coordinator_pod_name(observation.run.name, known.attempt), Cause.COORDINATOR_LOST, code, now)
-    restarts = {**memory.restarts, Cause.COORDINATOR_LOST.value: memory.restarts.get(Cause.COORDINATOR_LOST, 0) + 1}
-    return replace(memory, coordinator=known, budget=budget, restarts=restarts, ends=(*memory.ends, end)[-MAX_ENDS:])
+    end = EndRecord(
+        names.coordinator_pod_name(observation.run.name, known.attempt), Cause.COORDINATOR_LOST, code, now
+    )
+    restarts = {
+        **memory.restarts,
+        Cause.COORDINATOR_LOST.value: memory.restarts.get(Cause.COORDINATOR_LOST, 0) + 1,
+    }
+    return replace(
+        memory, coordinator=known, budget=budget, restarts=restarts, ends=(*memory.ends, end)[-MAX_ENDS:]
+    )
 
 
 def _note_progress(memory: Memory, observation: Observation, now: float) -> Memory:
@@ -160,9 +178,13 @@ def _merge_training(known: Training, progress: Progress, now: float) -> Training
         step=known.step if progress.step is None else progress.step,
         total_steps=progress.total_steps or known.total_steps,
         loss=known.loss if progress.loss is None else progress.loss,
-        tokens_per_second=known.tokens_per_second if progress.tokens_per_second is None else progress.tokens_per_second,
+        tokens_per_second=known.tokens_per_second
+        if progress.tokens_per_second is None
+        else progress.tokens_per_second,
         eta_seconds=known.eta_seconds if progress.eta_seconds is None else progress.eta_seconds,
-        checkpoint_step=known.checkpoint_step if progress.checkpoint_step is None else progress.checkpoint_step,
+        checkpoint_step=known.checkpoint_step
+        if progress.checkpoint_step is None
+        else progress.checkpoint_step,
         checkpoint_at=now if has_saved else known.checkpoint_at,
         ready=progress.ready,
         updated_at=now - ago if is_new else known.updated_at,
@@ -171,7 +193,11 @@ def _merge_training(known: Training, progress: Progress, now: float) -> Training
 
 def _add_counters(memory: Memory, progress: Progress) -> Memory:
     """Each coordinator counts from 0: only what it has added since the last reading is added here."""
-    known = memory.coordinator if memory.coordinator.attempt == progress.attempt else Coordinator(progress.attempt)
+    known = (
+        memory.coordinator
+        if memory.coordinator.attempt == progress.attempt
+        else Coordinator(progress.attempt)
+    )
     known = replace(known, image=memory.coordinator.image)
     restarts, lost = dict(memory.restarts), dict(memory.lost_seconds)
     for name in IN_POD_CAUSES:

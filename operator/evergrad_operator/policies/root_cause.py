@@ -40,7 +40,9 @@ def note_pods(memory: Memory, ended: Sequence[PodState], now: float) -> Memory:
     told = [pod for pod in ended if describe_cause(pod) in (*names.COUNTED, Cause.USER_ERROR)]
     for pod in told or [pod for pod in ended if describe_cause(pod) == Cause.HOST_FAULT]:
         described = _describe(pod, memory, now)
-        is_repeated = failure is not None and failure.rank is not None and described.at - failure.at < _ECHO_SECONDS
+        is_repeated = (
+            failure is not None and failure.rank is not None and described.at - failure.at < _ECHO_SECONDS
+        )
         failure = failure if is_repeated and described.exit_code in _SAID_BEFORE else described
     return replace(memory, last_failure=failure)
 
@@ -62,7 +64,12 @@ def note_verdict(memory: Memory, failure: Failure | None, now: float) -> Memory:
     if failure is None or failure.cause == "peer_lost":
         return memory
     at, known = now - failure.seconds_ago, memory.last_failure
-    is_echo = known is not None and known.rank is None and known.exit_code in _SAID_BEFORE and at > known.at - _ECHO_SECONDS
+    is_echo = (
+        known is not None
+        and known.rank is None
+        and known.exit_code in _SAID_BEFORE
+        and at > known.at - _ECHO_SECONDS
+    )
     if known is not None and at <= known.at + _WAVER_SECONDS and not is_echo:
         return memory
     described = LastFailure(

@@ -37,20 +37,30 @@ def decide_scale(situation: Situation) -> Scale:
     most = situation.run.spec.nodes.max
     newest = _newest_live(situation)
     surplus = [pod for pod in situation.live if pod.index >= most or newest.get(pod.index) is not pod]
-    surplus += [pod for pod in newest.values() if pod.index < most and _is_waiting_for_digest(pod, situation.memory)]
+    surplus += [
+        pod for pod in newest.values() if pod.index < most and _is_waiting_for_digest(pod, situation.memory)
+    ]
     missing = [index for index in range(most) if index not in newest]
     is_waiting = is_backing_off(situation)
     held = {pod.index for pod in situation.leaving if _is_last_holder(pod, situation)}
     faults = situation.memory.faults
     faulty = faults.nodes.intersection(missing) if situation.now < faults.retry_at else frozenset[int]()
     due = [] if is_waiting else [index for index in missing if index not in held | faulty]
-    visible = {pod.index: pod.attempt for pod in situation.nodes}  # sorted: the highest attempt of each comes last
+    visible = {
+        pod.index: pod.attempt for pod in situation.nodes
+    }  # sorted: the highest attempt of each comes last
     coordinator, epoch = _find_coordinator(situation)
     older = [pod for pod in situation.observation.coordinators if not pod.is_deleting and pod.attempt < epoch]
     # Its successor is made once it is being deleted: that stands in the API server, whatever becomes of this operator.
-    older += [pod for pod in (situation.observation.live_coordinator,) if pod is not None and _is_lost(pod, situation)]
+    older += [
+        pod
+        for pod in (situation.observation.live_coordinator,)
+        if pod is not None and _is_lost(pod, situation)
+    ]
     return Scale(
-        nodes_to_create=tuple((index, 1 + max(visible.get(index, -1), situation.memory.attempt_of(index))) for index in due),
+        nodes_to_create=tuple(
+            (index, 1 + max(visible.get(index, -1), situation.memory.attempt_of(index))) for index in due
+        ),
         pods_to_delete=remove((*surplus, *_find_old(situation))) + remove(older),
         coordinator_attempt=coordinator if not is_waiting else None,
         epoch=epoch,
@@ -76,7 +86,11 @@ def _newest_live(situation: Situation) -> dict[int, PodState]:
 
 def _is_waiting_for_digest(pod: PodState, memory: Memory) -> bool:
     """Whether its host cannot get the image by its digest, as where images are brought by hand; the next pod asks for the tag."""
-    return pod.is_image_missing and not memory.image_pin and pod.image == pin_image(memory.image, memory.image_id) != ""
+    return (
+        pod.is_image_missing
+        and not memory.image_pin
+        and pod.image == pin_image(memory.image, memory.image_id) != ""
+    )
 
 
 def _is_last_holder(pod: PodState, situation: Situation) -> bool:
@@ -114,7 +128,11 @@ def _is_lost(coordinator: PodState, situation: Situation) -> bool:
     never answered is kept: it may be the operator that cannot reach it. The same holds while most others are silent, too.
     """
     silence = situation.observation.silence
-    if silence is None or silence.attempt != coordinator.attempt or silence.seconds < COORDINATOR_SILENCE_SECONDS:
+    if (
+        silence is None
+        or silence.attempt != coordinator.attempt
+        or silence.seconds < COORDINATOR_SILENCE_SECONDS
+    ):
         return False
     return silence.has_answered and silence.has_timed_out and silence.is_alone
 
@@ -135,5 +153,9 @@ def _find_bounds(situation: Situation) -> Bounds | None:
     most = situation.run.spec.failure_policy.max_failures_without_progress
     wanted = Bounds(nodes.min, nodes.max, most)
     # A coordinator of an older release tells of no such number, and is not asked for it.
-    told = Bounds(progress.min_nodes, progress.max_nodes, most if progress.max_failures is None else progress.max_failures)
+    told = Bounds(
+        progress.min_nodes,
+        progress.max_nodes,
+        most if progress.max_failures is None else progress.max_failures,
+    )
     return None if told == wanted else wanted

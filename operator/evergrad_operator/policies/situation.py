@@ -93,7 +93,9 @@ class Situation:
     def is_recorded(self, record: Record) -> bool:
         """Whether the PVC says exactly this."""
         claim = self.observation.claim
-        return claim is not None and claim.annotations.get(claim_annotation(self.run.name)) == build_record(record)
+        return claim is not None and claim.annotations.get(claim_annotation(self.run.name)) == build_record(
+            record
+        )
 
     def hold(self, phase: Phase, reason: str, message: str) -> Decision:
         """Nothing is touched."""
@@ -101,9 +103,18 @@ class Situation:
 
     def finished(self, phase: Phase, reason: str, message: str) -> "Situation":
         """The same moment, with the run over."""
-        return replace(self, memory=replace(self.memory, finish=Finish(phase, reason, message, self.now), finishing_since=None))
+        return replace(
+            self,
+            memory=replace(
+                self.memory, finish=Finish(phase, reason, message, self.now), finishing_since=None
+            ),
+        )
 
     def at(self, seconds: float) -> "Situation":
         """The same end, at another time: seconds since 1970."""
         finish = self.memory.finish
-        return self if finish is None else replace(self, memory=replace(self.memory, finish=replace(finish, at=seconds)))
+        return (
+            self
+            if finish is None
+            else replace(self, memory=replace(self.memory, finish=replace(finish, at=seconds)))
+        )

@@ -13,10 +13,18 @@ from evergrad_operator.policies.failure import quote
 from evergrad_operator.policies.situation import Situation
 
 _START: Final = frozenset(
-    {"CreateContainerConfigError", "CreateContainerError", "RunContainerError", "StartError", "CrashLoopBackOff"}
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "RunContainerError",
+        "StartError",
+        "CrashLoopBackOff",
+    }
 )
 _MISSING_CLAIM: Final = re.compile(r'persistentvolumeclaim "[^"]*" (?:not found|is being deleted)')
-_PENDING_CLAIM: Final = re.compile(r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes")
+_PENDING_CLAIM: Final = re.compile(
+    r"unbound immediate PersistentVolumeClaims|didn't find available persistent volumes"
+)
 _SLOW_SECONDS: Final = 120.0
 _PERSON_AT_ONCE: Final = frozenset(
     {
@@ -29,7 +37,13 @@ _PERSON_AT_ONCE: Final = frozenset(
     }
 )
 _PERSON_LATER: Final = frozenset(
-    {Reason.COORDINATOR_UNREACHABLE, Reason.IMAGE_PULL_FAILED, Reason.START_ERROR, Reason.VOLUME_MISSING, Reason.VOLUME_PENDING}
+    {
+        Reason.COORDINATOR_UNREACHABLE,
+        Reason.IMAGE_PULL_FAILED,
+        Reason.START_ERROR,
+        Reason.VOLUME_MISSING,
+        Reason.VOLUME_PENDING,
+    }
 )
 """A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by themselves.
 
@@ -61,7 +75,11 @@ def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | Non
     for failure in situation.observation.failures:
         if _is_relevant(failure, situation, names_wanted):
             is_record = failure.kind == "PersistentVolumeClaim" and situation.observation.claim is not None
-            return _explain_record(failure) if is_record and not _is_passing(failure) else explain_refusal(failure)
+            return (
+                _explain_record(failure)
+                if is_record and not _is_passing(failure)
+                else explain_refusal(failure)
+            )
     coordinators = [pod for pod in situation.observation.coordinators if pod.is_live and not pod.is_running]
     pending = [pod for pod in (*coordinators, *situation.live) if not pod.is_running]
     found = [(_explain(pod, situation), pod.created_at) for pod in pending]
@@ -102,9 +120,14 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
     what, said = f"{failure.kind} {failure.name}", failure.message
     if failure.reason == NAME_TAKEN:
         remedy = "Delete or rename it, or give the run another name"
-        return Obstacle(Reason.NAME_TAKEN, f"{what} exists already and belongs to somebody else. {remedy}; it is tried again")
+        return Obstacle(
+            Reason.NAME_TAKEN,
+            f"{what} exists already and belongs to somebody else. {remedy}; it is tried again",
+        )
     if failure.reason == BOUNDS_NOT_TAKEN:
-        return Obstacle(Reason.BOUNDS_NOT_TAKEN, f"the new bounds are not in force: {quote(said)}. They are sent again")
+        return Obstacle(
+            Reason.BOUNDS_NOT_TAKEN, f"the new bounds are not in force: {quote(said)}. They are sent again"
+        )
     if _is_passing(failure):
         return _explain_outage(failure)
     text = f"the API server refuses {what}: {quote(said) or failure.reason} (HTTP {failure.status})"
@@ -136,7 +159,9 @@ def _explain_outage(failure: ApplyFailure) -> Obstacle:
         return Obstacle(Reason.STARTING, f"could not {what} yet: {said}. It is tried again")
     if "failed calling webhook" in failure.message:
         remedy = "See the webhook's pods and its failurePolicy; it is tried again"
-        return Obstacle(Reason.WEBHOOK_FAILED, f"could not {what}: an admission webhook does not answer: {said}. {remedy}")
+        return Obstacle(
+            Reason.WEBHOOK_FAILED, f"could not {what}: an admission webhook does not answer: {said}. {remedy}"
+        )
     code = f" (HTTP {failure.status})" if failure.status else ""
     text = f"could not {what}: the API server does not answer, or not now: {said}{code}"
     return Obstacle(Reason.API_UNAVAILABLE, f"{text}. It is tried again")
@@ -171,33 +196,49 @@ def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
         remedy = "Check what spec.template refers to, such as Secrets and ConfigMaps, and the image's command; it is tried again"
         return Obstacle(Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}")
     if reason == "SchedulingGated":
-        return Obstacle(Reason.QUEUED, f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}")
+        return Obstacle(
+            Reason.QUEUED, f"{where} waits to be admitted by a queue: {said or 'a scheduling gate is set'}"
+        )
     if reason == "Unschedulable":
         return _explain_scheduling(where, said)
     if reason == "ContainerCreating" and situation.now - pod.created_at > _SLOW_SECONDS:
-        remedy = f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be missing or slow"
-        return Obstacle(Reason.STARTING, f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}")
+        remedy = (
+            f"See kubectl describe pod {pod.name}: a volume, a Secret or a ConfigMap may be missing or slow"
+        )
+        return Obstacle(
+            Reason.STARTING, f"{where} has been created for {int(_SLOW_SECONDS)} seconds and more. {remedy}"
+        )
     return None
 
 
 def _explain_scheduling(where: str, said: str) -> Obstacle:
     if _MISSING_CLAIM.search(said):
-        return Obstacle(Reason.VOLUME_MISSING, f"{where}: {said}. Create the PersistentVolumeClaim; the pod waits for it")
+        return Obstacle(
+            Reason.VOLUME_MISSING, f"{where}: {said}. Create the PersistentVolumeClaim; the pod waits for it"
+        )
     if _PENDING_CLAIM.search(said):
         remedy = "Check its StorageClass, which must allow writing from several nodes; the pod waits for it"
         return Obstacle(Reason.VOLUME_PENDING, f"{where}: {said}. {remedy}")
-    remedy = "Lower spec.resources, widen spec.template's node selection, or add nodes; the pod waits for them"
+    remedy = (
+        "Lower spec.resources, widen spec.template's node selection, or add nodes; the pod waits for them"
+    )
     return Obstacle(Reason.UNSCHEDULABLE, f"{where}: no node fits: {said or 'no details'}. {remedy}")
 
 
 def find_claim_obstacle(situation: Situation) -> Obstacle | None:
     """What is wrong with the PVC itself, before any pod needs it."""
-    claim, name, is_given = situation.observation.claim, situation.run.claim_name, bool(situation.run.spec.storage.claim_name)
+    claim, name, is_given = (
+        situation.observation.claim,
+        situation.run.claim_name,
+        bool(situation.run.spec.storage.claim_name),
+    )
     since = situation.memory.start_time or situation.now
     if claim is None:
         if not is_given:
             return None
-        unread = next((one for one in situation.observation.failures if (one.verb, one.name) == ("get", name)), None)
+        unread = next(
+            (one for one in situation.observation.failures if (one.verb, one.name) == ("get", name)), None
+        )
         if unread is not None:
             return explain_refusal(unread)
         text = f"PersistentVolumeClaim {name} does not exist in namespace {situation.run.namespace}"
@@ -205,7 +246,9 @@ def find_claim_obstacle(situation: Situation) -> Obstacle | None:
         return Obstacle(Reason.VOLUME_MISSING, f"{text}. {remedy}", since)
     if claim.phase == "Lost":
         text = f"PersistentVolumeClaim {name} has lost its volume"
-        return Obstacle(Reason.VOLUME_LOST, f"{text}. Restore the volume, or start a new TrainingRun on another", since)
+        return Obstacle(
+            Reason.VOLUME_LOST, f"{text}. Restore the volume, or start a new TrainingRun on another", since
+        )
     if claim.is_deleting and not situation.live:
         text = f"PersistentVolumeClaim {name} is being deleted. Wait for that, or create another"
         return Obstacle(Reason.VOLUME_MISSING, text, since)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.faults import FaultPoints, NoFaults
 from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
-from evergrad_trainer.config.training import Checkpoint
 from evergrad_trainer.world import Membership, World
 
 
@@ -68,7 +68,11 @@ def make_solo(tmp_path: Path) -> MakeSolo:
     """``make_solo(keep=3, ...)``: a fresh start on the directory, with its own generation."""
 
     def make(
-        *, directory: Path | None = None, hook: FaultPoints | None = None, identity: Identity | None = None, **settings: Any
+        *,
+        directory: Path | None = None,
+        hook: FaultPoints | None = None,
+        identity: Identity | None = None,
+        **settings: Any,
     ) -> Solo:
         directory = directory or tmp_path / "checkpoints"
         world = World(generation=claim_generation(directory), rank=0, size=1, device=torch.device("cpu"))

@@ -50,7 +50,9 @@ def test_list_as_json_is_one_document_with_every_fact(run: Path, capsys: pytest.
     assert newest["bytes"] > 1000 and newest["world_size"] == 1 and newest["finished"] > 1.7e9
 
 
-def test_list_names_what_cannot_be_read_and_what_was_set_aside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_names_what_cannot_be_read_and_what_was_set_aside(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run / "checkpoints" / "quarantine" / "step-5").mkdir(parents=True)
     os.truncate(run / "checkpoints" / "step-20" / "manifest.json", 0)
     assert execute("list", str(run)) == 0
@@ -72,7 +74,9 @@ def test_verify_exits_0_when_all_are_whole(run: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "step-20: valid\nstep-10: valid\n"
 
 
-def test_verify_names_the_damaged_file_exits_64_and_moves_nothing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_the_damaged_file_exits_64_and_moves_nothing(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = run / "checkpoints" / "step-20" / "rank-00000.bin"
     data = bytearray(path.read_bytes())
     data[3] ^= 4
@@ -82,11 +86,15 @@ def test_verify_names_the_damaged_file_exits_64_and_moves_nothing(run: Path, cap
     assert execute("verify", str(run), "--step", "10") == 0
     assert execute("verify", str(run), "--step", "20", "--json") == 64
     results = json.loads(capsys.readouterr().out.partition("\n")[2])["checkpoints"]
-    assert results == [{"checkpoint": "step-20", "valid": False, "reason": "file rank-00000.bin: checksum differs"}]
+    assert results == [
+        {"checkpoint": "step-20", "valid": False, "reason": "file rank-00000.bin: checksum differs"}
+    ]
     assert not (run / "checkpoints" / "quarantine").exists() and path.exists()
 
 
-def test_a_step_or_a_directory_without_checkpoints_is_an_error_that_names_it(run: Path, tmp_path: Path) -> None:
+def test_a_step_or_a_directory_without_checkpoints_is_an_error_that_names_it(
+    run: Path, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=f"{run}: there is no checkpoint of step 30"):
         execute("verify", str(run), "--step", "30")
     with pytest.raises(RunDirectoryError, match="nowhere: is not a run directory"):
@@ -103,14 +111,18 @@ def test_export_hands_its_arguments_on_and_prints_the_result(
 
     calls = []
 
-    def export_checkpoint(run_directory: Path, *, step: int | None, output: Path, dtype: str | None) -> Result:
+    def export_checkpoint(
+        run_directory: Path, *, step: int | None, output: Path, dtype: str | None
+    ) -> Result:
         calls.append((run_directory, step, output, dtype))
         return Result(output, 20)
 
     module = types.ModuleType("evergrad_trainer.export")
     module.export_checkpoint = export_checkpoint  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "evergrad_trainer.export", module)
-    assert execute("export", str(run), "--output", "out", "--step", "20", "--dtype", "bfloat16", "--json") == 0
+    assert (
+        execute("export", str(run), "--output", "out", "--step", "20", "--dtype", "bfloat16", "--json") == 0
+    )
     assert calls == [(run, 20, Path("out"), "bfloat16")]
     assert json.loads(capsys.readouterr().out) == {"output": "out", "step": 20}
 

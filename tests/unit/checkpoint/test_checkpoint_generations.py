@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.checkpoint.generations import check_fence, claim_exactly, claim_generation, newest_generation
+from evergrad_trainer.checkpoint.generations import (
+    check_fence,
+    claim_exactly,
+    claim_generation,
+    newest_generation,
+)
 from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
 
 
@@ -27,7 +32,9 @@ def test_simultaneous_claims_all_get_different_generations(tmp_path: Path) -> No
 def test_only_the_newest_claim_passes_the_fence(tmp_path: Path) -> None:
     older, newer = claim_generation(tmp_path), claim_generation(tmp_path)
     check_fence(tmp_path, newer)
-    with pytest.raises(FencedError, match=r"generation 2 has claimed this run directory; this process is generation 1"):
+    with pytest.raises(
+        FencedError, match=r"generation 2 has claimed this run directory; this process is generation 1"
+    ):
         check_fence(tmp_path, older)
 
 
@@ -68,7 +75,9 @@ def test_a_claim_is_tried_again_while_the_volume_is_away_and_may_find_its_own_fi
     assert claim_generation(tmp_path) >= 6
 
 
-def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_on_a_volume_that_stays_full_is_trouble_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
 
     def fail(descriptor: int) -> None:

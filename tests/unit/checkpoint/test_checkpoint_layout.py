@@ -18,7 +18,9 @@ numbers = st.integers(0, 10**12)
 
 
 @given(numbers, numbers, numbers)
-def test_every_name_a_version_may_be_published_under_tells_its_step(step: int, generation: int, serial: int) -> None:
+def test_every_name_a_version_may_be_published_under_tells_its_step(
+    step: int, generation: int, serial: int
+) -> None:
     version = Version(step, generation, serial)
     parsed = [parse_checkpoint_name(name) for name in checkpoint_names(version)]
     assert parsed == [Version(step, 0, 0), Version(step, generation, 0), version]
@@ -34,7 +36,9 @@ def test_generation_names_sort_like_their_numbers() -> None:
     assert sorted(generation_name(number) for number in (10, 9, 100)) == ["000009", "000010", "000100"]
 
 
-@pytest.mark.parametrize("name", ["step-", "step-x", "step-1.", "step-1.g", "step-1.tmp", "xstep-1", "step-1~2", "gen", "step-١"])
+@pytest.mark.parametrize(
+    "name", ["step-", "step-x", "step-1.", "step-1.g", "step-1.tmp", "xstep-1", "step-1~2", "gen", "step-١"]
+)
 def test_other_names_are_no_checkpoints(name: str) -> None:
     assert parse_checkpoint_name(name) is None
 

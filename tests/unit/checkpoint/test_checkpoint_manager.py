@@ -69,7 +69,9 @@ def test_a_save_is_an_event_with_its_facts_and_is_found_by_the_next_start(make_s
     assert make_solo().restore() == 10
 
 
-def test_an_asynchronous_save_holds_the_values_of_the_moment_it_was_called(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_an_asynchronous_save_holds_the_values_of_the_moment_it_was_called(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     gate = threading.Event()
     solo = make_solo(hook=At(faults.MID_SHARD, lambda: gate.wait(30)))
     state, extra = make_state(10), {"step": 10, "cursor": {"docs": 1}}
@@ -122,7 +124,11 @@ def test_a_save_beside_training_yields_the_cores_and_one_that_is_waited_for_does
     make_solo: MakeSolo, make_state: MakeState
 ) -> None:
     found: list[int] = []
-    hook = At(faults.BEFORE_FSYNC, lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())), times=2)
+    hook = At(
+        faults.BEFORE_FSYNC,
+        lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
+        times=2,
+    )
     solo = make_solo(hook=hook)
     before = os.getpriority(os.PRIO_PROCESS, 0)
     solo.manager.save(10, make_state(10), extra={})
@@ -132,7 +138,9 @@ def test_a_save_beside_training_yields_the_cores_and_one_that_is_waited_for_does
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_a_state_or_an_extra_that_cannot_be_stored_is_refused_at_the_call(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_a_state_or_an_extra_that_cannot_be_stored_is_refused_at_the_call(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     solo = make_solo()
     with pytest.raises(TypeError, match=r"optimizer\.lr \(float\)"):
         solo.manager.save(10, {**make_state(10), "optimizer.lr": 0.1}, extra={})
@@ -180,7 +188,9 @@ def test_a_damaged_checkpoint_of_the_same_step_is_not_written_over(make_solo: Ma
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-@pytest.mark.parametrize("point", [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME])
+@pytest.mark.parametrize(
+    "point", [faults.MID_SHARD, faults.BEFORE_FSYNC, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME]
+)
 def test_a_disk_that_refuses_fails_the_save_leaves_nothing_behind_and_the_next_save_works(
     make_solo: MakeSolo, point: str, number: int
 ) -> None:
@@ -206,7 +216,9 @@ def test_trouble_after_the_rename_does_not_unpublish(make_solo: MakeSolo) -> Non
     assert make_solo().restore() == 20
 
 
-def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_count_again(make_solo: MakeSolo) -> None:
+def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_count_again(
+    make_solo: MakeSolo,
+) -> None:
     solo = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC), times=2), maxFailures=3)
     solo.save(10)
     solo.save(20)
@@ -221,7 +233,9 @@ def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_co
     assert caught.value.kind is ErrorKind.ENVIRONMENT, "the run goes on once there is room"
 
 
-def test_poll_raises_when_the_last_allowed_failure_comes_in(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_poll_raises_when_the_last_allowed_failure_comes_in(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     solo = make_solo(hook=At(faults.MID_SHARD, refuse(errno.ENOSPC)), maxFailures=1)
     solo.manager.save(10, make_state(10), extra={})
     solo.manager._flight.background.join()
@@ -281,8 +295,12 @@ def test_poll_notices_a_newer_claim_without_raising(make_solo: MakeSolo) -> None
     assert "generation 2" in str(solo.manager.fenced_error())
 
 
-@pytest.mark.parametrize("point", [faults.AFTER_SHARDS, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME])
-def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(make_solo: MakeSolo, tmp_path: Path, point: str) -> None:
+@pytest.mark.parametrize(
+    "point", [faults.AFTER_SHARDS, faults.BEFORE_MANIFEST, faults.BEFORE_RENAME, faults.AFTER_RENAME]
+)
+def test_a_claim_in_the_middle_of_a_save_leaves_nothing_published(
+    make_solo: MakeSolo, tmp_path: Path, point: str
+) -> None:
     solo = make_solo(hook=At(point, lambda: claim_generation(tmp_path / "checkpoints")))
     with pytest.raises(FencedError):
         solo.save(10)
@@ -442,7 +460,9 @@ def test_quarantined_checkpoints_alone_never_lead_to_step_0(make_solo: MakeSolo)
     solo.save(10)
     (solo.directory / "quarantine").mkdir()
     (solo.directory / "step-10").rename(solo.directory / "quarantine" / "step-10")
-    with pytest.raises(CheckpointError, match="quarantine/step-10: cannot be loaded; was set aside as damaged"):
+    with pytest.raises(
+        CheckpointError, match="quarantine/step-10: cannot be loaded; was set aside as damaged"
+    ):
         make_solo().restore()
 
 
@@ -466,7 +486,16 @@ def test_without_checksums_sizes_are_still_checked(make_solo: MakeSolo) -> None:
 
 
 @pytest.mark.parametrize(
-    "hint", [b"", b"{}", b"[]", b'{"checkpoint": "step-999"}', b'{"checkpoint": "../step-1"}', b'{"checkpoint": 7}', b"\xff"]
+    "hint",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b'{"checkpoint": "step-999"}',
+        b'{"checkpoint": "../step-1"}',
+        b'{"checkpoint": 7}',
+        b"\xff",
+    ],
 )
 def test_a_hint_that_points_nowhere_changes_nothing(make_solo: MakeSolo, hint: bytes) -> None:
     solo = make_solo()
@@ -526,7 +555,9 @@ def test_tensors_that_do_not_fit_the_state_are_named(make_solo: MakeSolo, make_s
     assert "types differ; optimizer.count (stored torch.int64, wanted torch.float32)." in text
 
 
-def test_parameters_that_want_gradients_are_filled_in_place(make_solo: MakeSolo, make_state: MakeState) -> None:
+def test_parameters_that_want_gradients_are_filled_in_place(
+    make_solo: MakeSolo, make_state: MakeState
+) -> None:
     make_solo().save(10)
     state = make_state(0)
     parameter = torch.nn.Parameter(torch.zeros(33, 7))
@@ -591,7 +622,9 @@ def test_a_listing_that_fails_for_a_moment_is_tried_again_and_one_that_stays_awa
     assert raised.value.exit_code == 70
 
 
-def test_checkpoints_that_cannot_be_read_are_not_called_lost(make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_cannot_be_read_are_not_called_lost(
+    make_solo: MakeSolo, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_solo().save(10)
     solo = make_solo()
     monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)

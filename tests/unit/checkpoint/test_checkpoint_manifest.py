@@ -54,7 +54,9 @@ def test_a_cut_off_manifest_is_refused(length: int) -> None:
         decode_manifest(encoded[: min(length, len(encoded) - 3)])
 
 
-@pytest.mark.parametrize("garbage", [b"\0\0\0", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'{"format": "1"}'])
+@pytest.mark.parametrize(
+    "garbage", [b"\0\0\0", b"[]", b"null", b"{}", b'{"format": 1}', b"\xff\xfe", b'{"format": "1"}']
+)
 def test_garbage_is_no_manifest(garbage: bytes) -> None:
     with pytest.raises(InvalidCheckpointError, match="is not a manifest"):
         decode_manifest(garbage)

@@ -15,7 +15,13 @@ from evergrad_trainer.checkpoint.dcp_storage import _read_box
 from evergrad_trainer.checkpoint.filesystem import ShardSource
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError
 from evergrad_trainer.checkpoint.staging import view_bytes
-from evergrad_trainer.checkpoint.tensor_table import StoredChunk, StoredTensor, build_metadata, decode_table, encode_table
+from evergrad_trainer.checkpoint.tensor_table import (
+    StoredChunk,
+    StoredTensor,
+    build_metadata,
+    decode_table,
+    encode_table,
+)
 
 
 class MemoryShard:
@@ -38,14 +44,24 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 @settings(deadline=None)
-@given(boxes(), st.booleans(), st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), st.integers(8, 64))
+@given(
+    boxes(),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]),
+    st.integers(8, 64),
+)
 def test_any_box_of_a_stored_chunk_is_read_into_dense_and_strided_targets(
-    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], strided: bool, dtype: torch.dtype, slab: int
+    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
+    strided: bool,
+    dtype: torch.dtype,
+    slab: int,
 ) -> None:
     shape, starts, lengths = box
     stored = torch.from_numpy(np.arange(int(np.prod(shape))).reshape(shape)).to(dtype)
     data = b"\xff" * 64 + bytes(view_bytes(stored))
-    target = torch.zeros([2 * size for size in lengths], dtype=dtype)[tuple(slice(None, None, 2) for _ in lengths)]
+    target = torch.zeros([2 * size for size in lengths], dtype=dtype)[
+        tuple(slice(None, None, 2) for _ in lengths)
+    ]
     if not strided:
         target = torch.zeros(lengths, dtype=dtype)
     place = StoredChunk((0,) * len(shape), shape, "file", 64, stored.nbytes)
@@ -62,7 +78,9 @@ def test_floats_of_another_width_are_converted_while_reading() -> None:
     stored = torch.randn(5, 3)
     target = torch.zeros(5, 3, dtype=torch.bfloat16)
     place = StoredChunk((0, 0), (5, 3), "file", 0, stored.nbytes)
-    _read_box(MemoryShard(bytes(view_bytes(stored))), place, dtype=torch.float32, starts=(0, 0), target=target)
+    _read_box(
+        MemoryShard(bytes(view_bytes(stored))), place, dtype=torch.float32, starts=(0, 0), target=target
+    )
     assert torch.equal(target, stored.bfloat16())
 
 
@@ -82,7 +100,10 @@ def test_the_table_is_read_back_as_it_was_written() -> None:
         "model.a": StoredTensor(
             torch.bfloat16,
             (4, 2),
-            (StoredChunk((0, 0), (3, 2), "rank-00000.bin", 64, 12), StoredChunk((3, 0), (1, 2), "rank-00001.bin", 0, 4)),
+            (
+                StoredChunk((0, 0), (3, 2), "rank-00000.bin", 64, 12),
+                StoredChunk((3, 0), (1, 2), "rank-00001.bin", 0, 4),
+            ),
         ),
         "step": StoredTensor(torch.float32, (), (StoredChunk((), (), "rank-00000.bin", 0, 4),)),
     }

@@ -11,7 +11,9 @@ from evergrad_trainer.checkpoint.store import Candidate
 
 def build_candidate(step: int, *, best: bool = False, generation: int = 1) -> Candidate:
     version = Version(step, generation, step)
-    return Candidate(f"step-{step}", version, Manifest(version, 1, Identity("", "", ""), {}, best, (), {}, 0.0))
+    return Candidate(
+        f"step-{step}", version, Manifest(version, 1, Identity("", "", ""), {}, best, (), {}, 0.0)
+    )
 
 
 def test_the_oldest_go_first_and_the_newest_stay() -> None:
@@ -25,7 +27,9 @@ def test_pinned_checkpoints_stay_and_do_not_take_the_place_of_newer_ones() -> No
 
 
 @given(st.sets(st.integers(1, 50)), st.integers(1, 10), st.sets(st.integers(1, 50)))
-def test_the_newest_and_every_pinned_checkpoint_survive_whatever_is_kept(steps: set[int], keep: int, pins: set[int]) -> None:
+def test_the_newest_and_every_pinned_checkpoint_survive_whatever_is_kept(
+    steps: set[int], keep: int, pins: set[int]
+) -> None:
     pinned = {f"step-{step}" for step in pins}
     removals = choose_removals([build_candidate(step) for step in steps], keep=keep, pinned=pinned)
     kept = {f"step-{step}" for step in steps} - set(removals)

@@ -25,18 +25,25 @@ def test_everything_appended_is_found_at_its_aligned_offset(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], first: int
 ) -> None:
     path = tmp_path_factory.mktemp("shard") / "rank-00000.bin"
-    parts = [bytes((first + index + position) % 251 for position in range(length)) for index, length in enumerate(lengths)]
+    parts = [
+        bytes((first + index + position) % 251 for position in range(length))
+        for index, length in enumerate(lengths)
+    ]
     shard = open_shard(path)
     offsets = [shard.append(memoryview(part)) for part in parts]
     entry = shard.finish()
     shard.abandon()
     content = path.read_bytes()
-    assert [content[offset : offset + len(part)] for offset, part in zip(offsets, parts, strict=True)] == parts
+    assert [
+        content[offset : offset + len(part)] for offset, part in zip(offsets, parts, strict=True)
+    ] == parts
     assert all(offset % 64 == 0 for offset in offsets) and len(content) < sum(lengths) + 64 * len(lengths) + 1
     assert (entry.name, entry.bytes, entry.hash) == (path.name, len(content), hash_file(path))
 
 
-def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_refuses_direct_writes_gets_ordinary_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refused = []
 
     def refuse_once(descriptor: int, data: memoryview) -> None:

@@ -53,14 +53,18 @@ def test_the_signature_tells_other_keys_shapes_and_dtypes_apart() -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1), st.integers(0, 1000), max_size=40), st.integers(1, 9))
-def test_owners_are_balanced_up_to_the_largest_tensor_and_do_not_depend_on_order(sizes: dict[str, int], world_size: int) -> None:
+def test_owners_are_balanced_up_to_the_largest_tensor_and_do_not_depend_on_order(
+    sizes: dict[str, int], world_size: int
+) -> None:
     owners = assign_owners(sizes, world_size)
     assert owners == assign_owners(dict(reversed(sizes.items())), world_size)
     loads = [sum(size for key, size in sizes.items() if owners[key] == rank) for rank in range(world_size)]
     assert max(loads) - min(loads) <= max(sizes.values(), default=0)
 
 
-@pytest.mark.parametrize("value", [3, "text", None, {"nested": 1}, torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")])
+@pytest.mark.parametrize(
+    "value", [3, "text", None, {"nested": 1}, torch.ones(2, 2).to_sparse(), torch.ones(2, device="meta")]
+)
 def test_anything_but_a_dense_tensor_is_refused_by_name(value: object) -> None:
     with pytest.raises(TypeError, match=r"dense tensors only, not optimizer\.odd"):
         require_tensors({"model.fine": torch.ones(1), "optimizer.odd": value})

@@ -56,11 +56,15 @@ def test_weights_of_another_precision_are_converted_and_the_log_says_so(
     assert "stored as torch.float32, loaded as torch.bfloat16: values are converted" in caplog.text
 
 
-def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(run: Path, make_state: MakeState) -> None:
+def test_a_damaged_checkpoint_of_another_run_is_passed_over_and_left_alone(
+    run: Path, make_state: MakeState
+) -> None:
     os.truncate(run / "checkpoints" / "step-20" / "rank-00000.bin", 1)
     assert load_weights(run, make_state(0)).step == 10
     assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-10", "step-20"]
-    with pytest.raises(CheckpointError, match=r"step-20: cannot be loaded; file rank-00000\.bin: has 1 bytes"):
+    with pytest.raises(
+        CheckpointError, match=r"step-20: cannot be loaded; file rank-00000\.bin: has 1 bytes"
+    ):
         load_weights(run / "checkpoints" / "step-20", make_state(0))
 
 
@@ -80,7 +84,9 @@ def test_a_path_without_checkpoints_is_named(tmp_path: Path, make_state: MakeSta
 
 def test_all_tensors_of_a_checkpoint_are_read_whole(run: Path, make_state: MakeState) -> None:
     state = read_plain_state(run / "checkpoints" / "step-20")
-    assert all(torch.equal(value, state[key]) for key, value in make_state(20).items()) and len(state) == len(make_state(20))
+    assert all(torch.equal(value, state[key]) for key, value in make_state(20).items()) and len(state) == len(
+        make_state(20)
+    )
     assert set(read_plain_state(run / "checkpoints" / "step-20", prefix="model.")) == {
         "model.weight",
         "model.half",

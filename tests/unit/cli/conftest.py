@@ -46,7 +46,14 @@ class FakeApi:
 
     def refuse(self, method: str, path: str, status: int, message: str, **details: Any) -> None:
         """Answer with a Status, as the API server refuses."""
-        body = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": message, "code": status, "details": details}
+        body = {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "status": "Failure",
+            "message": message,
+            "code": status,
+            "details": details,
+        }
         self.answers[method, path] = (status, body)
 
     def answer(self, request: Request) -> Answer:
@@ -72,7 +79,9 @@ def api(tmp_path: Path) -> Iterator[FakeApi]:
             parts = urlsplit(self.path)
             data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             body = json.loads(data) if data else None
-            request = Request(self.command, parts.path, dict(parse_qsl(parts.query)), dict(self.headers), body)
+            request = Request(
+                self.command, parts.path, dict(parse_qsl(parts.query)), dict(self.headers), body
+            )
             status, content = fake.answer(request)
             text = content if isinstance(content, str) else json.dumps(content)
             self.send_response(status)
@@ -147,7 +156,11 @@ def make_run() -> Callable[..., dict[str, Any]]:
             "checkpoint": {"step": 1100},
             "restarts": {"total": 2, "byCause": {"Preempted": 2}},
             "failures": {"withoutProgress": 0},
-            "conditions": [condition("Complete", "False"), condition("Failed", "False"), condition("Progressing", "True")],
+            "conditions": [
+                condition("Complete", "False"),
+                condition("Failed", "False"),
+                condition("Progressing", "True"),
+            ],
         }
         metadata = {"name": name, "namespace": "lab", "uid": f"uid-of-{name}", "generation": 1}
         return {
@@ -162,4 +175,10 @@ def make_run() -> Callable[..., dict[str, Any]]:
 
 
 def condition(kind: str, status: str, reason: str = "Accepted", message: str = "") -> dict[str, Any]:
-    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": "2026-03-01T12:10:00Z"}
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": "2026-03-01T12:10:00Z",
+    }

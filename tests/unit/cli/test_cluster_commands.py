@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.cli.cluster import client, waiting
-from evergrad_trainer.cli.main import main, main_of_plugin
+from evergrad_cli.cluster import client, waiting
+from evergrad_cli.main import main, main_of_plugin
 
 RUNS = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns"
 RUN = f"{RUNS}/docs-lm"
@@ -20,7 +20,12 @@ CLAIM = "/api/v1/namespaces/lab/persistentvolumeclaims/docs-lm"
 Make = Callable[..., dict[str, Any]]
 Api = Any
 ROOT = Path(__file__).resolve().parents[3]
-FAILED = {"type": "Failed", "status": "True", "reason": "WorkerCrash", "message": "rank 1 failed at step 7: boom"}
+FAILED = {
+    "type": "Failed",
+    "status": "True",
+    "reason": "WorkerCrash",
+    "message": "rank 1 failed at step 7: boom",
+}
 COMPLETE = {"type": "Complete", "status": "True", "reason": "Complete", "message": "all steps are done"}
 
 
@@ -38,7 +43,9 @@ def listed(*items: dict[str, Any]) -> dict[str, Any]:
     return {"kind": "List", "metadata": {}, "items": list(items)}
 
 
-def pod(name: str, index: int | None = 0, attempt: int = 0, *, phase: str = "Running", **status: Any) -> dict[str, Any]:
+def pod(
+    name: str, index: int | None = 0, attempt: int = 0, *, phase: str = "Running", **status: Any
+) -> dict[str, Any]:
     labels = {"evergrad.dev/run": "docs-lm", "evergrad.dev/attempt": str(attempt)}
     labels["evergrad.dev/role"] = "coordinator" if index is None else "node"
     if index is not None:
@@ -47,7 +54,11 @@ def pod(name: str, index: int | None = 0, attempt: int = 0, *, phase: str = "Run
     return {
         "metadata": {"name": name, "labels": labels, "creationTimestamp": "2026-03-01T12:00:00Z"},
         "spec": {"nodeName": "n1", "containers": [{"name": "trainer"}]},
-        "status": {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state, "restartCount": 0}], **status},
+        "status": {
+            "phase": phase,
+            "containerStatuses": [{"name": "trainer", "state": state, "restartCount": 0}],
+            **status,
+        },
     }
 
 
@@ -58,7 +69,9 @@ def test_the_context_gives_the_namespace_and_the_option_goes_before_it(api: Api,
     api.on("GET", RUNS, listed(make_run()))
     api.on("GET", RUNS.replace("lab", "default"), listed())
     api.on("GET", RUNS.replace("lab", "mine"), listed())
-    assert call(api, "list") == call(api, "list", "--context", "other") == call(api, "list", "-n", "mine") == 0
+    assert (
+        call(api, "list") == call(api, "list", "--context", "other") == call(api, "list", "-n", "mine") == 0
+    )
     assert [request.path.split("/")[5] for request in api.requests] == ["lab", "default", "mine"]
 
 
@@ -87,18 +100,24 @@ def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
     (tmp_path / "down").write_text(text)
     assert main(["status", "docs-lm", "--kubeconfig", str(tmp_path / "down")]) == 70
     error = capsys.readouterr().err
-    assert "http://127.0.0.1:1 cannot be reached" in error and "refused" in error and "very-secret" not in error
+    assert (
+        "http://127.0.0.1:1 cannot be reached" in error and "refused" in error and "very-secret" not in error
+    )
     assert len(error.splitlines()) == 1
 
 
 def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -> None:
-    code = "import sys\nsys.modules['kubernetes'] = None\nfrom evergrad_trainer.cli.main import main\nsys.exit(main(['list']))"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    code = "import sys\nsys.modules['kubernetes'] = None\nfrom evergrad_cli.main import main\nsys.exit(main(['list']))"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
     assert result.returncode == 64
     assert "pip install ./coordinator './trainer_image[cluster]'" in result.stderr
 
 
-def test_a_long_list_is_read_page_by_page(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_list_is_read_page_by_page(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     def answer(request: Any) -> tuple[int, Any]:
         if request.query.get("continue") == "next":
             return 200, listed(make_run("second"))
@@ -110,7 +129,9 @@ def test_a_long_list_is_read_page_by_page(api: Api, make_run: Make, capsys: pyte
 
 
 @pytest.mark.parametrize("name", ["Docs", "pod/docs-lm", "-x", "a_b", "docs/../lm"])
-def test_what_cannot_name_a_run_is_refused_before_anything_is_asked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_name_a_run_is_refused_before_anything_is_asked(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["status", f"--kubeconfig=/nowhere/{name}", "--", name])
     assert ended.value.code == 64
@@ -137,16 +158,24 @@ def test_the_list_of_no_runs_is_empty_and_says_so_aside(api: Api, capsys: pytest
     assert (captured.out, captured.err) == ("", "No runs found in namespace lab.\n")
 
 
-def test_the_list_can_be_narrowed_by_labels_and_phase(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_can_be_narrowed_by_labels_and_phase(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.on("GET", RUNS, listed(make_run("one"), make_run("two", phase="Waiting")))
     assert call(api, "list", "-l", "team=docs", "--phase", "waiting", "--json") == 0
     assert api.requests[0].query["labelSelector"] == "team=docs"
     assert [run["name"] for run in json.loads(capsys.readouterr().out)["runs"]] == ["two"]
 
 
-def test_status_shows_run_pods_and_events(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_shows_run_pods_and_events(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.on("GET", RUN, make_run())
-    api.on("GET", PODS, listed(pod("docs-lm-0-0", 0), pod("docs-lm-0-1", 0, 1), pod("docs-lm-coordinator-0", None)))
+    api.on(
+        "GET",
+        PODS,
+        listed(pod("docs-lm-0-0", 0), pod("docs-lm-0-1", 0, 1), pod("docs-lm-coordinator-0", None)),
+    )
 
     def events(request: Any) -> tuple[int, Any]:
         kind = "Pod" if "kind=Pod" in request.query["fieldSelector"] else "TrainingRun"
@@ -172,7 +201,9 @@ def test_status_shows_run_pods_and_events(api: Api, make_run: Make, capsys: pyte
     assert shown["next"] == ["Follow it: evergrad logs docs-lm -f"]
 
 
-def test_status_works_for_a_user_who_may_see_the_run_alone(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_works_for_a_user_who_may_see_the_run_alone(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.on("GET", RUN, make_run())
     api.refuse("GET", PODS, 403, "no")
     api.refuse("GET", EVENTS, 403, "no")
@@ -209,11 +240,17 @@ def test_checkpoints_say_what_is_known(api: Api, make_run: Make, capsys: pytest.
     assert "Newest:     step 1100; 100 steps since" in text and "may not read claims" in text
 
 
-def test_top_adds_up_usage_where_the_cluster_measures_it(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_adds_up_usage_where_the_cluster_measures_it(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.on("GET", RUNS, listed(make_run("one"), make_run("two"), make_run("over", conditions=[COMPLETE])))
     assert call(api, "top") == 0
     captured = capsys.readouterr()
-    assert "metrics-server is not installed" in captured.err and "82.4k" in captured.out and "over" not in captured.out
+    assert (
+        "metrics-server is not installed" in captured.err
+        and "82.4k" in captured.out
+        and "over" not in captured.out
+    )
     usage = {
         "metadata": {"namespace": "lab", "labels": {"evergrad.dev/run": "two"}},
         "containers": [{"usage": {"cpu": "1500m", "memory": "1Gi"}}],
@@ -255,7 +292,9 @@ def test_submit_applies_the_file_as_it_was_written(
     assert "reproducibility" not in patch.body["spec"]["training"]
 
 
-def test_whole_numbers_are_sent_as_integers_however_they_were_written(api: Api, manifest: Path, make_run: Make) -> None:
+def test_whole_numbers_are_sent_as_integers_however_they_were_written(
+    api: Api, manifest: Path, make_run: Make
+) -> None:
     missing(api)
     api.on("PATCH", RUN, make_run(), status=201)
     manifest.write_text(manifest.read_text().replace("horizon: {steps: 300}", "horizon: {steps: 1.5e+3}"))
@@ -265,7 +304,9 @@ def test_whole_numbers_are_sent_as_integers_however_they_were_written(api: Api, 
     assert training["optimizer"]["learningRate"] == 0.003
 
 
-def test_a_dry_run_creates_nothing(api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_creates_nothing(
+    api: Api, manifest: Path, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     missing(api)
     api.on("PATCH", RUN, make_run(), status=201)
     assert call(api, "submit", str(manifest), "--dry-run", "--json") == 0
@@ -282,11 +323,27 @@ def test_the_same_file_again_is_unchanged_and_a_new_one_configured(
     assert call(api, "submit", str(manifest)) == 0
     api.on("PATCH", RUN, make_run(spec={"suspend": True}))
     assert call(api, "submit", str(manifest)) == 0
-    assert capsys.readouterr().out.splitlines() == ["trainingrun/docs-lm unchanged", "trainingrun/docs-lm configured"]
+    assert capsys.readouterr().out.splitlines() == [
+        "trainingrun/docs-lm unchanged",
+        "trainingrun/docs-lm configured",
+    ]
 
 
-def test_a_wrong_file_is_refused_here_with_every_problem(api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(api, "submit", str(manifest), "--set", "spec.nodes.max=0", "--set", "spec.training.horizon.steps=none") == 64
+def test_a_wrong_file_is_refused_here_with_every_problem(
+    api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        call(
+            api,
+            "submit",
+            str(manifest),
+            "--set",
+            "spec.nodes.max=0",
+            "--set",
+            "spec.training.horizon.steps=none",
+        )
+        == 64
+    )
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert api.requests == []
 
@@ -303,10 +360,16 @@ def test_paths_that_cannot_exist_in_a_pod_are_refused(api: Api, capsys: pytest.C
     assert api.requests == []
 
 
-def test_the_servers_refusal_names_the_fields(api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_servers_refusal_names_the_fields(
+    api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     missing(api)
     causes = [
-        {"reason": "FieldValueInvalid", "message": "Invalid value: 2: the recipe does not change", "field": "spec.training"},
+        {
+            "reason": "FieldValueInvalid",
+            "message": "Invalid value: 2: the recipe does not change",
+            "field": "spec.training",
+        },
         {"reason": "FieldValueInvalid", "message": "Too long", "field": "metadata.name"},
     ]
     api.refuse("PATCH", RUN, 422, "is invalid", name="docs-lm", causes=causes)
@@ -322,12 +385,18 @@ def conflict(manager: str) -> dict[str, Any]:
     return {"reason": "FieldManagerConflict", "message": message, "field": ".spec.nodes.max"}
 
 
-def test_fields_of_another_writer_are_not_taken_unasked(api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_fields_of_another_writer_are_not_taken_unasked(
+    api: Api, manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     missing(api)
     api.refuse("PATCH", RUN, 409, "conflict", name="docs-lm", causes=[conflict("argocd")])
     assert call(api, "submit", str(manifest)) == 64
     error = capsys.readouterr().err
-    assert "spec.nodes.max: belongs to another writer" in error and "argocd" in error and "--force-conflicts" in error
+    assert (
+        "spec.nodes.max: belongs to another writer" in error
+        and "argocd" in error
+        and "--force-conflicts" in error
+    )
 
 
 def test_fields_that_our_own_commands_have_set_are_taken_back(
@@ -335,7 +404,11 @@ def test_fields_that_our_own_commands_have_set_are_taken_back(
 ) -> None:
     api.on("GET", RUN, make_run())
     refusal = {"kind": "Status", "message": "conflict", "details": {"causes": [conflict("evergrad-cli")]}}
-    api.on("PATCH", RUN, lambda request: (200, make_run()) if request.query["force"] == "true" else (409, refusal))
+    api.on(
+        "PATCH",
+        RUN,
+        lambda request: (200, make_run()) if request.query["force"] == "true" else (409, refusal),
+    )
     assert call(api, "submit", str(manifest)) == 0
     assert [request.query["force"] for request in api.sent("PATCH")] == ["false", "true"]
 
@@ -387,7 +460,11 @@ def test_submit_can_wait_and_ends_as_the_run_did(
         ("running", {"observedGeneration": 0}, 124),
         ("suspended", {}, 124),
         ("suspended", {"conditions": [{"type": "Suspended", "status": "True"}]}, 0),
-        ("suspended", {"observedGeneration": 0, "conditions": [{"type": "Suspended", "status": "True"}]}, 124),
+        (
+            "suspended",
+            {"observedGeneration": 0, "conditions": [{"type": "Suspended", "status": "True"}]},
+            124,
+        ),
     ],
 )
 def test_wait_ends_with_a_code_for_what_it_found(
@@ -423,10 +500,16 @@ def test_another_run_of_the_same_name_is_not_the_one_waited_for(
 
 
 @pytest.mark.parametrize(
-    ("command", "spec", "patched"), [("suspend", {}, {"suspend": True}), ("resume", {"suspend": True}, {"suspend": False})]
+    ("command", "spec", "patched"),
+    [("suspend", {}, {"suspend": True}), ("resume", {"suspend": True}, {"suspend": False})],
 )
 def test_suspend_and_resume_patch_one_field_once(
-    api: Api, make_run: Make, command: str, spec: dict[str, Any], patched: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    api: Api,
+    make_run: Make,
+    command: str,
+    spec: dict[str, Any],
+    patched: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     api.on("GET", RUN, make_run(spec=spec))
     api.on("PATCH", RUN, make_run(spec=patched))
@@ -440,12 +523,21 @@ def test_suspend_and_resume_patch_one_field_once(
     assert "already" in capsys.readouterr().out.splitlines()[1]
 
 
-def test_a_switch_can_wait_for_its_effect(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
-    states = [make_run(), make_run(phase="Suspending"), make_run(conditions=[{"type": "Suspended", "status": "True"}])]
+def test_a_switch_can_wait_for_its_effect(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = [
+        make_run(),
+        make_run(phase="Suspending"),
+        make_run(conditions=[{"type": "Suspended", "status": "True"}]),
+    ]
     api.on("GET", RUN, lambda request: (200, states.pop(0)))
     api.on("PATCH", RUN, make_run())
     assert call(api, "suspend", "docs-lm", "--wait") == 0
-    assert capsys.readouterr().out.splitlines() == ["trainingrun/docs-lm suspended", "trainingrun/docs-lm is suspended"]
+    assert capsys.readouterr().out.splitlines() == [
+        "trainingrun/docs-lm suspended",
+        "trainingrun/docs-lm is suspended",
+    ]
 
 
 def test_a_restart_has_a_name_of_its_own_and_is_awaited_by_it(api: Api, make_run: Make) -> None:
@@ -494,7 +586,11 @@ def test_a_run_that_stopped_by_itself_is_resumed_by_a_nonce_and_awaited_by_it(
         patched = dict(request.body["spec"])
         nonces.append(patched.pop("restartNonce"))
         assert patched == ({} if suspend is None else {"suspend": suspend})
-        states = [make_run(spec=spec, **status), make_run(restartNonce="of before"), make_run(restartNonce=nonces[-1])]
+        states = [
+            make_run(spec=spec, **status),
+            make_run(restartNonce="of before"),
+            make_run(restartNonce=nonces[-1]),
+        ]
         api.on("GET", RUN, lambda request: (200, states.pop(0)))
         return 200, make_run()
 
@@ -525,7 +621,9 @@ def test_a_run_whose_recipe_would_stop_it_again_at_once_is_not_resumed(
     api.on("PATCH", RUN, make_run())
     assert call(api, "resume", "docs-lm") == code
     assert len(api.sent("PATCH")) == (code == 0)
-    assert ("has finished step 1100, and spec.training.stop.afterStep is 1100" in capsys.readouterr().err) == (code == 64)
+    assert (
+        "has finished step 1100, and spec.training.stop.afterStep is 1100" in capsys.readouterr().err
+    ) == (code == 64)
 
 
 @pytest.mark.parametrize(
@@ -569,7 +667,9 @@ def test_the_plugin_of_kubectl_has_the_commands_for_a_cluster_alone(
     assert "examples:\n  kubectl evergrad wait docs-lm" in capsys.readouterr().out
 
 
-def test_an_interrupted_command_ends_quietly(api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_command_ends_quietly(
+    api: Api, make_run: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*arguments: Any, **keywords: Any) -> Any:
         raise KeyboardInterrupt
 

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
+from evergrad_cli.cluster import checks
+from evergrad_cli.cluster.checks import Check, State
+from evergrad_cli.main import main
+from evergrad_manifest.envelope import Spec
+from evergrad_manifest.fields import fields_of
 from evergrad_trainer import __version__
-from evergrad_trainer.cli.cluster import checks
-from evergrad_trainer.cli.cluster.checks import Check, State
-from evergrad_trainer.cli.main import main
-from evergrad_trainer.config.fields import fields_of
-from evergrad_trainer.config.manifest import Spec
 
 Api = Any
 NOW = 1_772_370_000.0
@@ -24,7 +24,13 @@ def states(*found: Check) -> list[str]:
 def crd(fields: list[str], *, subresources: dict[str, Any] | None = None) -> dict[str, Any]:
     schema = {"properties": {"spec": {"properties": {name: {} for name in fields}}}}
     version = {"name": "v1alpha1", "schema": {"openAPIV3Schema": schema}}
-    return {"spec": {"versions": [{**version, "subresources": {"status": {}} if subresources is None else subresources}]}}
+    return {
+        "spec": {
+            "versions": [
+                {**version, "subresources": {"status": {}} if subresources is None else subresources}
+            ]
+        }
+    }
 
 
 def test_an_old_or_silent_server_is_told() -> None:
@@ -42,7 +48,9 @@ def test_a_crd_that_is_missing_old_or_not_served_is_told() -> None:
         checks.check_crd(None, is_served=False, may_read=True),
         checks.check_crd(crd(all_fields), is_served=False, may_read=True),
         checks.check_crd(crd(all_fields), is_served=True, may_read=True),
-        checks.check_crd(crd([name for name in all_fields if name != "image"]), is_served=True, may_read=True),
+        checks.check_crd(
+            crd([name for name in all_fields if name != "image"]), is_served=True, may_read=True
+        ),
         checks.check_crd(crd(all_fields, subresources={}), is_served=True, may_read=True),
         checks.check_crd(None, is_served=True, may_read=False),
     ]
@@ -51,7 +59,11 @@ def test_a_crd_that_is_missing_old_or_not_served_is_told() -> None:
 
 
 def deployment(available: int = 1, version: str = __version__) -> dict[str, Any]:
-    metadata = {"name": "evergrad", "namespace": "evergrad-system", "labels": {"app.kubernetes.io/version": version}}
+    metadata = {
+        "name": "evergrad",
+        "namespace": "evergrad-system",
+        "labels": {"app.kubernetes.io/version": version},
+    }
     return {"metadata": metadata, "status": {"availableReplicas": available}}
 
 
@@ -141,7 +153,9 @@ def test_a_quota_that_is_used_up_warns() -> None:
     assert "requests.memory (1024Mi of 1Gi in q)" in found[3].message
 
 
-def policy(types: list[str], selector: dict[str, Any] | None = None, labels: dict[str, str] | None = None) -> dict[str, Any]:
+def policy(
+    types: list[str], selector: dict[str, Any] | None = None, labels: dict[str, str] | None = None
+) -> dict[str, Any]:
     return {
         "metadata": {"name": "closed", "labels": labels or {}},
         "spec": {"podSelector": selector or {}, "policyTypes": types},
@@ -185,7 +199,11 @@ def cluster(api: Api) -> Api:
     api.on("GET", "/apis/evergrad.dev/v1alpha1", {"resources": [{"name": "trainingruns"}]})
     api.on("GET", CRD, crd(list(fields_of(Spec))))
     api.on("GET", "/apis/apps/v1/deployments", {**items, "items": [deployment()]})
-    api.on("GET", "/apis/coordination.k8s.io/v1/namespaces/evergrad-system/leases", {**items, "items": [lease(None)]})
+    api.on(
+        "GET",
+        "/apis/coordination.k8s.io/v1/namespaces/evergrad-system/leases",
+        {**items, "items": [lease(None)]},
+    )
     api.on("GET", "/api/v1/namespaces/lab", {"metadata": {"name": "lab"}})
     api.on("GET", "/api/v1/namespaces/lab/resourcequotas", items)
     api.on("GET", "/apis/networking.k8s.io/v1/namespaces/lab/networkpolicies", items)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.cli.cluster import following, waiting
-from evergrad_trainer.cli.main import main
+from evergrad_cli.cluster import following, waiting
+from evergrad_cli.main import main
 
 RUN = "/apis/evergrad.dev/v1alpha1/namespaces/lab/trainingruns/docs-lm"
 PODS = "/api/v1/namespaces/lab/pods"
@@ -63,7 +63,9 @@ def test_without_following_the_first_nodes_output_is_shown_as_it_is(
     assert api.requests[-1].query == {"timestamps": "true", "container": "trainer", "tailLines": "5"}
 
 
-def test_all_nodes_carry_their_number_and_json_everything(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_nodes_carry_their_number_and_json_everything(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.on("GET", RUN, make_run())
     pods(api, pod(0, 1), pod(1), pod(2, state="waiting"))
     api.on("GET", f"{PODS}/docs-lm-0-1/log", lines("one"))
@@ -110,11 +112,16 @@ def test_output_that_is_not_there_is_told(
     assert told in capsys.readouterr().err
 
 
-def test_a_run_without_pods_points_to_its_volume(api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_without_pods_points_to_its_volume(
+    api: Api, make_run: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
     api.on("GET", RUN, make_run(phase="Complete"))
     pods(api)
     assert call(api) == 64
-    assert "has no pods; it is Complete. What it printed earlier is on its volume, in logs/." in capsys.readouterr().err
+    assert (
+        "has no pods; it is Complete. What it printed earlier is on its volume, in logs/."
+        in capsys.readouterr().err
+    )
 
 
 class Story:
@@ -172,7 +179,12 @@ def test_following_picks_up_the_replacement_of_a_pod_and_ends_with_the_run(
     story.stream("docs-lm-0-1", done)
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
-    assert captured.out.splitlines() == ["[node 0] step 1", "[node 0] killed", "[node 0 #1] step 2", "[node 0 #1] complete"]
+    assert captured.out.splitlines() == [
+        "[node 0] step 1",
+        "[node 0] killed",
+        "[node 0 #1] step 2",
+        "[node 0 #1] complete",
+    ]
     assert captured.err == "trainingrun/docs-lm is complete\n"
 
 
@@ -182,7 +194,9 @@ def test_a_stream_that_breaks_goes_on_without_a_line_lost_or_told_twice(
     story = Story(api, make_run)
     pods(api, pod(0))
 
-    story.stream("docs-lm-0-0", lines("one", "two"), (500, "the server restarts"), story.ending("one", "two", "three"))
+    story.stream(
+        "docs-lm-0-0", lines("one", "two"), (500, "the server restarts"), story.ending("one", "two", "three")
+    )
     assert call(api, "-f") == 0
     assert capsys.readouterr().out.splitlines() == ["[node 0] one", "[node 0] two", "[node 0] three"]
     since = [request.query.get("sinceTime") for request in api.requests if request.path.endswith("/log")]
@@ -202,7 +216,10 @@ def test_following_waits_for_pods_and_ends_when_the_run_is_deleted(
     api.on("GET", RUN, run)
     pods(api)
     assert call(api, "-f", "--all") == 0
-    assert capsys.readouterr().err.splitlines() == ["No pods: the run is Suspended. Waiting.", "The run was deleted."]
+    assert capsys.readouterr().err.splitlines() == [
+        "No pods: the run is Suspended. Waiting.",
+        "The run was deleted.",
+    ]
 
 
 def test_when_the_first_node_stays_away_another_is_followed(
@@ -240,4 +257,7 @@ def test_a_node_that_comes_late_is_followed_beside_the_one_that_stood_in_for_it(
     assert call(api, "-f") == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == ["[node 0] the run's words"]
-    assert captured.err.splitlines()[:2] == ["Node 0 is away. Following node 1.", "Node 0 is there. Following it, too."]
+    assert captured.err.splitlines()[:2] == [
+        "Node 0 is away. Following node 1.",
+        "Node 0 is there. Following it, too.",
+    ]

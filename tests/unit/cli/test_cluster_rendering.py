@@ -8,25 +8,31 @@ from typing import Any
 
 import pytest
 
+from evergrad_cli.cluster import advice, refusals, runs
+from evergrad_cli.cluster.advice import advise
+from evergrad_cli.cluster.arguments import run_name, seconds_of
+from evergrad_cli.cluster.checkpoints import document as describe_checkpoints
+from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
+from evergrad_cli.cluster.following import Line, Selection, choose, order_of, show_line, split_line
+from evergrad_cli.cluster.list import render as render_list
+from evergrad_cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run, row_of
+from evergrad_cli.cluster.status import Facts, render
+from evergrad_cli.cluster.status import document as status_document
+from evergrad_cli.cluster.text import age, bar, parse_short_count, parse_time, printable, table
 from evergrad_operator import names
-from evergrad_trainer.cli.cluster import advice, refusals, runs
-from evergrad_trainer.cli.cluster.advice import advise
-from evergrad_trainer.cli.cluster.arguments import run_name, seconds_of
-from evergrad_trainer.cli.cluster.checkpoints import document as describe_checkpoints
-from evergrad_trainer.cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
-from evergrad_trainer.cli.cluster.following import Line, Selection, choose, order_of, show_line, split_line
-from evergrad_trainer.cli.cluster.list import render as render_list
-from evergrad_trainer.cli.cluster.runs import Pod, Run, parse_events, parse_pods, parse_run, row_of
-from evergrad_trainer.cli.cluster.status import Facts, render
-from evergrad_trainer.cli.cluster.status import document as status_document
-from evergrad_trainer.cli.cluster.text import age, bar, parse_short_count, parse_time, printable, table
 
 Make = Callable[..., dict[str, Any]]
 NOW = parse_time("2026-03-01T13:00:00Z") or 0.0
 
 
 def raw_condition(kind: str, status: str = "True", reason: str = "X", message: str = "") -> dict[str, Any]:
-    return {"type": kind, "status": status, "reason": reason, "message": message, "lastTransitionTime": "2026-03-01T12:10:00Z"}
+    return {
+        "type": kind,
+        "status": status,
+        "reason": reason,
+        "message": message,
+        "lastTransitionTime": "2026-03-01T12:10:00Z",
+    }
 
 
 # ---- contract with the operator --------------------------------------------------------------------------------------
@@ -44,7 +50,16 @@ def test_labels_and_waiting_reasons_are_the_operators() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, "–"), (0, "0s"), (119, "119s"), (125, "2m5s"), (600, "10m"), (9000, "150m"), (12600, "3h30m"), (200000, "2d7h")],
+    [
+        (None, "–"),
+        (0, "0s"),
+        (119, "119s"),
+        (125, "2m5s"),
+        (600, "10m"),
+        (9000, "150m"),
+        (12600, "3h30m"),
+        (200000, "2d7h"),
+    ],
 )
 def test_ages_are_spelled_as_kubectl_does(seconds: float | None, text: str) -> None:
     assert age(seconds) == text
@@ -57,7 +72,8 @@ def test_only_a_finished_bar_is_full() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("45", 45), ("0.5", 0.5), ("0", float("inf"))]
+    ("text", "seconds"),
+    [("90s", 90), ("30m", 1800), ("1h30m", 5400), ("45", 45), ("0.5", 0.5), ("0", float("inf"))],
 )
 def test_timeouts_are_written_as_kubectl_takes_them(text: str, seconds: float) -> None:
     assert seconds_of(text) == seconds
@@ -81,7 +97,15 @@ def test_text_of_others_cannot_steer_the_terminal() -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("41.2k", 41200.0), ("2.413", 2.413), (512, 512.0), ("1.5M", 1.5e6), ("–", None), (None, None), ("", None)],
+    [
+        ("41.2k", 41200.0),
+        ("2.413", 2.413),
+        (512, 512.0),
+        ("1.5M", 1.5e6),
+        ("–", None),
+        (None, None),
+        ("", None),
+    ],
 )
 def test_short_counts_become_numbers_again(text: Any, number: float | None) -> None:
     assert parse_short_count(text) == number
@@ -110,7 +134,12 @@ def test_the_list_looks_as_kubectl_prints_runs(make_run: Make) -> None:
 
 
 def test_a_status_of_any_shape_can_be_shown(make_run: Make) -> None:
-    for broken in (None, "text", [], {"nodes": 3, "progress": [], "conditions": {}, "restarts": "many", "lastFailure": "x"}):
+    for broken in (
+        None,
+        "text",
+        [],
+        {"nodes": 3, "progress": [], "conditions": {}, "restarts": "many", "lastFailure": "x"},
+    ):
         raw = {**make_run(), "status": broken}
         assert render(Facts(parse_run(raw), (), (), ()), now=NOW)
 
@@ -120,7 +149,10 @@ def facts(run: dict[str, Any], *pods: dict[str, Any], events: tuple[dict[str, An
 
 
 def raw_pod(name: str, index: int | None, attempt: int, state: dict[str, Any], **more: Any) -> dict[str, Any]:
-    labels = {"evergrad.dev/attempt": str(attempt), "evergrad.dev/role": "coordinator" if index is None else "node"}
+    labels = {
+        "evergrad.dev/attempt": str(attempt),
+        "evergrad.dev/role": "coordinator" if index is None else "node",
+    }
     if index is not None:
         labels["evergrad.dev/index"] = str(index)
     phase = "Failed" if "terminated" in state else "Running" if "running" in state else "Pending"
@@ -150,17 +182,24 @@ def test_the_status_of_a_run_with_a_failure_tells_the_root_cause(make_run: Make)
     text = "\n".join(render(shown, now=NOW))
     assert "█░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  1,200/20,000  6%" in text
     assert "Restarts:   2 (2 Preempted)" in text
-    assert "  WorkerCrash: node 1, rank 1, step 1180, exit code 1, 60s ago\n    Traceback …\n    ValueError:  [31mboom" in text
+    assert (
+        "  WorkerCrash: node 1, rank 1, step 1180, exit code 1, 60s ago\n    Traceback …\n    ValueError:  [31mboom"
+        in text
+    )
     assert "   1             docs-lm-1-1             Running" in text
     assert "docs-lm-1-0" not in text
     assert "30s (x3)   Warning   Restarting" in text
 
 
 def test_an_injected_sidecar_hides_neither_the_state_nor_the_name_of_the_trainers_container() -> None:
-    raw = raw_pod("docs-lm-0-0", 0, 0, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=0)
+    raw = raw_pod(
+        "docs-lm-0-0", 0, 0, {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}, restartCount=0
+    )
     raw["spec"]["containers"].insert(0, {"name": "istio-proxy"})
     raw["status"]["phase"] = "Running"
-    raw["status"]["containerStatuses"].insert(0, {"name": "istio-proxy", "state": {"running": {}}, "restartCount": 4})
+    raw["status"]["containerStatuses"].insert(
+        0, {"name": "istio-proxy", "state": {"running": {}}, "restartCount": 4}
+    )
     [pod] = parse_pods([raw])
     assert (pod.container, pod.phase, pod.restarts) == ("trainer", "OOMKilled", 0)
 
@@ -211,7 +250,12 @@ def test_every_reason_to_wait_has_advice(reason: str, make_run: Make) -> None:
     ],
 )
 def test_a_failed_run_is_told_how_to_go_on(reason: str, told: str, make_run: Make) -> None:
-    raw = make_run(phase="Failed", reason=reason, conditions=[raw_condition("Failed", reason=reason)], lastFailure={"node": 2})
+    raw = make_run(
+        phase="Failed",
+        reason=reason,
+        conditions=[raw_condition("Failed", reason=reason)],
+        lastFailure={"node": 2},
+    )
     text = advice_of(raw)
     assert "evergrad logs docs-lm --node 2" in text and told in text
 
@@ -236,8 +280,12 @@ def test_advice_knows_the_other_states(make_run: Make) -> None:
 
 
 def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
-    waiting = raw_pod("docs-lm-0-0", 0, 0, {"waiting": {"reason": "ErrImagePull", "message": "no such image"}})
-    lines = advise(parse_run(make_run(phase="Waiting", reason="ImagePullFailed")), parse_pods([waiting]), now=NOW)
+    waiting = raw_pod(
+        "docs-lm-0-0", 0, 0, {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}
+    )
+    lines = advise(
+        parse_run(make_run(phase="Waiting", reason="ImagePullFailed")), parse_pods([waiting]), now=NOW
+    )
     assert lines[-1] == "More about a pod that waits: kubectl describe pod docs-lm-0-0"
 
 
@@ -248,11 +296,31 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
     ("status", "body", "kind", "told"),
     [
         (404, b"404 page not found", NotFoundError, "does not know TrainingRuns"),
-        (404, b'{"kind":"Status","details":{"name":"lab","kind":"namespaces"}}', NotFoundError, "namespace lab: does not exist"),
-        (401, b'{"kind":"Status","message":"Unauthorized"}', RefusedError, "does not accept these credentials"),
-        (403, b'{"kind":"Status","message":"exceeded quota: q"}', RefusedError, "beyond the namespace's quota"),
+        (
+            404,
+            b'{"kind":"Status","details":{"name":"lab","kind":"namespaces"}}',
+            NotFoundError,
+            "namespace lab: does not exist",
+        ),
+        (
+            401,
+            b'{"kind":"Status","message":"Unauthorized"}',
+            RefusedError,
+            "does not accept these credentials",
+        ),
+        (
+            403,
+            b'{"kind":"Status","message":"exceeded quota: q"}',
+            RefusedError,
+            "beyond the namespace's quota",
+        ),
         (409, b'{"kind":"Status","message":"modified"}', RefusedError, "changed by somebody else"),
-        (400, b'{"kind":"Status","message":"strict decoding error: unknown field \\"spec.nods\\""}', RefusedError, "spec.nods"),
+        (
+            400,
+            b'{"kind":"Status","message":"strict decoding error: unknown field \\"spec.nods\\""}',
+            RefusedError,
+            "spec.nods",
+        ),
         (429, b"slow down", UnreachableError, "slow down. Try again"),
         (500, b"\xff<html>", UnreachableError, "answers with 500"),
     ],
@@ -266,14 +334,23 @@ def test_answers_of_the_server_become_clear_errors(status: int, body: bytes, kin
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def pod(index: int | None, attempt: int = 0, *, is_over: bool = False, has_started: bool = True, restarts: int = 0) -> Pod:
+def pod(
+    index: int | None, attempt: int = 0, *, is_over: bool = False, has_started: bool = True, restarts: int = 0
+) -> Pod:
     role = "coordinator" if index is None else "node"
     name = f"docs-lm-{'coordinator' if index is None else index}-{attempt}"
     return Pod(name, role, index, attempt, "", False, is_over, has_started, restarts, "n1", "c", "", None)
 
 
 COORDINATOR = pod(None, 1, restarts=1)
-PODS = [pod(0, 0, is_over=True), pod(0, 1), pod(1, 0), pod(2, 3, is_over=True), COORDINATOR, pod(None, 0, is_over=True)]
+PODS = [
+    pod(0, 0, is_over=True),
+    pod(0, 1),
+    pod(1, 0),
+    pod(2, 3, is_over=True),
+    COORDINATOR,
+    pod(None, 0, is_over=True),
+]
 
 
 @pytest.mark.parametrize(
@@ -303,8 +380,12 @@ def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
     line = split_line(pod(3, 2), b"2026-03-01T12:00:00.5Z step 7 \xff")
     assert (line.time, line.text) == ("2026-03-01T12:00:00.5Z", "step 7 \ufffd")
     assert show_line(line, prefix=True, with_time=False, as_json=False) == "[node 3 #2] step 7 \ufffd"
-    assert show_line(line, prefix=False, with_time=True, as_json=False).startswith("2026-03-01T12:00:00.5Z step 7")
-    assert '"node": 3, "role": "node", "attempt": 2' in show_line(line, prefix=True, with_time=False, as_json=True)
+    assert show_line(line, prefix=False, with_time=True, as_json=False).startswith(
+        "2026-03-01T12:00:00.5Z step 7"
+    )
+    assert '"node": 3, "role": "node", "attempt": 2' in show_line(
+        line, prefix=True, with_time=False, as_json=True
+    )
     spoken = Line(pod(3, 2), "", "[node 3 rank 1] step 7")
     assert show_line(spoken, prefix=True, with_time=True, as_json=False) == "[node 3 #2 rank 1] step 7"
     coordinator = Line(pod(None), "", "hello")
@@ -313,7 +394,12 @@ def test_a_line_is_parted_from_its_time_and_shown_with_its_node() -> None:
 
 
 def test_times_of_lines_compare_although_zeros_are_dropped() -> None:
-    stamps = ["2026-03-01T12:00:00Z", "2026-03-01T12:00:00.000000001Z", "2026-03-01T12:00:00.1Z", "2026-03-01T12:00:00.11Z"]
+    stamps = [
+        "2026-03-01T12:00:00Z",
+        "2026-03-01T12:00:00.000000001Z",
+        "2026-03-01T12:00:00.1Z",
+        "2026-03-01T12:00:00.11Z",
+    ]
     assert sorted([stamps[2], stamps[0], stamps[3], stamps[1]], key=order_of) == stamps
 
 
@@ -332,7 +418,9 @@ def documented(command: str) -> set[str]:
     text = (Path(__file__).resolve().parents[3] / "docs/cluster-cli.md").read_text().partition("## JSON")[2]
     (line,) = (line for line in text.splitlines() if line.startswith((f"| `{command}`", f"{command}: ")))
     shape = line.rpartition(" | ")[2].partition("`; ")[0]
-    return set(re.findall(r"[a-zA-Z]+", shape.replace("null or", "").replace("RUN +", "").replace("RUN", "", 1)))
+    return set(
+        re.findall(r"[a-zA-Z]+", shape.replace("null or", "").replace("RUN +", "").replace("RUN", "", 1))
+    )
 
 
 def test_the_documents_have_the_keys_that_are_documented(make_run: Make) -> None:
@@ -343,8 +431,18 @@ def test_the_documents_have_the_keys_that_are_documented(make_run: Make) -> None
     attempt = {"pod": "docs-lm-0-0", "cause": "WorkerCrash", "exitCode": 1, "at": "2026-03-01T12:59:00Z"}
     event = {"reason": "Restarting", "involvedObject": {"kind": "TrainingRun", "name": "docs-lm"}}
     raw = make_run(lastFailure=failure, attempts=[attempt])
-    shown = status_document(facts(raw, raw_pod("docs-lm-0-0", 0, 0, {"running": {}}), events=(event,)), now=NOW)
+    shown = status_document(
+        facts(raw, raw_pod("docs-lm-0-0", 0, 0, {"running": {}}), events=(event,)), now=NOW
+    )
     keys = {*shown, *(set(shown["run"]) - set(row_of(run, now=NOW)))}
     for part in ("conditions", "pods", "attempts", "events"):
         keys |= set(shown[part][0])
-    assert keys | set(shown["lastFailure"]) == documented("status") - {"what", "this", "user", "may", "not", "read", "sentence"}
+    assert keys | set(shown["lastFailure"]) == documented("status") - {
+        "what",
+        "this",
+        "user",
+        "may",
+        "not",
+        "read",
+        "sentence",
+    }

@@ -6,18 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.cli.main import CLUSTER_COMMANDS, COMMANDS, main
+from evergrad_cli.main import CLUSTER_COMMANDS, COMMANDS, main
 
 _HEAVY = ("torch", "transformers", "matplotlib")
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["validate", "missing.yaml"], ["checkpoint", "list", "missing"]]
+    "arguments",
+    [["--help"], ["run", "--help"], ["validate", "missing.yaml"], ["checkpoint", "list", "missing"]],
 )
 def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None:
     code = (
         "import sys, contextlib, os\n"
-        "from evergrad_trainer.cli.main import main\n"
+        "from evergrad_cli.main import main\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(open(os.devnull, 'w')):\n"
         f"    main({arguments!r})\n"
         f"print([name for name in {_HEAVY!r} if name in sys.modules])"
@@ -34,7 +35,7 @@ def test_commands_that_need_no_tensors_import_none(arguments: list[str]) -> None
 def test_commands_for_a_cluster_import_no_tensors_and_their_client_only_when_they_run(command: str) -> None:
     code = (
         "import sys, contextlib, os\n"
-        "from evergrad_trainer.cli.main import main, main_of_plugin\n"
+        "from evergrad_cli.main import main, main_of_plugin\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(open(os.devnull, 'w')):\n"
         f"    main_of_plugin([{command!r}, '--help'])\n"
         "print([name for name in ('kubernetes', 'numpy', 'pydantic') if name in sys.modules])\n"
@@ -57,8 +58,12 @@ def test_every_command_explains_itself_with_examples(name: str, capsys: pytest.C
     assert f"examples:\n  evergrad {name.replace('_', '-')}" in text
 
 
-@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["run"], ["run", "--workers", "two", "x.yaml"]])
-def test_a_wrong_command_line_ends_with_64_and_one_clear_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments", [[], ["no-such-command"], ["run"], ["run", "--workers", "two", "x.yaml"]]
+)
+def test_a_wrong_command_line_ends_with_64_and_one_clear_line(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 64
@@ -74,7 +79,7 @@ class Missing(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f'No module named {name!r}', name=name)
 
 sys.meta_path.insert(0, Missing())
-from evergrad_trainer.cli.main import CLUSTER_COMMANDS, main
+from evergrad_cli.main import CLUSTER_COMMANDS, main
 for arguments in ARGUMENTS(CLUSTER_COMMANDS):
     try:
         code = main(arguments)
@@ -91,7 +96,9 @@ def _run_without_trainer(arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_and_the_commands_for_a_cluster_run_where_torch_and_numpy_are_not_installed() -> None:
-    result = _run_without_trainer("[['--help'], [], ['no-such-command'], *([name, '--help'] for name in names)]")
+    result = _run_without_trainer(
+        "[['--help'], [], ['no-such-command'], *([name, '--help'] for name in names)]"
+    )
     ended = [line for line in result.stdout.splitlines() if line.startswith("ended ")]
     assert ended[:3] == ["ended --help 0", "ended  64", "ended no-such-command 64"]
     assert ended[3:] == [f"ended {name} --help 0" for name in CLUSTER_COMMANDS]
@@ -106,7 +113,9 @@ def test_validate_runs_where_torch_is_not_installed_and_names_what_is_wrong() ->
 def test_a_command_that_needs_a_missing_package_names_it_instead_of_a_traceback() -> None:
     result = _run_without_trainer("[['run', 'trainingrun.yaml']]")
     assert result.stdout.splitlines()[-1] == "ended run trainingrun.yaml 64"
-    assert result.stderr.startswith("error: evergrad run: needs the Python package numpy, which is not installed here")
+    assert result.stderr.startswith(
+        "error: evergrad run: needs the Python package numpy, which is not installed here"
+    )
 
 
 def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_that_was_typed(

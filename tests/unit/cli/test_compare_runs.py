@@ -10,9 +10,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from evergrad_manifest.errors import InputError
 
 from evergrad_trainer.cli import compare_runs
-from evergrad_trainer.errors import InputError
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.records import EvaluationRecord
 from evergrad_trainer.run_directory import RunDirectory
@@ -61,7 +61,9 @@ def _by_field(result: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {difference["field"]: difference for difference in result["differences"]}
 
 
-def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     synthetic.RunWriter(tmp_path / "a").write(synthetic.Process(last=200))
     resumed = synthetic.RunWriter(tmp_path / "b").write(synthetic.Process(last=57, ended="signal"))
     resumed.write(synthetic.Process(last=200, resumed_from=57))
@@ -69,7 +71,9 @@ def test_a_stopped_and_resumed_run_equals_an_undisturbed_one(tmp_path: Path, syn
     assert code == 0
     assert result["equal"] is True
     assert result["steps"] == {"compared": 200, "first": 1, "last": 200}
-    assert [(difference["field"], difference["counts"]) for difference in result["differences"]] == [("generation", False)]
+    assert [(difference["field"], difference["counts"]) for difference in result["differences"]] == [
+        ("generation", False)
+    ]
     assert result["repeated_steps"]["b"] == {"num_steps": 0, "ranges": [], "num_with_other_samples": 0}
 
 
@@ -82,7 +86,11 @@ def test_a_killed_and_resumed_run_equals_too_and_its_repeated_steps_are_named(
     code, result = compare("--exact")
     assert code == 0
     assert result["repeated_steps"]["a"]["num_steps"] == 0
-    assert result["repeated_steps"]["b"] == {"num_steps": 7, "ranges": [[51, 57]], "num_with_other_samples": 0}
+    assert result["repeated_steps"]["b"] == {
+        "num_steps": 7,
+        "ranges": [[51, 57]],
+        "num_with_other_samples": 0,
+    }
 
 
 def test_the_last_row_of_a_step_counts(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
@@ -94,7 +102,9 @@ def test_the_last_row_of_a_step_counts(tmp_path: Path, synthetic: ModuleType, co
     assert result["repeated_steps"]["b"] == {"num_steps": 1, "ranges": [[3, 3]], "num_with_other_samples": 1}
 
 
-def test_the_first_step_with_other_samples_is_named(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_the_first_step_with_other_samples_is_named(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     _write(tmp_path / "a", [synthetic.step_record(step) for step in range(1, 10)])
     _write(
         tmp_path / "b",
@@ -106,7 +116,12 @@ def test_the_first_step_with_other_samples_is_named(tmp_path: Path, synthetic: M
     code, result = compare()
     assert code == 1
     found = _by_field(result)["sample_hash"]
-    assert (found["first_step"], found["num_steps"], found["b"], found["counts"]) == (7, 3, "0000000000000007", True)
+    assert (found["first_step"], found["num_steps"], found["b"], found["counts"]) == (
+        7,
+        3,
+        "0000000000000007",
+        True,
+    )
     assert found["a"] == synthetic.step_record(7).sample_hash
 
 
@@ -130,7 +145,12 @@ def _hash(synthetic: ModuleType, step: int) -> int:
     ],
 )
 def test_losses_may_differ_by_the_relative_tolerance(
-    tmp_path: Path, synthetic: ModuleType, compare: Compare, change: float, options: tuple[str, ...], code: int
+    tmp_path: Path,
+    synthetic: ModuleType,
+    compare: Compare,
+    change: float,
+    options: tuple[str, ...],
+    code: int,
 ) -> None:
     rows = [synthetic.step_record(step, loss=2.5 * step) for step in range(1, 10)]
     _write(tmp_path / "a", rows)
@@ -167,7 +187,10 @@ def test_gradient_norm_world_size_and_times_are_told_but_do_not_count(
     tmp_path: Path, synthetic: ModuleType, compare: Compare
 ) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1)])
-    _write(tmp_path / "b", [synthetic.step_record(1, grad_norm=5.0, world_size=3, generation=9, time=1.0, step_seconds=9.0)])
+    _write(
+        tmp_path / "b",
+        [synthetic.step_record(1, grad_norm=5.0, world_size=3, generation=9, time=1.0, step_seconds=9.0)],
+    )
     code, result = compare()
     assert code == 0
     assert {name: found["counts"] for name, found in _by_field(result).items()} == {
@@ -188,7 +211,9 @@ def test_steps_of_only_one_run_make_them_differ_unless_they_are_left_out(
     assert compare("--steps", "5:9")[0] == 0
 
 
-def test_losses_that_are_no_numbers_agree_only_with_each_other(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_losses_that_are_no_numbers_agree_only_with_each_other(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1, loss=math.nan)])
     _write(tmp_path / "b", [synthetic.step_record(1, loss=math.nan)])
     assert compare()[0] == 0
@@ -200,34 +225,56 @@ def test_losses_that_are_no_numbers_agree_only_with_each_other(tmp_path: Path, s
     assert (_by_field(result)["loss"]["a"], _by_field(result)["loss"]["largest_relative"]) == (None, None)
 
 
-def test_evaluations_are_compared_by_step_and_set(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_evaluations_are_compared_by_step_and_set(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     rows = [synthetic.step_record(1)]
-    _write(tmp_path / "a", rows, (_evaluation(1), _evaluation(1, 3.0, "other"), _evaluation(2, 9.0), _evaluation(2)))
+    _write(
+        tmp_path / "a",
+        rows,
+        (_evaluation(1), _evaluation(1, 3.0, "other"), _evaluation(2, 9.0), _evaluation(2)),
+    )
     _write(tmp_path / "b", rows, (_evaluation(1), _evaluation(1, 3.1, "other"), _evaluation(2)))
     code, result = compare()
     assert code == 1
     (found,) = result["differences"]
-    assert (found["field"], found["where"], found["first_step"], found["num_steps"]) == ("loss", "other", 1, 1)
+    assert (found["field"], found["where"], found["first_step"], found["num_steps"]) == (
+        "loss",
+        "other",
+        1,
+        1,
+    )
     assert result["evaluations"]["compared"] == 3
 
 
-def test_an_evaluation_of_only_one_run_makes_them_differ(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_an_evaluation_of_only_one_run_makes_them_differ(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1)], (_evaluation(1),))
     _write(tmp_path / "b", [synthetic.step_record(1)], (_evaluation(1), _evaluation(2)))
     code, result = compare()
     assert (code, result["evaluations"]["only_in_b"]) == (1, [[2, "heldOut"]])
 
 
-def test_an_evaluation_on_other_tokens_differs(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_an_evaluation_on_other_tokens_differs(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     _write(tmp_path / "a", [synthetic.step_record(1)], (_evaluation(1),))
     _write(tmp_path / "b", [synthetic.step_record(1)], (_evaluation(1, tokens=1),))
     assert compare()[0] == 1
 
 
-def test_the_text_says_what_differs_and_where(tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    _write(tmp_path / "a", [synthetic.step_record(step, loss=2.0, grad_norm=0.5) for step in range(1, 1201)], (_evaluation(7),))
+def test_the_text_says_what_differs_and_where(
+    tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _write(
+        tmp_path / "a",
+        [synthetic.step_record(step, loss=2.0, grad_norm=0.5) for step in range(1, 1201)],
+        (_evaluation(7),),
+    )
     changed = [
-        synthetic.step_record(step, loss=2.0 if step < 1000 else 2.5, grad_norm=0.25, world_size=3) for step in range(1, 1202)
+        synthetic.step_record(step, loss=2.0 if step < 1000 else 2.5, grad_norm=0.25, world_size=3)
+        for step in range(1, 1202)
     ]
     _write(tmp_path / "b", [*changed[:5], *changed])
     assert _execute(tmp_path) == 1
@@ -251,10 +298,15 @@ def test_the_text_of_equal_runs_ends_with_what_was_shown(
     for name in ("a", "b"):
         _write(tmp_path / name, [synthetic.step_record(1)])
     assert _execute(tmp_path, "--exact") == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "The runs agree: equal samples in every step, losses equal bit by bit."
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "The runs agree: equal samples in every step, losses equal bit by bit."
+    )
 
 
-def test_a_torn_last_line_of_a_killed_run_is_no_obstacle(tmp_path: Path, synthetic: ModuleType, compare: Compare) -> None:
+def test_a_torn_last_line_of_a_killed_run_is_no_obstacle(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
     for name in ("a", "b"):
         _write(tmp_path / name, [synthetic.step_record(1)])
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
@@ -275,7 +327,9 @@ def test_a_torn_last_line_of_a_killed_run_is_no_obstacle(tmp_path: Path, synthet
         (("--steps", "100:200"), "--steps 100:200: there is no step to compare"),
     ],
 )
-def test_unusable_options_are_refused(tmp_path: Path, synthetic: ModuleType, options: tuple[str, ...], message: str) -> None:
+def test_unusable_options_are_refused(
+    tmp_path: Path, synthetic: ModuleType, options: tuple[str, ...], message: str
+) -> None:
     for name in ("a", "b"):
         _write(tmp_path / name, [synthetic.step_record(1)])
     with pytest.raises(InputError) as caught:
@@ -290,8 +344,14 @@ def test_unusable_runs_are_refused_with_their_path(tmp_path: Path, synthetic: Mo
         (lambda path: None, "b: does not exist"),
         (lambda path: path.mkdir(), "b: is not a run directory"),
         (lambda path: (path / "run.json").write_text("{}"), "metrics.jsonl: does not exist"),
-        (lambda path: (path / "metrics.jsonl").write_text('{"step":1}\n'), "metrics.jsonl line 1: has no generation"),
-        (lambda path: (path / "metrics.jsonl").write_text("\n"), "metrics.jsonl line 1: is not a JSON object"),
+        (
+            lambda path: (path / "metrics.jsonl").write_text('{"step":1}\n'),
+            "metrics.jsonl line 1: has no generation",
+        ),
+        (
+            lambda path: (path / "metrics.jsonl").write_text("\n"),
+            "metrics.jsonl line 1: is not a JSON object",
+        ),
     ]
     for prepare, message in cases:
         prepare(tmp_path / "b")

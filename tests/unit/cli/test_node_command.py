@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from evergrad_manifest.errors import InputError, Problem
 
+from evergrad_cli.main import main
 from evergrad_coordinator.contract import ErrorKind, decode_termination
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.script import Script
 from evergrad_trainer.cli import node
-from evergrad_trainer.cli.main import main
 from evergrad_trainer.cli.nodes import coordinator_settings
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.config.script import Script
-from evergrad_trainer.errors import InputError, Problem
 from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.node.run import choose_start_method, stop_seconds, with_grace_of
 from evergrad_trainer.node.settings import NodeSettings
@@ -42,11 +42,18 @@ def test_an_address_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], 
 
 def test_every_problem_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = fail(capsys, "--join", "here", "--node", "-1", "--workers", "0", "--token-file", "/nowhere")
-    assert [line.split()[1] for line in said.splitlines()] == ["--join:", "--node:", "--workers:", "--token-file:"]
+    assert [line.split()[1] for line in said.splitlines()] == [
+        "--join:",
+        "--node:",
+        "--workers:",
+        "--token-file:",
+    ]
 
 
 def test_a_node_needs_the_runs_token(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--token-file: is missing. Give the file that evergrad run prints." in fail(capsys, "--join", "127.0.0.1:29400")
+    assert "--token-file: is missing. Give the file that evergrad run prints." in fail(
+        capsys, "--join", "127.0.0.1:29400"
+    )
 
 
 def test_a_host_that_is_not_known_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -77,10 +84,14 @@ def test_a_run_directory_that_cannot_be_written_is_tried_again_and_left_to_anoth
     assert capsys.readouterr().err.count("Tried again in 0 s.") == 2
 
 
-def test_a_mistake_of_the_file_is_wrong_input_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_mistake_of_the_file_is_wrong_input_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(node, "_HOST_PAUSES", (3600.0,))
     directory = str(tmp_path / "run")
-    code, (kind, text) = start_node(tmp_path, "--run-directory", directory, "--set", "spec.training.data.sources[0].path=nowhere")
+    code, (kind, text) = start_node(
+        tmp_path, "--run-directory", directory, "--set", "spec.training.data.sources[0].path=nowhere"
+    )
     assert (code, kind) == (64, ErrorKind.INPUT)
     assert "does not exist" in text
 
@@ -89,7 +100,9 @@ def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     monkeypatch.setattr(node, "_HOST_PAUSES", (0.0, 0.0))
     troubles = [
         OSError(errno.ESTALE, "stale"),
-        InputError(Problem("memory", "too little", is_of_host=True), Problem("disk", "too little", is_of_host=True)),
+        InputError(
+            Problem("memory", "too little", is_of_host=True), Problem("disk", "too little", is_of_host=True)
+        ),
     ]
 
     def prepare(args: argparse.Namespace) -> Callable[[], int]:
@@ -101,7 +114,9 @@ def test_a_host_that_recovers_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert main(["node", str(EXAMPLE), "--join", "127.0.0.1:1"]) == 0
 
 
-def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def serve() -> int:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
@@ -115,16 +130,25 @@ def test_trouble_of_a_host_that_comes_after_the_preparation_is_named_too(monkeyp
     ("problems", "is_of_host"),
     [([True], True), ([True, True], True), ([True, False], False), ([False], False)],
 )
-def test_one_mistake_of_a_person_among_troubles_of_a_host_makes_wrong_input(problems: list[bool], is_of_host: bool) -> None:
+def test_one_mistake_of_a_person_among_troubles_of_a_host_makes_wrong_input(
+    problems: list[bool], is_of_host: bool
+) -> None:
     error = InputError(*(Problem("x", "y", is_of_host=one) for one in problems))
     assert (describe_host_trouble(error) is not None) == is_of_host
 
 
-def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(node, "_HOST_PAUSES", ())
     monkeypatch.setattr("evergrad_trainer.distributed.count_accelerators", lambda: 0)
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    limits = ("--set", 'spec.resources={"limits": {"nvidia.com/gpu": 1}}', "--set", "spec.training.runtime.device=auto")
+    limits = (
+        "--set",
+        'spec.resources={"limits": {"nvidia.com/gpu": 1}}',
+        "--set",
+        "spec.training.runtime.device=auto",
+    )
     code, (kind, text) = start_node(tmp_path, "--run-directory", str(tmp_path / "run"), *limits)
     assert (code, kind) == (70, ErrorKind.ENVIRONMENT)
     assert "no accelerator is visible; spec.resources.limits asks for nvidia.com/gpu" in text
@@ -132,9 +156,15 @@ def test_a_pod_that_sees_none_of_its_accelerators_is_trouble_of_its_host(monkeyp
 
 @pytest.mark.parametrize(
     ("arguments", "path"),
-    [(["--nodes", "0"], "--nodes"), (["--chaos", "7"], "--chaos"), (["--nodes", "2", "--workers", "0"], "--workers")],
+    [
+        (["--nodes", "0"], "--nodes"),
+        (["--chaos", "7"], "--chaos"),
+        (["--nodes", "2", "--workers", "0"], "--workers"),
+    ],
 )
-def test_a_run_of_impossible_nodes_is_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], path: str) -> None:
+def test_a_run_of_impossible_nodes_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], path: str
+) -> None:
     assert main(["run", str(EXAMPLE), *arguments]) == 64
     assert f"error: {path}: " in capsys.readouterr().err
 
@@ -175,6 +205,13 @@ def test_a_node_and_a_local_coordinator_wait_for_a_script_that_takes_long_to_sav
     assert with_grace_of(script_of(5), settings).grace_seconds == settings.grace_seconds
     for grace, limits in ((30, ()), (600, ("--soft-limit", "610"))):
         spec = {"nodes": {"min": 1}, "script": {"command": ["train.py"], "gracePeriodSeconds": grace}}
-        manifest = {"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "r"}, "spec": spec}
-        found = coordinator_settings(TrainingRun.model_validate(manifest), tmp_path, num_nodes=1, recovery="fresh")
+        manifest = {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "r"},
+            "spec": spec,
+        }
+        found = coordinator_settings(
+            TrainingRun.model_validate(manifest), tmp_path, num_nodes=1, recovery="fresh"
+        )
         assert found.extra == ("--hold-joins", *limits)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.cli.main import main
+from evergrad_cli.main import main
 
 MANIFEST = """
 apiVersion: evergrad.dev/v1alpha1
@@ -31,7 +31,9 @@ def test_a_script_has_nothing_to_prepare(manifest: Path, capsys: pytest.CaptureF
     assert (json.loads(out), err) == ({"sources": [], "evaluation": []}, text)
 
 
-def test_preflight_of_a_script_is_refused_until_its_file_is_there(manifest: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_preflight_of_a_script_is_refused_until_its_file_is_there(
+    manifest: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     arguments = ["preflight", str(manifest), "--run-directory", str(manifest.parent / "run")]
     assert main(arguments) == 64
     assert "train.py: does not exist; spec.script.command names it" in capsys.readouterr().err
@@ -48,4 +50,7 @@ def test_what_only_typed_runs_know_is_refused_and_not_passed_over(
     arguments: list[str], named: str, manifest: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", str(manifest), *arguments]) == 64
-    assert f"error: {named}: has no meaning for spec.script; the steps of a script are its own." in capsys.readouterr().err
+    assert (
+        f"error: {named}: has no meaning for spec.script; the steps of a script are its own."
+        in capsys.readouterr().err
+    )

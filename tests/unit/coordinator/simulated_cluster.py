@@ -51,7 +51,15 @@ QUICK = {
 
 def make_settings(**changes: Any) -> Settings:
     """Two to four nodes, three expected."""
-    values: dict[str, Any] = {"run": "r", "min_nodes": 2, "max_nodes": 4, "expect": 3, "token": TOKEN, **QUICK, **changes}
+    values: dict[str, Any] = {
+        "run": "r",
+        "min_nodes": 2,
+        "max_nodes": 4,
+        "expect": 3,
+        "token": TOKEN,
+        **QUICK,
+        **changes,
+    }
     return Settings(**values)
 
 
@@ -193,7 +201,9 @@ class FakeNode:
                     self.cluster.check_go(self, message)
                     self.known = max(self.known, message.generation)
                     self.alone = 0
-                    self.group = Had(message.generation, message.first_rank, message.workers, message.world_size)
+                    self.group = Had(
+                        message.generation, message.first_rank, message.workers, message.world_size
+                    )
                     self.step = self.cluster.agree_on_step(message.generation)
                     self.say(Up(message.generation, self.step))
                 case Leave(generation=generation, save=save):
@@ -296,8 +306,14 @@ class Cluster:
         for generation in {node.group.generation for node in self.nodes if node.group}:
             members = self.members_of(generation)
             size = sum(one.group.workers for one in members if one.group)
-            if all(one.can_run for one in members) and members[0].group and size == members[0].group.world_size:
-                assert generation == self.gone, f"generation {generation} trains although {self.gone} has begun"
+            if (
+                all(one.can_run for one in members)
+                and members[0].group
+                and size == members[0].group.world_size
+            ):
+                assert generation == self.gone, (
+                    f"generation {generation} trains although {self.gone} has begun"
+                )
                 step = max(one.step for one in members) + 1
                 assert not self.is_graceful or step == self.trained + 1, "a step was lost or trained twice"
                 self.trained = step
@@ -355,7 +371,9 @@ class Cluster:
 
     def _send(self, peer: int, message: Message) -> None:
         if isinstance(message, Plan | Go | Welcome | Leave):
-            assert message.generation <= max(self.durable, self.planned), "a number was heard before it was durable"
+            assert message.generation <= max(self.durable, self.planned), (
+                "a number was heard before it was durable"
+            )
         node = self.peers.get(peer)
         if isinstance(message, Go):
             self._note_go(message, node)
@@ -374,7 +392,9 @@ class Cluster:
         group = self.go_members.setdefault(go.generation, [])
         assert go.node_rank == len(group), "two groups of one generation"
         assert go.first_rank == sum(one.workers for _, one in group)
-        assert not node.is_leaving or not any(isinstance(one, Leaving) for one in node.received), "go to a node that leaves"
+        assert not node.is_leaving or not any(isinstance(one, Leaving) for one in node.received), (
+            "go to a node that leaves"
+        )
         group.append((node, go))
         # As they are now: a running coordinator can be given others.
         least, most = self.group.settings.min_nodes, self.group.settings.max_nodes
@@ -395,4 +415,14 @@ class Cluster:
         assert node.group is None, "go to a node whose workers are in a group"
 
 
-__all__ = ["TOKEN", "Boundary", "Capacity", "Cluster", "Done", "FakeNode", "Progress", "Result", "make_settings"]
+__all__ = [
+    "TOKEN",
+    "Boundary",
+    "Capacity",
+    "Cluster",
+    "Done",
+    "FakeNode",
+    "Progress",
+    "Result",
+    "make_settings",
+]

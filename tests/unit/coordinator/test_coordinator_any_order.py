@@ -42,7 +42,9 @@ def replace(cluster: Cluster, node: FakeNode) -> None:
 def crash_worker(cluster: Cluster, node: FakeNode) -> None:
     if node.group:
         group, node.group, node.step = node.group, None, -1
-        node.say(Broken(group.generation, "worker_crash", rank=group.first_rank, exit_code=-9, time_since=0.01))
+        node.say(
+            Broken(group.generation, "worker_crash", rank=group.first_rank, exit_code=-9, time_since=0.01)
+        )
 
 
 def report_stuck(cluster: Cluster, node: FakeNode) -> None:
@@ -143,7 +145,9 @@ def is_at_rest(cluster: Cluster) -> bool:
     wanted = min(len([node for node in able if not is_done(cluster, node)]), cluster.settings.max_nodes)
     if cluster.condition.phase == "Running":
         members = cluster.members_of(cluster.gone)
-        is_whole = sum(one.group.workers for one in members if one.group) == sum(one.workers for one in members)
+        is_whole = sum(one.group.workers for one in members if one.group) == sum(
+            one.workers for one in members
+        )
         return is_whole and (len(members) == wanted or bool(group.world and group.world.done))
     return wanted < needed and cluster.condition.reason in WAITS
 
@@ -159,23 +163,36 @@ def check_any_order(cluster: Cluster, events: list[tuple[str, Any]]) -> None:
         recover(cluster, node)
     until = cluster.now + 25
     while not is_at_rest(cluster):
-        assert cluster.now < until, (cluster.condition, cluster.group.proposal, cluster.group.world, cluster.group.nodes)
+        assert cluster.now < until, (
+            cluster.condition,
+            cluster.group.proposal,
+            cluster.group.world,
+            cluster.group.nodes,
+        )
         cluster.run(0.3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@settings(
+    max_examples=5000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
 @given(events=EVENTS)
 def test_any_order_of_events_ends_in_one_group_or_a_named_wait(events: list[tuple[str, Any]]) -> None:
-    check_any_order(Cluster(make_settings(max_failures_without_progress=1000)), [("start", "0"), ("start", "1"), *events])
+    check_any_order(
+        Cluster(make_settings(max_failures_without_progress=1000)), [("start", "0"), ("start", "1"), *events]
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@settings(
+    max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
 @given(events=EVENTS)
-def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wait(events: list[tuple[str, Any]]) -> None:
+def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wait(
+    events: list[tuple[str, Any]],
+) -> None:
     cluster = Cluster(make_settings(max_failures_without_progress=1000, max_nodes=3))
     for name in NAMES[:3]:
         cluster.start(name)
@@ -185,9 +202,13 @@ def test_any_order_of_events_in_a_running_group_ends_in_one_group_or_a_named_wai
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@settings(
+    max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
 @given(events=EVENTS)
-def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wait(events: list[tuple[str, Any]]) -> None:
+def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wait(
+    events: list[tuple[str, Any]],
+) -> None:
     chosen = make_settings(max_failures_without_progress=1000, recovery="fresh", hold_joins=True)
     cluster = Cluster(chosen)
     for name in NAMES[:3]:
@@ -196,7 +217,9 @@ def test_any_order_of_events_with_fresh_workers_ends_in_one_group_or_a_named_wai
     check_any_order(cluster, events)
 
 
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True)
+@settings(
+    max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
+)
 @given(events=GRACEFUL)
 def test_nodes_that_come_and_leave_as_they_should_lose_no_step(events: list[tuple[str, Any]]) -> None:
     cluster = Cluster(make_settings(lease_seconds=30))
@@ -207,4 +230,6 @@ def test_nodes_that_come_and_leave_as_they_should_lose_no_step(events: list[tupl
     cluster.run(5)
     assert all(node.exit_code == 75 for node in cluster.nodes)
     assert max(cluster.saved, default=-1) == cluster.trained
-    assert len(cluster.saved) == len(cluster.saves_asked) == len(set(cluster.saved)), "the same state was saved twice"
+    assert len(cluster.saved) == len(cluster.saves_asked) == len(set(cluster.saved)), (
+        "the same state was saved twice"
+    )

@@ -82,7 +82,9 @@ def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
     FileStore(tmp_path / "state").close()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", "7", '{"generation": "7"}', '{"generation": -1}', '{"generation": true}', "ü"])
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "7", '{"generation": "7"}', '{"generation": -1}', '{"generation": true}', "ü"]
+)
 def test_a_damaged_file_is_named_with_its_remedy(tmp_path: Path, text: str) -> None:
     (tmp_path / "state").write_text(text, encoding="utf-8")
     store = FileStore(tmp_path / "state")

@@ -49,7 +49,14 @@ WRONG_TOKEN = "hello.token: not this run's. Give the node the token file that it
 
 def hello(cluster: Cluster, **changes: Any) -> Message:
     """What a stranger who says hello is answered."""
-    values: dict[str, Any] = {"run": "r", "node": "7", "incarnation": "x", "address": "a", "workers": 1, "recovery": "in-process"}
+    values: dict[str, Any] = {
+        "run": "r",
+        "node": "7",
+        "incarnation": "x",
+        "address": "a",
+        "workers": 1,
+        "recovery": "in-process",
+    }
     values["token"] = cluster.settings.token
     effects = cluster.group.hello(999, Hello(**{**values, **changes}), now=cluster.now)
     return next(effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999)
@@ -73,7 +80,9 @@ def test_ranks_follow_the_index_as_a_number_and_count_workers() -> None:
         (2, 3, 1),
         (5, 1, 2),
     ]
-    assert {(one.world_size, one.num_nodes, one.address, one.port) for one in go.values()} == {(6, 3, "10.0.0.2", 1002)}
+    assert {(one.world_size, one.num_nodes, one.address, one.port) for one in go.values()} == {
+        (6, 3, "10.0.0.2", 1002)
+    }
 
 
 def test_the_start_waits_for_the_expected_nodes() -> None:
@@ -152,7 +161,9 @@ def set_bounds(cluster: Cluster, low: int, high: int) -> None:
     cluster.carry_out(cluster.group.set_bounds(min_nodes=low, max_nodes=high, now=cluster.now))
 
 
-def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and_a_raised_one_takes_them_back() -> None:
+def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and_a_raised_one_takes_them_back() -> (
+    None
+):
     cluster, _ = start_running("0123")
     step = cluster.newest_step()
     set_bounds(cluster, 1, 2)
@@ -390,8 +401,16 @@ def test_newcomers_wait_for_the_only_state_to_be_saved() -> None:
     cluster.run_until_running()
     assert cluster.saves_asked == ["0"]
     assert [node.name for node, _ in cluster.go_members[2]] == ["2", "3"]
-    left = next(number for number, line in enumerate(cluster.logs) if line.event == "gone" and line.fields["node"] == "0")
-    went = next(number for number, line in enumerate(cluster.logs) if line.event == "go" and line.fields["generation"] == 2)
+    left = next(
+        number
+        for number, line in enumerate(cluster.logs)
+        if line.event == "gone" and line.fields["node"] == "0"
+    )
+    went = next(
+        number
+        for number, line in enumerate(cluster.logs)
+        if line.event == "go" and line.fields["generation"] == 2
+    )
     assert left < went
 
 
@@ -443,10 +462,14 @@ def test_the_newest_process_of_a_node_wins_for_good() -> None:
     cluster.run_until_running()
     assert nodes[1].exit_code == 75
     assert twin.group is not None
-    effects = cluster.group.hello(999, Hello("r", "1", nodes[1].incarnation, "a", 1, "in-process", token=TOKEN), now=cluster.now)
-    assert [effect.message.exit_code for effect in effects if isinstance(effect, Send) and isinstance(effect.message, End)] == [
-        75
-    ]
+    effects = cluster.group.hello(
+        999, Hello("r", "1", nodes[1].incarnation, "a", 1, "in-process", token=TOKEN), now=cluster.now
+    )
+    assert [
+        effect.message.exit_code
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, End)
+    ] == [75]
 
 
 @pytest.mark.parametrize(
@@ -480,10 +503,19 @@ def test_a_stranger_is_refused_and_told_why(changes: dict[str, Any], reason: str
 def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing(token: str) -> None:
     cluster, nodes = start_running()
     before = (cluster.group.world, cluster.group.generation, dict(cluster.group.nodes))
-    wrong = {"run": "other", "protocol": 99, "recovery": "fresh", "fingerprint": {"torch": "2.1"}, "node": "0", "workers": -1}
+    wrong = {
+        "run": "other",
+        "protocol": 99,
+        "recovery": "fresh",
+        "fingerprint": {"torch": "2.1"},
+        "node": "0",
+        "workers": -1,
+    }
     answers = {repr(hello(cluster, token=token, **dict([one]))) for one in wrong.items()}
     answers.add(repr(hello(cluster, token=token, node="0", known_generation=2**40)))
-    assert answers == {repr(Refused("WrongToken", WRONG_TOKEN, ExitCode.INTERNAL))}, "whatever else is wrong or right"
+    assert answers == {repr(Refused("WrongToken", WRONG_TOKEN, ExitCode.INTERNAL))}, (
+        "whatever else is wrong or right"
+    )
     cluster.run(2)
     assert (cluster.group.world, cluster.group.generation, dict(cluster.group.nodes)) == before
     assert all(node.is_alive and node.group for node in nodes)
@@ -491,10 +523,14 @@ def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing
 
 def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
     for settings in (Settings("r", 1, 2, 2), Settings("r", 1, 2, 2, token="")):
-        effects = Membership(settings, generation=0, now=0.0).hello(1, Hello("r", "0", "x", "a", 1, "in-process"), now=0.0)
-        assert [one.message.reason for one in effects if isinstance(one, Send) and isinstance(one.message, Refused)] == [
-            "WrongToken"
-        ]
+        effects = Membership(settings, generation=0, now=0.0).hello(
+            1, Hello("r", "0", "x", "a", 1, "in-process"), now=0.0
+        )
+        assert [
+            one.message.reason
+            for one in effects
+            if isinstance(one, Send) and isinstance(one.message, Refused)
+        ] == ["WrongToken"]
 
 
 def test_a_node_that_beats_is_lost_only_when_it_says_nothing_itself_for_a_lease() -> None:
@@ -550,7 +586,13 @@ def test_a_group_that_breaks_again_at_the_same_step_although_nobody_was_lost_use
         used.append(cluster.group.budget.used)
     assert (used, cluster.exit_code) == ([0, 1, 2, 3], 70)
     message = of_kind(nodes[0], End)[-1].message
-    for words in ("after step 5 although no node was lost; 3 failures", "2 allowed", "Timed out", "--address", "collective"):
+    for words in (
+        "after step 5 although no node was lost; 3 failures",
+        "2 allowed",
+        "Timed out",
+        "--address",
+        "collective",
+    ):
         assert words in message
     assert [len(of_kind(node, End)) for node in nodes] == [1, 1, 1]
 
@@ -596,7 +638,12 @@ def test_a_group_whose_nodes_fall_silent_again_and_again_and_come_back_uses_up_t
         cluster.run_until_running()
     assert (cluster.exit_code, number) == (70, 4), "the first is free, two are allowed"
     message = of_kind(nodes[0], End)[-1].message
-    for words in ("although every node is there", "2 such failures are allowed", "was silent for a while and came back", "CPU"):
+    for words in (
+        "although every node is there",
+        "2 such failures are allowed",
+        "was silent for a while and came back",
+        "CPU",
+    ):
         assert words in message
 
 
@@ -647,7 +694,8 @@ def test_nodes_that_are_lost_for_ever_without_progress_end_the_run_in_the_end() 
     assert (cluster.exit_code, losses) == (70, 20), "ten are one failure"
     assert (
         cluster.group.finished
-        and "nodes or their hosts were lost 20 times in a row without progress" in cluster.group.finished.message
+        and "nodes or their hosts were lost 20 times in a row without progress"
+        in cluster.group.finished.message
     )
 
 
@@ -681,7 +729,9 @@ def fail_often(cluster: Cluster, times: int) -> None:
         for node in nodes:
             node.step = 5
         break_group(nodes[2], "peer_lost", step=5)
-        break_group(nodes[1], "worker_crash", rank=1, step=5, exit_code=-11, message="it fell", time_since=0.01)
+        break_group(
+            nodes[1], "worker_crash", rank=1, step=5, exit_code=-11, message="it fell", time_since=0.01
+        )
         cluster.run(0.2)
         if cluster.exit_code is not None:
             return
@@ -694,7 +744,16 @@ def test_failures_without_progress_end_the_run_and_name_the_root_cause() -> None
     fail_often(cluster, 3)
     assert cluster.exit_code == 70
     message = of_kind(nodes[0], End)[-1].message
-    for words in ("3 times", "2 such failures", "worker_crash", "rank 1", "node 1", "step 5", "exit code -11", "it fell"):
+    for words in (
+        "3 times",
+        "2 such failures",
+        "worker_crash",
+        "rank 1",
+        "node 1",
+        "step 5",
+        "exit code -11",
+        "it fell",
+    ):
         assert words in message
     assert cluster.condition.phase == "Failed"
 
@@ -944,7 +1003,9 @@ def test_a_new_epoch_waits_a_lease_for_a_member_that_is_missing_and_plans_withou
     assert [node.name for node, _ in cluster.go_members[(1 << 32) + 1]] == ["0", "2", "5", "6"]
 
 
-def test_where_the_first_epoch_is_not_0_nobody_is_waited_for_if_nothing_runs_but_after_a_restart_within_it() -> None:
+def test_where_the_first_epoch_is_not_0_nobody_is_waited_for_if_nothing_runs_but_after_a_restart_within_it() -> (
+    None
+):
     cluster = Cluster(make_settings(expect=2, lease_seconds=60, nothing_runs=True, epoch=3))
     cluster.start(0), cluster.start(1)
     cluster.run(0.5)
@@ -1119,7 +1180,11 @@ def test_nobody_waits_for_a_group_that_left() -> None:
 def may_commit(cluster: Cluster, node: FakeNode, generation: int) -> bool:
     assert node.peer is not None
     effects = cluster.group.receive(node.peer, Commit(request=1, generation=generation), now=cluster.now)
-    return next(effect.message.granted for effect in effects if isinstance(effect, Send) and isinstance(effect.message, Permit))
+    return next(
+        effect.message.granted
+        for effect in effects
+        if isinstance(effect, Send) and isinstance(effect.message, Permit)
+    )
 
 
 def test_only_the_running_generation_may_commit() -> None:
@@ -1147,7 +1212,9 @@ def test_a_leaver_that_was_told_to_save_may_commit() -> None:
 # ---- nonsense --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("message", [Capacity(-1), Capacity(10**9), Up(-1, 0), Up(1, -2), Broken(1, "stuck", time_since=-1)])
+@pytest.mark.parametrize(
+    "message", [Capacity(-1), Capacity(10**9), Up(-1, 0), Up(1, -2), Broken(1, "stuck", time_since=-1)]
+)
 def test_a_value_out_of_bounds_costs_the_connection(message: Message) -> None:
     cluster, nodes = start_running()
     nodes[2].say(message)
@@ -1165,7 +1232,9 @@ def test_messages_of_unknown_connections_are_ignored() -> None:
 def test_a_node_of_an_older_group_is_told_to_leave_it() -> None:
     cluster, _ = start_running(max_nodes=3)
     answers = cluster.group.hello(
-        999, Hello("r", "7", "x", "a", 1, "in-process", token=TOKEN, had=Had(1, 3, 1, 4), known_generation=1), now=cluster.now
+        999,
+        Hello("r", "7", "x", "a", 1, "in-process", token=TOKEN, had=Had(1, 3, 1, 4), known_generation=1),
+        now=cluster.now,
     )
     assert not any(isinstance(effect, Finish) for effect in answers)
     cluster.restart_coordinator()

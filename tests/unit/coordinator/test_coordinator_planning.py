@@ -46,7 +46,9 @@ def test_places_are_consecutive() -> None:
         ([], False),
     ],
 )
-def test_a_group_is_found_running_only_if_every_rank_is_covered_once(places: list[tuple[int, int, int]], is_whole: bool) -> None:
+def test_a_group_is_found_running_only_if_every_rank_is_covered_once(
+    places: list[tuple[int, int, int]], is_whole: bool
+) -> None:
     nodes = [build_node(str(number), had=Had(7, *place)) for number, place in enumerate(places)]
     assert (find_running(nodes, generation=7) is not None) is is_whole
     assert find_running(nodes, generation=8) is None
@@ -67,7 +69,10 @@ def test_a_group_is_found_running_only_if_every_rank_is_covered_once(places: lis
     ],
 )
 def test_one_leaver_saves_what_nobody_else_goes_on_with(
-    leavers: list[tuple[str, int | None]], staying: list[tuple[str, int | None]], saved: int, saver: str | None
+    leavers: list[tuple[str, int | None]],
+    staying: list[tuple[str, int | None]],
+    saved: int,
+    saver: str | None,
 ) -> None:
     found = choose_saver(
         [build_node(name, step=step) for name, step in leavers],
@@ -82,7 +87,11 @@ def build_failure(cause: Cause, at: float, *, generation: int = 1, step: int = 3
 
 
 def test_the_root_cause_is_the_earliest_that_is_no_consequence() -> None:
-    peer, late, early = build_failure("peer_lost", 1.0), build_failure("stuck", 3.0), build_failure("out_of_memory", 2.0)
+    peer, late, early = (
+        build_failure("peer_lost", 1.0),
+        build_failure("stuck", 3.0),
+        build_failure("out_of_memory", 2.0),
+    )
     assert find_root_cause([peer, late, early]) is early
     assert find_root_cause([peer]) is peer
     assert find_root_cause([]) is None
@@ -118,7 +127,9 @@ def test_what_reports_nothing_makes_progress_by_running_long() -> None:
     assert budget.is_exhausted
 
 
-def conclude(budget: FailureBudget, generation: int, training: Training, *, at: float = 0.0, is_whole: bool = True) -> None:
+def conclude(
+    budget: FailureBudget, generation: int, training: Training, *, at: float = 0.0, is_whole: bool = True
+) -> None:
     """One more group that broke by the loss of peers, and nothing else."""
     budget.report(build_failure("peer_lost", at, generation=generation, step=-1), training)
     lost = frozenset() if is_whole else frozenset({("7", "x")})

@@ -24,9 +24,25 @@ from evergrad_coordinator.protocol import (
     Progress,
     Ready,
 )
-from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, decode_from_coordinator, decode_from_node, encode
+from evergrad_coordinator.wire import (
+    MAX_LINE_BYTES,
+    ProtocolError,
+    decode_from_coordinator,
+    decode_from_node,
+    encode,
+)
 
-HELLO = Hello("r", "3", "a", "10.0.0.3", 2, "in-process", fingerprint={"torch": "2"}, had=Had(5, 2, 2, 8), known_generation=7)
+HELLO = Hello(
+    "r",
+    "3",
+    "a",
+    "10.0.0.3",
+    2,
+    "in-process",
+    fingerprint={"torch": "2"},
+    had=Had(5, 2, 2, 8),
+    known_generation=7,
+)
 
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=500)
@@ -35,7 +51,12 @@ NODE_MESSAGES = st.one_of(
     st.builds(Ready, *[st.integers(0, 2**53 - 1)] * 3, st.integers(-1, 2**53 - 1)),
     st.builds(Commit, st.integers(-(2**53) + 1, 2**53 - 1), st.integers(0, 2**40)),
     st.builds(Broken, st.integers(0, 9), st.just("stuck"), message=TEXTS),
-    st.builds(Progress, st.integers(0, 9), st.integers(0, 9), loss=st.none() | st.floats(allow_nan=False, allow_infinity=False)),
+    st.builds(
+        Progress,
+        st.integers(0, 9),
+        st.integers(0, 9),
+        loss=st.none() | st.floats(allow_nan=False, allow_infinity=False),
+    ),
 )
 
 
@@ -46,7 +67,9 @@ def test_what_a_node_encodes_is_what_the_coordinator_reads(message: Message) -> 
 
 def test_nested_and_optional_fields_survive_the_wire() -> None:
     assert decode_from_node(encode(HELLO)) == HELLO
-    assert decode_from_node(encode(dataclasses.replace(HELLO, had=None))) == dataclasses.replace(HELLO, had=None)
+    assert decode_from_node(encode(dataclasses.replace(HELLO, had=None))) == dataclasses.replace(
+        HELLO, had=None
+    )
 
 
 def test_every_message_has_a_type_of_its_own() -> None:
@@ -100,7 +123,9 @@ def test_a_wrong_field_of_a_nested_object_is_named() -> None:
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400])
 def test_a_number_that_is_not_finite_is_refused(number: str) -> None:
     with pytest.raises(ProtocolError):
-        decode_from_node(b'{"type": "progress", "generation": 1, "step": 1, "loss": ' + number.encode() + b"}")
+        decode_from_node(
+            b'{"type": "progress", "generation": 1, "step": 1, "loss": ' + number.encode() + b"}"
+        )
 
 
 def test_a_number_that_is_not_finite_is_not_sent() -> None:

@@ -21,20 +21,35 @@ def start_running(number: int = 3) -> Cluster:
 def test_a_running_group_is_described() -> None:
     cluster = start_running()
     node = cluster.nodes[0]
-    node.say(Progress(1, 40, total_steps=100, loss=2.5, tokens_per_second=9.0, eta_seconds=3.0, checkpoint_step=30))
+    node.say(
+        Progress(1, 40, total_steps=100, loss=2.5, tokens_per_second=9.0, eta_seconds=3.0, checkpoint_step=30)
+    )
     status = build_status(cluster.group, now=cluster.now + 2)
     assert json.loads(json.dumps(status, allow_nan=False)) == status
     assert (status["phase"], status["generation"], status["worldSize"]) == ("Running", 1, 3)
-    assert (status["step"], status["totalSteps"], status["loss"], status["checkpointStep"]) == (40, 100, 2.5, 30)
+    assert (status["step"], status["totalSteps"], status["loss"], status["checkpointStep"]) == (
+        40,
+        100,
+        2.5,
+        30,
+    )
     assert status["updatedSecondsAgo"] == 2
-    assert status["nodes"]["members"][1] == {"node": "1", "firstRank": 1, "workers": 1, "state": "running", "address": "10.0.0.1"}
+    assert status["nodes"]["members"][1] == {
+        "node": "1",
+        "firstRank": 1,
+        "workers": 1,
+        "state": "running",
+        "address": "10.0.0.1",
+    }
     assert status["lastFailure"] is None
     assert status["maxFailures"] == cluster.group.settings.max_failures_without_progress
 
 
 def test_what_is_not_known_is_null() -> None:
     status = build_status(Cluster().group, now=1000.0)
-    assert [status[key] for key in ("step", "totalSteps", "loss", "checkpointStep", "updatedSecondsAgo")] == [None] * 5
+    assert [status[key] for key in ("step", "totalSteps", "loss", "checkpointStep", "updatedSecondsAgo")] == [
+        None
+    ] * 5
     assert status["phase"] == "Waiting"
 
 
@@ -47,7 +62,9 @@ def test_members_are_listed_up_to_a_bound_and_counted() -> None:
 
 def test_the_last_failure_is_told() -> None:
     cluster = start_running()
-    cluster.nodes[1].say(Broken(1, "out_of_memory", rank=1, step=7, exit_code=-9, message="killed", time_since=1.0))
+    cluster.nodes[1].say(
+        Broken(1, "out_of_memory", rank=1, step=7, exit_code=-9, message="killed", time_since=1.0)
+    )
     failure = build_status(cluster.group, now=cluster.now)["lastFailure"]
     assert failure == {
         "generation": 1, "cause": "out_of_memory", "node": "1", "rank": 1, "step": 7, "exitCode": -9, "message": "killed",

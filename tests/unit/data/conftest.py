@@ -7,16 +7,26 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.prepare import prepare
 from evergrad_trainer.data.prepared import Prepared
 
-TOPICS = ["Evergrad trains.", "Ä, ö und ü kosten zwei Bytes.", "漢字 and 👩‍🚀 cost more.", "tab\tand\nnewline", "x" * 300]
+TOPICS = [
+    "Evergrad trains.",
+    "Ä, ö und ü kosten zwei Bytes.",
+    "漢字 and 👩‍🚀 cost more.",
+    "tab\tand\nnewline",
+    "x" * 300,
+]
 
 
 def build_training(**sections: Any) -> Training:
     """A small recipe over ``docs.jsonl``; ``data`` is merged, every other section replaces."""
-    data = {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16, **sections.pop("data", {})}
+    data = {
+        "sources": [{"name": "docs", "path": "docs.jsonl"}],
+        "sequenceLength": 16,
+        **sections.pop("data", {}),
+    }
     return Training.model_validate(
         {
             "model": {"config": {"model_type": "llama"}},
@@ -56,7 +66,12 @@ def prepared_in(tmp_path: Path) -> Callable[..., Prepared]:
     """``prepare`` of a recipe whose sources lie in ``tmp_path``."""
 
     def run(recipe: Training, **options: Any) -> Prepared:
-        return prepare(recipe, base_directory=tmp_path, prepared_directory=tmp_path / "prepared", **{"workers": 1, **options})
+        return prepare(
+            recipe,
+            base_directory=tmp_path,
+            prepared_directory=tmp_path / "prepared",
+            **{"workers": 1, **options},
+        )
 
     return run
 

@@ -68,14 +68,24 @@ def test_blank_lines_and_empty_texts_are_counted_and_no_error() -> None:
 @pytest.mark.parametrize(
     ("line", "reason", "what", "why"),
     [
-        (b"{", Reason.NOT_JSON, "the line is not JSON", "Expecting property name enclosed in double quotes at column 2"),
+        (
+            b"{",
+            Reason.NOT_JSON,
+            "the line is not JSON",
+            "Expecting property name enclosed in double quotes at column 2",
+        ),
         (b'{"text": "a"} x', Reason.NOT_JSON, "the line is not JSON", "Extra data at column 15"),
         (b'{"text": "a"}{"text": "b"}', Reason.NOT_JSON, "the line is not JSON", "Extra data at column 14"),
         (b"plain text", Reason.NOT_JSON, "the line is not JSON", "Expecting value at column 1"),
         (b"[" * 100_000, Reason.NOT_JSON, "the line is not JSON", "it is nested too deeply"),
         (b'{"text": ' + b"1" * 5000 + b"}", Reason.NOT_JSON, "the line is not JSON", "Exceeds the limit"),
         (b'{"text": "\xff"}', Reason.NOT_UTF8, "the line is not UTF-8", "a byte in it starts no character"),
-        (b'{"text": "\xed\xa0\x80"}', Reason.NOT_UTF8, "the line is not UTF-8", "a byte in it starts no character"),
+        (
+            b'{"text": "\xed\xa0\x80"}',
+            Reason.NOT_UTF8,
+            "the line is not UTF-8",
+            "a byte in it starts no character",
+        ),
         (b"[1]", Reason.NOT_AN_OBJECT, "the line holds a list", "each line is one JSON object"),
         (b'"a"', Reason.NOT_AN_OBJECT, "the line holds a string", "each line is one JSON object"),
         (b"null", Reason.NOT_AN_OBJECT, "the line holds null", "each line is one JSON object"),
@@ -120,7 +130,9 @@ def test_tallies_of_chunks_add_up_in_the_order_of_lines() -> None:
 
 
 def test_half_surrogate_pairs_are_replaced_and_counted_and_whole_ones_kept() -> None:
-    texts, _, tally = read(b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uDC00"}\n{"text": "\\\\ud800"}\n')
+    texts, _, tally = read(
+        b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n{"text": "\\uDC00"}\n{"text": "\\\\ud800"}\n'
+    )
     assert texts == ["a\ufffdb", "😀", "\ufffd", "\\ud800"]
     assert tally.repaired == 2
 
@@ -138,7 +150,9 @@ def test_a_file_that_became_shorter_is_noticed() -> None:
 @given(st.lists(st.binary(max_size=30), max_size=10), st.integers(1, 20))
 def test_no_bytes_whatever_make_the_reader_fail(lines: list[bytes], size: int) -> None:
     texts, numbers, tally = read(b"\n".join(lines), size=size)
-    count = b"\n".join(lines).count(b"\n") + (not b"\n".join(lines).endswith(b"\n") and bool(b"\n".join(lines)))
+    count = b"\n".join(lines).count(b"\n") + (
+        not b"\n".join(lines).endswith(b"\n") and bool(b"\n".join(lines))
+    )
     if b"\xef\xbb\xbf" not in b"\n".join(lines)[:3]:
         assert len(texts) + sum(tally.skipped.values()) == count
     assert len(numbers) == len(texts)

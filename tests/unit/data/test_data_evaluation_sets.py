@@ -16,11 +16,15 @@ def sequences(tmp_path: Path) -> list[TokenSequence]:
     ranges = {"a": np.arange(100), "b": np.arange(1000, 1050)}
     for name, tokens in ranges.items():
         tokens.astype("<u2").tofile(tmp_path / name)
-    return [TokenSequence("uint16", (Shard(tmp_path / name, 0, len(tokens)),)) for name, tokens in ranges.items()]
+    return [
+        TokenSequence("uint16", (Shard(tmp_path / name, 0, len(tokens)),)) for name, tokens in ranges.items()
+    ]
 
 
 def build(sequences: list[TokenSequence], *, limit: int | None = None, batch: int = 4) -> EvaluationSet:
-    return EvaluationSet("heldOut", sequences, sequence_length=10, micro_batch_size=batch, end_of_document=256, limit=limit)
+    return EvaluationSet(
+        "heldOut", sequences, sequence_length=10, micro_batch_size=batch, end_of_document=256, limit=limit
+    )
 
 
 def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -> None:
@@ -28,16 +32,27 @@ def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -
     batches = [one.batch(index) for index in range(one.num_batches)]
     assert (one.num_samples, one.num_batches) == (15, 4)
     assert [batch.input_ids.shape[0] for batch in batches] == [4, 4, 4, 3]
-    labels = [label for batch in batches for label in batch.labels.flatten().tolist() if label != IGNORE_INDEX]
+    labels = [
+        label for batch in batches for label in batch.labels.flatten().tolist() if label != IGNORE_INDEX
+    ]
     assert labels == [*range(1, 100), *range(1001, 1050)]
     assert sum(batch.valid_tokens for batch in batches) == 148
     assert [(batch.step, batch.slot) for batch in batches] == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
-def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(sequences: list[TokenSequence]) -> None:
+def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
+    sequences: list[TokenSequence],
+) -> None:
     one, again = build(sequences, limit=6), build(sequences, limit=6, batch=1)
     chosen = [sample for index in range(one.num_batches) for sample in one.batch(index).samples]
-    assert [(sample.source, sample.window) for sample in chosen] == [(0, 0), (0, 2), (0, 5), (0, 7), (1, 0), (1, 2)]
+    assert [(sample.source, sample.window) for sample in chosen] == [
+        (0, 0),
+        (0, 2),
+        (0, 5),
+        (0, 7),
+        (1, 0),
+        (1, 2),
+    ]
     assert chosen == [sample for index in range(again.num_batches) for sample in again.batch(index).samples]
     assert build(sequences, limit=99).num_samples == 15
 

@@ -3,12 +3,12 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
+from evergrad_manifest.errors import ConfigurationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evergrad_trainer.data.mixture import PERIOD, Mixture, quantise_weights
 from evergrad_trainer.data.order import Permutation, SampleId
-from evergrad_trainer.errors import ConfigurationError
 
 weights = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
 
@@ -54,7 +54,9 @@ def test_every_prefix_is_within_one_sample_of_the_wanted_shares(values: list[flo
 def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float]) -> None:
     shares = quantise_weights(values)
     assert sum(shares) == PERIOD
-    assert all(abs(share - value * PERIOD / sum(values)) < 1.001 for share, value in zip(shares, values, strict=True))
+    assert all(
+        abs(share - value * PERIOD / sum(values)) < 1.001 for share, value in zip(shares, values, strict=True)
+    )
 
 
 @settings(max_examples=20, deadline=None)
@@ -62,15 +64,21 @@ def test_shares_add_up_and_are_within_one_of_the_exact_ones(values: list[float])
 def test_counts_in_closed_form_equal_counting(values: list[float], position: int) -> None:
     mixture = Mixture([10**6] * len(values), weights=values, seed=3)
     located = mixture.locate_many(positions(position))
-    assert mixture.cursor(position) == np.bincount(located.sources.astype(int), minlength=len(values)).tolist()
+    assert (
+        mixture.cursor(position) == np.bincount(located.sources.astype(int), minlength=len(values)).tolist()
+    )
 
 
 @settings(max_examples=20, deadline=None)
 @given(values=weights, sizes=st.data(), first=st.integers(0, 10**12))
-def test_many_positions_at_once_equal_one_by_one(values: list[float], sizes: st.DataObject, first: int) -> None:
+def test_many_positions_at_once_equal_one_by_one(
+    values: list[float], sizes: st.DataObject, first: int
+) -> None:
     drawn = sizes.draw(st.lists(st.integers(1, 10**6), min_size=len(values), max_size=len(values)))
     mixture = Mixture(drawn, weights=values, seed=5)
-    assert mixture.locate_many(positions(30, first=first)).ids() == tuple(map(mixture.locate, range(first, first + 30)))
+    assert mixture.locate_many(positions(30, first=first)).ids() == tuple(
+        map(mixture.locate, range(first, first + 30))
+    )
 
 
 def test_one_source_is_its_permutations_one_epoch_after_the_other() -> None:
@@ -92,14 +100,18 @@ def test_each_window_appears_exactly_once_in_each_epoch_of_its_source() -> None:
         ids = list(zip(located.epochs[chosen].tolist(), located.windows[chosen].tolist(), strict=True))
         whole_epochs = cursors[source] // size
         assert len(set(ids)) == len(ids)
-        assert sorted(ids[: whole_epochs * size]) == [(epoch, window) for epoch in range(whole_epochs) for window in range(size)]
+        assert sorted(ids[: whole_epochs * size]) == [
+            (epoch, window) for epoch in range(whole_epochs) for window in range(size)
+        ]
 
 
 def test_a_weight_too_small_to_be_kept_is_refused_with_the_smallest_that_would_do() -> None:
     with pytest.raises(ConfigurationError) as caught:
         quantise_weights([1.0, 1e-7])
     message = str(caught.value)
-    assert message.startswith("spec.training.data.sources[1].weight: 1e-07 is too small a share of all weights")
+    assert message.startswith(
+        "spec.training.data.sources[1].weight: 1e-07 is too small a share of all weights"
+    )
     assert "at least 1.6e-05" in message
     assert min(quantise_weights([1.0, 1.6e-5])) == 1
 

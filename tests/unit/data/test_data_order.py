@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from evergrad_trainer.data.order import Permutation, SampleId, absorb, mix, mix_many, sample_hash, sample_hashes
+from evergrad_trainer.data.order import (
+    Permutation,
+    SampleId,
+    absorb,
+    mix,
+    mix_many,
+    sample_hash,
+    sample_hashes,
+)
 
 seeds = st.integers(0, 2**63 - 1)
 
@@ -20,14 +28,25 @@ GOLDEN = [
     ),
     (
         (42, 0, 1, 2**40),
-        [686703482180, 1092319463982, 688510377766, 1054828938424, 580624270113, 885454128918, 1020395324057, 164915171058],
+        [
+            686703482180,
+            1092319463982,
+            688510377766,
+            1054828938424,
+            580624270113,
+            885454128918,
+            1020395324057,
+            164915171058,
+        ],
         725573140721,
     ),
 ]
 
 
 @pytest.mark.parametrize(("key", "first", "last"), GOLDEN)
-def test_the_order_is_a_contract_and_its_values_never_change(key: tuple[int, ...], first: list[int], last: int) -> None:
+def test_the_order_is_a_contract_and_its_values_never_change(
+    key: tuple[int, ...], first: list[int], last: int
+) -> None:
     seed, source, epoch, size = key
     permutation = Permutation(seed=seed, source=source, epoch=epoch, size=size)
     assert [permutation(index) for index in range(len(first))] == first
@@ -53,7 +72,9 @@ def test_every_permutation_of_any_size_is_a_bijection(seed: int, source: int, ep
 def test_many_at_once_equals_one_by_one(seed: int, size: int, data: st.DataObject) -> None:
     permutation = Permutation(seed=seed, source=1, epoch=2, size=size)
     indices = data.draw(st.lists(st.integers(0, size - 1), max_size=40))
-    assert permutation.many(np.array(indices, dtype=np.uint64)).tolist() == [permutation(index) for index in indices]
+    assert permutation.many(np.array(indices, dtype=np.uint64)).tolist() == [
+        permutation(index) for index in indices
+    ]
     assert all(0 <= permutation(index) < size for index in indices)
 
 
@@ -61,7 +82,10 @@ def test_many_at_once_equals_one_by_one(seed: int, size: int, data: st.DataObjec
 @given(st.lists(st.integers(0, 2**64 - 1), min_size=4, max_size=4))
 def test_hashes_of_many_samples_equal_the_hash_of_each(values: list[int]) -> None:
     columns = [np.array([value, value ^ 1], dtype=np.uint64) for value in values]
-    expected = [sample_hash(values[0], SampleId(*values[1:])), sample_hash(values[0] ^ 1, SampleId(*(v ^ 1 for v in values[1:])))]
+    expected = [
+        sample_hash(values[0], SampleId(*values[1:])),
+        sample_hash(values[0] ^ 1, SampleId(*(v ^ 1 for v in values[1:]))),
+    ]
     assert sample_hashes(*columns).tolist() == expected
     assert mix_many(columns[0]).tolist() == [mix(values[0]), mix(values[0] ^ 1)]
 
@@ -81,14 +105,20 @@ def test_small_permutations_are_uniform(size: int) -> None:
     """Chi-square of where each element goes over many keys; 4 Feistel rounds fail this by far, 6 narrowly."""
     keys, counts, indices = 4000, np.zeros((size, size)), np.arange(size, dtype=np.uint64)
     for seed in range(keys):
-        counts[np.arange(size), Permutation(seed=seed, source=0, epoch=0, size=size).many(indices).astype(int)] += 1
+        counts[
+            np.arange(size), Permutation(seed=seed, source=0, epoch=0, size=size).many(indices).astype(int)
+        ] += 1
     expected, freedom = keys / size, (size - 1) ** 2
     deviation = (((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5
     assert deviation < 4.5
 
 
 def test_neighbours_of_a_large_permutation_are_unrelated() -> None:
-    images = Permutation(seed=5, source=0, epoch=3, size=10**9).many(np.arange(100_000, dtype=np.uint64)).astype(float)
+    images = (
+        Permutation(seed=5, source=0, epoch=3, size=10**9)
+        .many(np.arange(100_000, dtype=np.uint64))
+        .astype(float)
+    )
     assert abs(np.corrcoef(images[:-1], images[1:])[0, 1]) < 0.02
     histogram = np.histogram(images, bins=100, range=(0, 10**9))[0]
     assert ((histogram - 1000) ** 2 / 1000).sum() < 170  # 99 degrees of freedom

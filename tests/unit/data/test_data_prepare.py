@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation import chunk
 from evergrad_trainer.data.preparation.durable import disk_problem
 from evergrad_trainer.data.prepare import PrepareProgress, check_unchanged
@@ -29,7 +29,10 @@ def tokens_of(sequence: TokenSequence | None) -> list[int]:
     if sequence is None:
         return []
     dtype = np.dtype(sequence.dtype)
-    parts = (np.fromfile(s.path, dtype=dtype, count=s.tokens, offset=s.start * dtype.itemsize) for s in sequence.shards)
+    parts = (
+        np.fromfile(s.path, dtype=dtype, count=s.tokens, offset=s.start * dtype.itemsize)
+        for s in sequence.shards
+    )
     return [int(token) for part in parts for token in part]
 
 
@@ -46,7 +49,11 @@ def texts_of(sequence: TokenSequence | None) -> list[str]:
 
 
 def tree_of(directory: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
 
 
 def message_of(prepare: Prepare, recipe: Training) -> str:
@@ -69,13 +76,22 @@ def test_documents_become_tokens_in_their_order_each_with_its_end(
         ends = np.flatnonzero(np.fromfile(shard.path, dtype="<u2") == 256) + 1
         assert starts[:, 0].tolist() == [0, *ends[:-1].tolist()]
     lines = np.concatenate(
-        [np.fromfile(shard.documents, dtype="<i8").reshape(-1, 2)[:, 1] for shard in source.train.shards if shard.documents]
+        [
+            np.fromfile(shard.documents, dtype="<i8").reshape(-1, 2)[:, 1]
+            for shard in source.train.shards
+            if shard.documents
+        ]
     )
     assert lines.tolist() == list(range(1, len(topics) + 1))
 
 
 def test_a_second_preparation_finds_everything_done(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     first = prepared_in(training())
@@ -142,7 +158,8 @@ def test_what_changes_the_bytes_changes_the_fingerprint(
 
 
 @pytest.mark.parametrize(
-    ("held_out", "count"), [({"fraction": 0.1}, 5), ({"fraction": 0.001}, 1), ({"count": 7}, 7), ({"count": 49}, 49)]
+    ("held_out", "count"),
+    [({"fraction": 0.1}, 5), ({"fraction": 0.001}, 1), ({"count": 7}, 7), ({"count": 49}, 49)],
 )
 def test_held_out_documents_are_chosen_by_the_seed_and_never_trained_on(
     tmp_path: Path,
@@ -164,7 +181,9 @@ def test_held_out_documents_are_chosen_by_the_seed_and_never_trained_on(
     assert texts_of(other.held_out) != chosen
 
 
-def test_the_held_out_split_counts_documents_and_not_lines(tmp_path: Path, training: Recipe, prepared_in: Prepare) -> None:
+def test_the_held_out_split_counts_documents_and_not_lines(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
     lines = ["", "bad", '{"text": ""}', *(json.dumps({"text": f"text {number}"}) for number in range(10))]
     (tmp_path / "docs.jsonl").write_text("\n".join(lines * 3))
     (source,) = prepared_in(training(data={"malformed": "skip", "heldOut": {"fraction": 0.5}})).sources
@@ -173,9 +192,16 @@ def test_the_held_out_split_counts_documents_and_not_lines(tmp_path: Path, train
     assert source.malformed == 3
 
 
-@pytest.mark.parametrize(("held_out", "wanted"), [({"count": 3}, 3), ({"fraction": 0.9}, 3), ({"count": 10}, 10)])
+@pytest.mark.parametrize(
+    ("held_out", "wanted"), [({"count": 3}, 3), ({"fraction": 0.9}, 3), ({"count": 10}, 10)]
+)
 def test_a_split_that_leaves_nothing_to_train_on_is_refused(
-    tmp_path: Path, training: Recipe, documents: Write, prepared_in: Prepare, held_out: dict[str, float], wanted: int
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    prepared_in: Prepare,
+    held_out: dict[str, float],
+    wanted: int,
 ) -> None:
     path = documents(tmp_path / "docs.jsonl", ["a", "b", "c"])
     assert message_of(prepared_in, training(data={"heldOut": held_out})) == (
@@ -204,12 +230,17 @@ def test_malformed_lines_are_refused_naming_the_first_five_and_their_number(
         f"{path}:{line}: the line is not JSON; Expecting value at column 1. Correct the line, or set {policy} to skip."
         for line in (2, 4)
     ]
-    assert [problem.partition(": ")[0] for problem in problems] == [*(f"{path}:{line}" for line in (2, 4, 6, 8, 10)), str(path)]
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        *(f"{path}:{line}" for line in (2, 4, 6, 8, 10)),
+        str(path),
+    ]
     assert problems[5].startswith(f"{path}: 100 of 200 lines are malformed; the first 5 are named above.")
     assert list((tmp_path / "prepared").iterdir()) == []
 
 
-def test_a_single_malformed_line_is_one_message(tmp_path: Path, training: Recipe, prepared_in: Prepare) -> None:
+def test_a_single_malformed_line_is_one_message(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
     (tmp_path / "docs.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n{"text": "b"}\n')
     assert message_of(prepared_in, training()) == (
         f"{tmp_path / 'docs.jsonl'}:2: the line is not UTF-8; a byte in it starts no character. "
@@ -227,12 +258,30 @@ def test_a_torn_last_line_says_that_the_file_may_be_truncated(
     assert "the file ends within this line, so it may be truncated. Copy the file again" in message
 
 
-def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(tmp_path: Path, training: Recipe, prepared_in: Prepare) -> None:
-    lines = [b'{"text": "a"}', b"bad", b"[]", b'{"x": 1}', b"\xff", b"", b'{"text": ""}', b'{"text": "\\ud800"}']
+def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
+    lines = [
+        b'{"text": "a"}',
+        b"bad",
+        b"[]",
+        b'{"x": 1}',
+        b"\xff",
+        b"",
+        b'{"text": ""}',
+        b'{"text": "\\ud800"}',
+    ]
     (tmp_path / "docs.jsonl").write_bytes(b"\n".join(lines))
     (source,) = prepared_in(training(data={"malformed": "skip"})).sources
     assert texts_of(source.train) == ["a", "\ufffd"]
-    assert source.skipped == {"notJson": 1, "notAnObject": 1, "noText": 1, "notUtf8": 1, "blankLine": 1, "emptyText": 1}
+    assert source.skipped == {
+        "notJson": 1,
+        "notAnObject": 1,
+        "noText": 1,
+        "notUtf8": 1,
+        "blankLine": 1,
+        "emptyText": 1,
+    }
     assert (source.malformed, source.repaired) == (4, 1)
 
 
@@ -274,7 +323,9 @@ def test_evaluation_sources_are_prepared_whole(
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     documents(tmp_path / "eval.jsonl", ["one", "two"])
-    recipe = training(data={"heldOut": {"count": 2}}, evaluation={"sources": [{"name": "eval", "path": "eval.jsonl"}]})
+    recipe = training(
+        data={"heldOut": {"count": 2}}, evaluation={"sources": [{"name": "eval", "path": "eval.jsonl"}]}
+    )
     prepared = prepared_in(recipe)
     assert texts_of(prepared.evaluation[0].train) == ["one", "two"]
     assert prepared.evaluation[0].held_out is None
@@ -294,16 +345,22 @@ def test_a_tokens_file_is_read_where_it_lies_and_its_end_is_held_out(
     assert whole.fingerprint != split.fingerprint
 
 
-def test_what_is_wrong_with_a_tokens_file_is_said(tmp_path: Path, training: Recipe, prepared_in: Prepare) -> None:
+def test_what_is_wrong_with_a_tokens_file_is_said(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
     np.array([1, 2, 300, 4], dtype="<u2").tofile(tmp_path / "ids.bin")
     sources = [{"name": "flat", "type": "tokens", "path": "ids.bin"}]
-    assert "token 2 is 300; the tokenizer has the ids 0 to 256" in message_of(prepared_in, training(data={"sources": sources}))
+    assert "token 2 is 300; the tokenizer has the ids 0 to 256" in message_of(
+        prepared_in, training(data={"sources": sources})
+    )
     np.array([1, 2, 3], dtype="<u2").tofile(tmp_path / "ids.bin")
     message = message_of(prepared_in, training(data={"sources": sources, "heldOut": {"fraction": 0.1}}))
     assert "holds 3 tokens and 2 would be held out; none would remain for training" in message
 
 
-def test_a_count_of_documents_cannot_be_held_out_of_a_tokens_file(tmp_path: Path, training: Recipe, prepared_in: Prepare) -> None:
+def test_a_count_of_documents_cannot_be_held_out_of_a_tokens_file(
+    tmp_path: Path, training: Recipe, prepared_in: Prepare
+) -> None:
     np.array([1, 2, 3, 4], dtype="<u2").tofile(tmp_path / "ids.bin")
     data = {"sources": [{"name": "flat", "type": "tokens", "path": "ids.bin"}], "heldOut": {"count": 1}}
     assert message_of(prepared_in, training(data=data)).startswith(
@@ -324,13 +381,17 @@ def test_damaged_prepared_data_is_named_with_its_remedy(
         f"{shard}: has {len(whole) - 2} bytes and should have {len(whole)}; the prepared data is damaged. {remedy}"
     )
     shard.unlink()
-    assert message_of(prepared_in, training()).startswith(f"{shard}: cannot be read (No such file or directory)")
+    assert message_of(prepared_in, training()).startswith(
+        f"{shard}: cannot be read (No such file or directory)"
+    )
     index = directory / "index.json"
     for content in ("{", "[]", '{"format": 99}', '{"format": 1}'):
         index.write_text(content)
         assert message_of(prepared_in, training()).startswith(f"{index}: is not an index")
     index.unlink()
-    assert message_of(prepared_in, training()) == f"{index}: is missing; the prepared data is damaged. {remedy}"
+    assert (
+        message_of(prepared_in, training()) == f"{index}: is missing; the prepared data is damaged. {remedy}"
+    )
     shutil.rmtree(directory)
     assert prepared_in(training()).sources[0].train == source.train
 
@@ -389,11 +450,19 @@ def test_progress_counts_the_bytes_of_every_source_in_every_phase(
         assert counts == sorted(counts)
         assert counts[-1] == total
     assert {progress.source for progress in seen} == {"docs", "b"}
-    assert (seen[-1].documents, seen[-1].tokens) == (70, sum(source.train.tokens for source in prepared.sources))
+    assert (seen[-1].documents, seen[-1].tokens) == (
+        70,
+        sum(source.train.tokens for source in prepared.sources),
+    )
 
 
 def test_an_interrupted_preparation_goes_on_with_the_chunks_it_has(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     recipe = training(data={"heldOut": {"fraction": 0.2}})
@@ -424,7 +493,12 @@ def test_an_interrupted_preparation_goes_on_with_the_chunks_it_has(
 
 
 def test_a_finished_chunk_whose_file_was_cut_short_is_made_again(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Prepare, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents(tmp_path / "docs.jsonl", topics)
     real = os.rename
@@ -450,12 +524,18 @@ def test_a_finished_chunk_whose_file_was_cut_short_is_made_again(
     [
         (errno.ENOSPC, "could not be written; No space left on device", "Free space on the file system of "),
         (errno.EDQUOT, "could not be written; Disk quota exceeded", "Free space on the file system of "),
-        (errno.EROFS, "may not be written; Read-only file system", "Change its permissions, or set data.preparedDirectory"),
+        (
+            errno.EROFS,
+            "may not be written; Read-only file system",
+            "Change its permissions, or set data.preparedDirectory",
+        ),
         (errno.EIO, "could not be read or written; Input/output error", "Check the path and the file system"),
     ],
 )
 def test_what_a_failing_disk_means_is_said(number: int, what: str, remedy: str) -> None:
-    problem = str(disk_problem(OSError(number, os.strerror(number), "/data/prepared/x.tokens"), Path("/data/prepared")))
+    problem = str(
+        disk_problem(OSError(number, os.strerror(number), "/data/prepared/x.tokens"), Path("/data/prepared"))
+    )
     assert problem.startswith(f"/data/prepared/x.tokens: {what}. {remedy}")
 
 
@@ -464,7 +544,9 @@ def test_a_prepared_directory_that_is_a_file_is_named(
 ) -> None:
     documents(tmp_path / "docs.jsonl", ["a"])
     (tmp_path / "prepared").write_text("in the way")
-    assert message_of(prepared_in, training()).startswith(f"{tmp_path / 'prepared'}: could not be read or written; File exists")
+    assert message_of(prepared_in, training()).startswith(
+        f"{tmp_path / 'prepared'}: could not be read or written; File exists"
+    )
 
 
 def test_a_tokenizer_that_drops_a_whole_text_leaves_no_empty_document(

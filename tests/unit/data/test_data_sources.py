@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from evergrad_trainer.data.preparation import scan_cache, sources
 from evergrad_trainer.data.preparation.scan_cache import scan_cached
-from evergrad_trainer.data.preparation.sources import Scan, SourceFile, raise_if_out_of_vocabulary, scan_source, source_problems
+from evergrad_trainer.data.preparation.sources import (
+    Scan,
+    SourceFile,
+    raise_if_out_of_vocabulary,
+    scan_source,
+    source_problems,
+)
 from evergrad_trainer.errors import DataError
 
 
@@ -33,9 +39,15 @@ def age(path: Path, seconds: float = 60) -> None:
     os.utime(path, (then, then))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
-    lines=st.lists(st.binary(max_size=40).map(lambda data: data.replace(b"\n", b" ")), min_size=1, max_size=30),
+    lines=st.lists(
+        st.binary(max_size=40).map(lambda data: data.replace(b"\n", b" ")), min_size=1, max_size=30
+    ),
     ends=st.booleans(),
     chunk=st.integers(1, 100),
     block=st.integers(1, 64),
@@ -44,7 +56,9 @@ def test_chunks_are_whole_lines_that_cover_the_file(
     lines: list[bytes], ends: bool, chunk: int, block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = b"\n".join(lines) + (b"\n" if ends else b"")
-    if not data or data.startswith((b"\x1f\x8b", b"BZh", b"PK", b"PAR1", b"\xff\xfe", b"\xfe\xff", b"\xfd7", b"\x28\xb5")):
+    if not data or data.startswith(
+        (b"\x1f\x8b", b"BZh", b"PK", b"PAR1", b"\xff\xfe", b"\xfe\xff", b"\xfd7", b"\x28\xb5")
+    ):
         return
     (tmp_path / "f").write_bytes(data)
     monkeypatch.setattr(sources, "SMALLEST_CHUNK", chunk)
@@ -82,7 +96,10 @@ def test_what_is_wrong_with_a_file_is_said_with_its_path(tmp_path: Path) -> None
     field = "spec.training.data.sources[0]"
     relative = "Check the path; it is relative to the manifest's directory."
     assert message("none") == f"does not exist; {field}.path names it. {relative}"
-    assert message("") == f"is a directory; {field}.path names it. Name one file; several files are several sources."
+    assert (
+        message("")
+        == f"is a directory; {field}.path names it. Name one file; several files are several sources."
+    )
     assert message("empty").startswith(f"is empty; {field}.path names it.")
     assert message("pipe").startswith("is not a regular file")
     assert message("fine/below").startswith("cannot be read; Not a directory")
@@ -143,7 +160,9 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """How often a file was really read."""
     calls: list[Path] = []
     real = scan_cache.scan_source
-    monkeypatch.setattr(scan_cache, "scan_source", lambda source, **rest: calls.append(source.path) or real(source, **rest))
+    monkeypatch.setattr(
+        scan_cache, "scan_source", lambda source, **rest: calls.append(source.path) or real(source, **rest)
+    )
     return lambda: len(calls)
 
 
@@ -167,15 +186,23 @@ def test_a_touched_file_is_read_again_and_a_changed_one_is_noticed_even_at_the_s
     reads = counting(monkeypatch)
     first = scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None)
     age(path)
-    assert scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).content_hash == first.content_hash
+    assert (
+        scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).content_hash
+        == first.content_hash
+    )
     stamp = path.stat()
     path.write_text('{"text": "b"}\n')
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).content_hash != first.content_hash
+    assert (
+        scan_cached(source_of(path), tmp_path / "scans", on_bytes=lambda _: None).content_hash
+        != first.content_hash
+    )
     assert reads() == 3
 
 
-def test_a_file_written_a_moment_ago_is_not_trusted_to_its_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_written_a_moment_ago_is_not_trusted_to_its_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "f"
     path.write_text('{"text": "a"}\n')
     reads = counting(monkeypatch)
@@ -185,7 +212,9 @@ def test_a_file_written_a_moment_ago_is_not_trusted_to_its_times(tmp_path: Path,
     assert not (tmp_path / "scans").exists()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99, "scan": {}}', '{"format": 1, "scan": {"stat": {}}}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"format": 99, "scan": {}}', '{"format": 1, "scan": {"stat": {}}}']
+)
 def test_a_broken_memory_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str) -> None:
     path = tmp_path / "f"
     path.write_text('{"text": "a"}\n')

@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from evergrad_manifest.errors import ConfigurationError
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.order import SampleId, sample_hash
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch, TrainingStream
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import ConfigurationError, DataError
+from evergrad_trainer.errors import DataError
 
 Recipe = Callable[..., Training]
 Write = Callable[[Path, Sequence[str]], Path]
@@ -29,7 +30,11 @@ SOURCES = [
 
 @pytest.fixture
 def build(
-    tmp_path: Path, training: Recipe, documents: Write, topics: list[str], prepared_in: Callable[..., Prepared]
+    tmp_path: Path,
+    training: Recipe,
+    documents: Write,
+    topics: list[str],
+    prepared_in: Callable[..., Prepared],
 ) -> Callable[..., Data]:
     """Data of two sources, ``docs`` and ``flat``."""
     documents(tmp_path / "docs.jsonl", topics)
@@ -60,7 +65,10 @@ def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data
         assert batch.input_ids.shape == batch.labels.shape == (2, 16)
         assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
         first = (step - 1) * 8 + slot * 2
-        assert batch.sample_hash == sum(sample_hash(first + at, sample) for at, sample in enumerate(batch.samples)) % 2**64
+        assert (
+            batch.sample_hash
+            == sum(sample_hash(first + at, sample) for at, sample in enumerate(batch.samples)) % 2**64
+        )
         learned = batch.labels != IGNORE_INDEX
         assert batch.valid_tokens == int(learned.sum())
         shifted = learned[:, :-1]
@@ -133,10 +141,17 @@ class ElasticRun:
         return samples, sum(batch.sample_hash for batch in by_slot.values()) % 2**64
 
 
-def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(build: Callable[..., Data]) -> None:
+def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
+    build: Callable[..., Data],
+) -> None:
     stream = build(batching={"globalBatchSize": 12, "microBatchSize": 1}).train
     total = 8
-    expected = [sample for step in range(1, total + 1) for slot in range(12) for sample in stream.slot(step, slot).samples]
+    expected = [
+        sample
+        for step in range(1, total + 1)
+        for slot in range(12)
+        for sample in stream.slot(step, slot).samples
+    ]
     hashes = set()
     for seed in range(300):
         run = ElasticRun(stream, random.Random(seed))
@@ -153,7 +168,9 @@ def test_each_sample_appears_once_an_epoch_under_every_plan(build: Callable[...,
     for seed in range(5):
         run = ElasticRun(stream, random.Random(seed))
         run.train(total)
-        seen = Counter((sample.epoch, sample.window) for step in range(1, total + 1) for sample in run.rows[step][0])
+        seen = Counter(
+            (sample.epoch, sample.window) for step in range(1, total + 1) for sample in run.rows[step][0]
+        )
         assert max(seen.values()) == 1
         assert all((epoch, window) in seen for epoch in (0, 1) for window in range(stream.num_samples))
 
@@ -163,7 +180,10 @@ def test_the_cursor_is_each_sources_next_index_after_a_finished_step(build: Call
     assert stream.cursor(0) == {"docs": 0, "flat": 0}
     for step in (1, 5, 40):
         counted = Counter(
-            sample.source for one in range(1, step + 1) for slot in range(4) for sample in stream.slot(one, slot).samples
+            sample.source
+            for one in range(1, step + 1)
+            for slot in range(4)
+            for sample in stream.slot(one, slot).samples
         )
         assert stream.cursor(step) == {"docs": counted[0], "flat": counted[1]}
 
@@ -185,13 +205,19 @@ def test_the_fingerprint_follows_everything_that_changes_a_step(build: Callable[
     assert len({base, *(other.fingerprint for other in others)}) == len(others) + 1
 
 
-def test_a_sample_is_described_by_its_place_in_the_source_file(build: Callable[..., Data], topics: list[str]) -> None:
+def test_a_sample_is_described_by_its_place_in_the_source_file(
+    build: Callable[..., Data], topics: list[str]
+) -> None:
     stream = build().train
     starts = np.cumsum([0, *(len(topic.encode()) + 1 for topic in topics)])
     for window in (0, 3, 40):
-        first, last = (int(np.searchsorted(starts, token, side="right")) for token in (window * 16, window * 16 + 16))
+        first, last = (
+            int(np.searchsorted(starts, token, side="right")) for token in (window * 16, window * 16 + 16)
+        )
         lines = f"line {first}" if first == last else f"lines {first} to {last}"
-        assert stream.describe(SampleId(0, 2, window)) == f"docs/epoch 2/window {window} (docs.jsonl, {lines})"
+        assert (
+            stream.describe(SampleId(0, 2, window)) == f"docs/epoch 2/window {window} (docs.jsonl, {lines})"
+        )
     assert stream.describe(SampleId(1, 0, 2)) == "flat/epoch 0/window 2 (ids.bin, tokens 32 to 48)"
 
 
@@ -211,7 +237,9 @@ def test_held_out_documents_and_evaluation_sources_become_sets(
     assert [one.name for one in data.evaluation] == ["heldOut", "other"]
     assert data.vocab_size == 257
     held_out = data.evaluation[0]
-    assert {sample.source for index in range(held_out.num_batches) for sample in held_out.batch(index).samples} == {0, 1}
+    assert {
+        sample.source for index in range(held_out.num_batches) for sample in held_out.batch(index).samples
+    } == {0, 1}
     assert [one.name for one in build().evaluation] == []
 
 

@@ -21,14 +21,16 @@ from evergrad_trainer.errors import DataError, VolumeError
 END = 256
 
 
-def write_shards(directory: Path, sizes: Sequence[int], *, dtype: Dtype = "uint16", before: int = 0) -> TokenSequence:
+def write_shards(
+    directory: Path, sizes: Sequence[int], *, dtype: Dtype = "uint16", before: int = 0
+) -> TokenSequence:
     """Tokens 0, 1, 2, … over files of these sizes; each file begins with ``before`` tokens that are not part of it."""
     shards, first = [], 0
     for number, size in enumerate(sizes):
         path = directory / f"{dtype}-{number}.tokens"
-        np.concatenate([np.full(before, 9), np.arange(first, first + size)]).astype(np.dtype(dtype).newbyteorder("<")).tofile(
-            path
-        )
+        np.concatenate([np.full(before, 9), np.arange(first, first + size)]).astype(
+            np.dtype(dtype).newbyteorder("<")
+        ).tofile(path)
         shards.append(Shard(path, before, size))
         first += size
     return TokenSequence(dtype, tuple(shards))
@@ -38,7 +40,11 @@ def reader_of(sequence: TokenSequence, length: int) -> TokenReader:
     return TokenReader(sequence, sequence_length=length, end_of_document=END)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=8).filter(lambda sizes: sum(sizes) >= 2),
     length=st.integers(1, 50),
@@ -52,9 +58,15 @@ def test_every_token_but_the_first_is_a_label_exactly_once(
     reader, total = reader_of(sequence, length), sum(sizes)
     windows = reader.read(range(reader.num_windows))
     assert windows.tokens.shape == (reader.num_windows, length + 1)
-    labels = [token for row, count in zip(windows.tokens, windows.lengths, strict=True) for token in row[1:count]]
+    labels = [
+        token for row, count in zip(windows.tokens, windows.lengths, strict=True) for token in row[1:count]
+    ]
     assert labels == list(range(1, total))
-    inputs = [token for row, count in zip(windows.tokens, windows.lengths, strict=True) for token in row[: count - 1]]
+    inputs = [
+        token
+        for row, count in zip(windows.tokens, windows.lengths, strict=True)
+        for token in row[: count - 1]
+    ]
     assert inputs == list(range(total - 1))
     filled = windows.tokens[-1][windows.lengths[-1] :]
     assert (filled == END).all()
@@ -62,7 +74,8 @@ def test_every_token_but_the_first_is_a_label_exactly_once(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "length", "windows"), [(0, 8, 0), (1, 8, 0), (2, 8, 1), (9, 8, 1), (10, 8, 2), (17, 8, 2), (10**15, 1000, 10**12)]
+    ("tokens", "length", "windows"),
+    [(0, 8, 0), (1, 8, 0), (2, 8, 1), (9, 8, 1), (10, 8, 2), (17, 8, 2), (10**15, 1000, 10**12)],
 )
 def test_the_number_of_windows_follows_from_the_tokens(tokens: int, length: int, windows: int) -> None:
     assert count_windows(tokens, length) == windows

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from evergrad_trainer.config.training import Tokenizer
+from evergrad_manifest.training import Tokenizer
 from evergrad_trainer.data.tokenizers import (
     BYTE_END,
     ByteTokenizer,
@@ -94,7 +94,10 @@ def test_a_transformers_directory_gives_transformers_ids(tmp_path: Path) -> None
     from transformers import AutoTokenizer
 
     directory = train_bpe(tmp_path / "bpe")
-    ours, theirs = load_directory(directory), AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    ours, theirs = (
+        load_directory(directory),
+        AutoTokenizer.from_pretrained(str(directory), local_files_only=True),
+    )
     assert (ours.vocab_size, ours.end_of_document) == (len(theirs), theirs.eos_token_id)
     texts = [*ODD, "the lazy end", "half \ud800"]
     for text, ids in zip(texts, ours.encode_many(texts), strict=True):
@@ -105,7 +108,9 @@ def test_a_transformers_directory_gives_transformers_ids(tmp_path: Path) -> None
     assert ours.decode(tokens[: lengths[:2].sum()]) == "plain"
 
 
-def test_a_helper_process_gets_the_same_ids_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_helper_process_gets_the_same_ids_in_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     ours = load_directory(train_bpe(tmp_path / "bpe"))
     helper = load_json(ours.to_json(), end_of_document=ours.end_of_document, identity=ours.identity)
@@ -120,7 +125,10 @@ def test_saving_a_directory_tokenizer_copies_what_makes_it(tmp_path: Path) -> No
     ours.save_pretrained(tmp_path / "copy")
     again = load_directory(tmp_path / "copy")
     assert again.identity == ours.identity
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
 def test_a_directory_of_an_older_kind_is_converted(tmp_path: Path) -> None:
@@ -129,7 +137,9 @@ def test_a_directory_of_an_older_kind_is_converted(tmp_path: Path) -> None:
     model = json.loads((directory / "tokenizer.json").read_text())["model"]
     (directory / "tokenizer.json").unlink()
     (directory / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (directory / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n")
+    (directory / "merges.txt").write_text(
+        "#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]) + "\n"
+    )
     config = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|endoftext|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     assert load_directory(directory).encode_many(["the quick end"])[0].tolist() == expected
@@ -175,11 +185,15 @@ def test_what_is_wrong_with_a_directory_is_said_with_its_remedy(tmp_path: Path) 
     (tmp_path / "empty").mkdir()
     assert "holds no tokenizer; there is no tokenizer.json" in message_of(tmp_path / "empty")
     assert "no eos_token is named there" in message_of(train_bpe(tmp_path / "noend", eos=None))
-    assert "its eos_token 'zzz' is not in the vocabulary" in message_of(train_bpe(tmp_path / "wrongend", eos="zzz"))
+    assert "its eos_token 'zzz' is not in the vocabulary" in message_of(
+        train_bpe(tmp_path / "wrongend", eos="zzz")
+    )
     assert message_of(tmp_path / "wrongend").endswith("Set eos_token in tokenizer_config.json.")
 
 
-@pytest.mark.parametrize("content", ["{}", "no json", '{"version":"1.0","model":{"type":"Nonsense"}}', "\udcff"])
+@pytest.mark.parametrize(
+    "content", ["{}", "no json", '{"version":"1.0","model":{"type":"Nonsense"}}', "\udcff"]
+)
 def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str) -> None:
     directory = train_bpe(tmp_path / "bpe")
     (directory / "tokenizer.json").write_bytes(content.encode("utf-8", "surrogateescape"))
@@ -205,5 +219,10 @@ def test_code_of_a_directory_is_never_run(tmp_path: Path) -> None:
 
 def test_a_manifest_names_its_tokenizer_relative_to_its_own_directory(tmp_path: Path) -> None:
     train_bpe(tmp_path / "bpe")
-    assert load_tokenizer(Tokenizer.model_validate({"type": "transformers", "path": "bpe"}), tmp_path).end_of_document == 0
+    assert (
+        load_tokenizer(
+            Tokenizer.model_validate({"type": "transformers", "path": "bpe"}), tmp_path
+        ).end_of_document
+        == 0
+    )
     assert load_tokenizer(Tokenizer(), tmp_path).identity == "byte-1"

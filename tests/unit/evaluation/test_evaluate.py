@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
-from evergrad_trainer.evaluation.evaluate import EvaluationResult, Evaluator
+from evergrad_trainer.training.evaluation import EvaluationResult, Evaluator
 from evergrad_trainer.world import World
 
 
@@ -53,9 +53,13 @@ class Table(nn.Module):
 
 def make(model: nn.Module, size: int, *, is_sharded: bool = False) -> Evaluator:
     def loss_sum(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        return functional.cross_entropy(
+            model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        )
 
-    return Evaluator(model=model, loss_sum=loss_sum, micro_batch_size=size, is_sharded=is_sharded, autocast=nullcontext)
+    return Evaluator(
+        model=model, loss_sum=loss_sum, micro_batch_size=size, is_sharded=is_sharded, autocast=nullcontext
+    )
 
 
 def rows(count: int = 11) -> torch.Tensor:
@@ -69,7 +73,9 @@ def world(rank: int = 0, size: int = 1) -> World:
 
 
 def run(evaluator: Evaluator, samples: Any, where: World | None = None) -> EvaluationResult:
-    result = evaluator.run(samples, where or world(), is_stopping=lambda: False, on_progress=lambda done, total: None)
+    result = evaluator.run(
+        samples, where or world(), is_stopping=lambda: False, on_progress=lambda done, total: None
+    )
     assert result is not None
     return result
 
@@ -78,7 +84,9 @@ def run(evaluator: Evaluator, samples: Any, where: World | None = None) -> Evalu
 def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) -> None:
     model, labels = Table(), rows()
     inputs = (labels.clamp(min=0) + 1) % 7
-    expected = functional.cross_entropy(model.eval()(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
+    expected = functional.cross_entropy(
+        model.eval()(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
+    )
     result = run(make(model, size), Samples(labels, size))
     assert result.tokens == 11 * 5 - 3
     assert result.loss == pytest.approx(float(expected.detach()), rel=1e-6)
@@ -91,7 +99,9 @@ def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
     whole = run(make(model, 2), samples)
     parts = [run(make(model, 2), samples, world(rank, size)) for rank in range(size)]
     assert sum(part.tokens for part in parts) == whole.tokens
-    assert sum(part.loss * part.tokens for part in parts) == pytest.approx(whole.loss * whole.tokens, rel=1e-12)
+    assert sum(part.loss * part.tokens for part in parts) == pytest.approx(
+        whole.loss * whole.tokens, rel=1e-12
+    )
 
 
 def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing() -> None:
@@ -118,11 +128,15 @@ def test_evaluation_draws_no_random_numbers_and_puts_the_mode_back() -> None:
 
 def test_a_stop_ends_it_without_a_result_and_with_the_mode_put_back() -> None:
     model = Table()
-    result = make(model, 1).run(Samples(rows(), 1), world(), is_stopping=lambda: True, on_progress=lambda done, total: None)
+    result = make(model, 1).run(
+        Samples(rows(), 1), world(), is_stopping=lambda: True, on_progress=lambda done, total: None
+    )
     assert result is None and model.training
 
 
 def test_progress_counts_batches_of_all_ranks() -> None:
     told: list[tuple[int, int]] = []
-    make(Table(), 2).run(Samples(rows(), 2), world(0, 4), is_stopping=lambda: False, on_progress=lambda *one: told.append(one))
+    make(Table(), 2).run(
+        Samples(rows(), 2), world(0, 4), is_stopping=lambda: False, on_progress=lambda *one: told.append(one)
+    )
     assert told == [(4, 6), (6, 6)]

@@ -46,13 +46,19 @@ def exact_sum(model: nn.Module, slots_per_step: int = 4) -> ExactSum:
 def test_bucketed_slots_sum_to_the_gradient_of_one_big_batch() -> None:
     model = make_model()
     sums = accumulate(model, BucketedSum(list(model.parameters()), bucket_bytes=64), slots(4))
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(sums, plain_gradients(slots(4)), strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        for a, b in zip(sums, plain_gradients(slots(4)), strict=True)
+    )
 
 
 def test_exact_slots_sum_to_the_gradient_of_one_big_batch() -> None:
     model = make_model()
     sums = accumulate(model, exact_sum(model), slots(4))
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(sums, plain_gradients(slots(4)), strict=True))
+    assert all(
+        torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+        for a, b in zip(sums, plain_gradients(slots(4)), strict=True)
+    )
 
 
 def test_a_second_step_begins_from_zero() -> None:
@@ -165,4 +171,6 @@ def test_a_parameter_without_a_gradient_gets_one_of_zero_in_every_world(kind: st
     sums.finish()
     gradients = [parameter.grad for parameter in parameters]
     assert all(gradient is not None for gradient in gradients)
-    assert [bool(gradient.any()) for gradient in gradients if gradient is not None] == [True] * 4 + [False] * 2
+    assert [bool(gradient.any()) for gradient in gradients if gradient is not None] == [True] * 4 + [
+        False
+    ] * 2

@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 import torch
 
-from evergrad_trainer.config.training import Model
+from evergrad_manifest.training import Model
 from evergrad_trainer.data.stream import IGNORE_INDEX
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, count_parameters, plan_model
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 
-TINY = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+TINY = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 
 
 def plan(base: Path, vocab_size: int = 257, **model: Any) -> ModelPlan:
@@ -86,10 +92,16 @@ def test_the_count_of_parameters_is_the_models(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [TINY, {**TINY, "tie_word_embeddings": True}, {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2}],
+    [
+        TINY,
+        {**TINY, "tie_word_embeddings": True},
+        {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2},
+    ],
     ids=["llama", "tied llama", "gpt2"],
 )
-def test_a_model_that_a_checkpoint_follows_has_the_same_tensors(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_a_model_that_a_checkpoint_follows_has_the_same_tensors(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     one = plan(tmp_path, config=config)
     whole = build_model(one, seed=0, precision="fp32")
     empty = build_model(one, seed=0, precision="fp32", with_weights=False)
@@ -99,9 +111,12 @@ def test_a_model_that_a_checkpoint_follows_has_the_same_tensors(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("precision", "dtype"), [("fp32", torch.float32), ("bf16-autocast", torch.float32), ("bf16", torch.bfloat16)]
+    ("precision", "dtype"),
+    [("fp32", torch.float32), ("bf16-autocast", torch.float32), ("bf16", torch.bfloat16)],
 )
-def test_the_precision_decides_the_type_of_the_weights(tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
+def test_the_precision_decides_the_type_of_the_weights(
+    tmp_path: Path, precision: str, dtype: torch.dtype
+) -> None:
     model = build_model(plan(tmp_path, config=TINY), seed=0, precision=precision)
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert model.training and not model.config.use_cache
@@ -137,7 +152,9 @@ EXPERTS = {
 
 
 def trouble(base: Path, **config: Any) -> str:
-    return "\n".join(map(str, check_experts(plan(base, config=config).config, where="spec.training.model.config")))
+    return "\n".join(
+        map(str, check_experts(plan(base, config=config).config, where="spec.training.model.config"))
+    )
 
 
 def test_a_mixture_of_experts_without_its_router_loss_is_refused(tmp_path: Path) -> None:

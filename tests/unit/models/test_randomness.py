@@ -26,7 +26,10 @@ def test_parts_of_a_key_are_not_interchangeable() -> None:
 
 
 def test_neighbouring_seeds_share_no_bits_to_speak_of() -> None:
-    pairs = [(keyed_seed(0, step, 0, Purpose.FORWARD), keyed_seed(0, step + 1, 0, Purpose.FORWARD)) for step in range(500)]
+    pairs = [
+        (keyed_seed(0, step, 0, Purpose.FORWARD), keyed_seed(0, step + 1, 0, Purpose.FORWARD))
+        for step in range(500)
+    ]
     different = [bin(one ^ other).count("1") for one, other in pairs]
     assert 29 < sum(different) / len(different) < 34
 

@@ -11,9 +11,9 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
+from evergrad_manifest.errors import ConfigurationError
 
 from evergrad_trainer.cli.run_arguments import check_arguments_of_script
-from evergrad_trainer.errors import ConfigurationError
 from evergrad_trainer.node.chaos import (
     DisturbedNodes,
     Tally,
@@ -55,7 +55,11 @@ def test_a_kind_of_chaos_consists_of_one_disturbance_at_a_time(kind: str, only: 
 
 
 def test_all_nodes_are_lost_rarely_and_never_together_with_something_else() -> None:
-    events = [event for event in islice(plan_events(4), EVENTS) if any(one.kind == "lose_all" for one in event.disturbances)]
+    events = [
+        event
+        for event in islice(plan_events(4), EVENTS)
+        if any(one.kind == "lose_all" for one in event.disturbances)
+    ]
     assert 0 < len(events) < EVENTS / 20
     assert {len(event.disturbances) for event in events} == {1}
 
@@ -98,7 +102,9 @@ def test_lost_seconds_go_on_when_the_coordinator_that_counted_them_is_gone() -> 
 
 
 def test_the_summary_names_events_generations_and_causes() -> None:
-    tally = Tally(num_events=3, generation=9, kinds={"kill_node": 2, "join": 1}, lost_seconds={"node_lost": 0.32})
+    tally = Tally(
+        num_events=3, generation=9, kinds={"kill_node": 2, "join": 1}, lost_seconds={"node_lost": 0.32}
+    )
     assert describe_tally(tally, repeated=0) == (
         "chaos: 3 events (1 join, 2 kill node), generation 9, steps repeated: 0, longest recovery 0.0 s, "
         "seconds lost by cause: node lost 0.3"
@@ -174,7 +180,9 @@ def test_a_node_that_was_asked_to_leave_comes_back(nodes: DisturbedNodes) -> Non
     assert nodes.ended == {} and nodes.away == set()
 
 
-def test_a_node_that_was_killed_on_its_way_out_is_replaced_and_counts_as_there_again(nodes: DisturbedNodes) -> None:
+def test_a_node_that_was_killed_on_its_way_out_is_replaced_and_counts_as_there_again(
+    nodes: DisturbedNodes,
+) -> None:
     first = nodes.alive()[0]
     os.kill(first, signal.SIGKILL)
     nodes.away.add(0)
@@ -200,7 +208,9 @@ def wait_for_handlers(nodes: DisturbedNodes) -> None:
     """Until all nodes would leave when asked."""
 
     def catches(pid: int) -> bool:
-        line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt"))
+        line = next(
+            line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+        )
         return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
     poll_until(nodes, lambda: all(catches(pid) for pid in nodes.alive().values()))

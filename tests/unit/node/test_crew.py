@@ -11,12 +11,12 @@ import pytest
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Go
-from evergrad_trainer.elastic import channel as say
-from evergrad_trainer.elastic.channel import Channel
-from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.node import crew as crew_module
 from evergrad_trainer.node.crew import Bounds, InProcessCrew
 from evergrad_trainer.node.workers import Worker
+from evergrad_trainer.worker import channel as say
+from evergrad_trainer.worker.channel import Channel
+from evergrad_trainer.worker.pulse import Pulse
 
 
 @dataclass
@@ -102,11 +102,15 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     started: list[Worker] = []
     killed: list[int] = []
-    monkeypatch.setattr(Worker, "kill", lambda self: (killed.append(self.serial), setattr(self, "was_killed", True)))
+    monkeypatch.setattr(
+        Worker, "kill", lambda self: (killed.append(self.serial), setattr(self, "was_killed", True))
+    )
 
     def start(local_rank: int, serial: int) -> Worker:
         process = SimpleNamespace(pid=100 + serial, exitcode=None)
-        worker = Worker(local_rank, serial, cast(Any, process), cast(Channel, Sent()), Pulse(), None, last_heard=now[0])
+        worker = Worker(
+            local_rank, serial, cast(Any, process), cast(Channel, Sent()), Pulse(), None, last_heard=now[0]
+        )
         started.append(worker)
         return worker
 
@@ -160,7 +164,9 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
     room.crew.begin(go(3))
     assert room.crew.place == go(3)
     for worker, rank in ((first, 2), (second, 3)):
-        assert [*room.sent(worker)][-1:] == [say.Begin(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="2 nodes are here")]
+        assert [*room.sent(worker)][-1:] == [
+            say.Begin(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="2 nodes are here")
+        ]
     room.crew.hear(first, say.Up(3, 0))
     assert room.reports.take() == []
     room.crew.hear(second, say.Up(3, 0))
@@ -180,12 +186,20 @@ def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(roo
     assert room.crew.place is None
 
 
-def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stays(room: Room, now: list[float]) -> None:
+def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stays(
+    room: Room, now: list[float]
+) -> None:
     first, second = room.begin(3)
     second.pulse.beat(9, 4)
     room.crew.end(second, -signal.SIGKILL)
     (broken,) = room.reports.take_broken()
-    assert (broken.cause, broken.rank, broken.step, broken.exit_code, broken.is_final) == ("worker_crash", 3, 9, -9, False)
+    assert (broken.cause, broken.rank, broken.step, broken.exit_code, broken.is_final) == (
+        "worker_crash",
+        3,
+        9,
+        -9,
+        False,
+    )
     assert broken.message == "was killed by SIGKILL in step 9, slot 4; its samples are samples of 9/4"
     assert room.crew.place is None, "a group without one of its ranks is not had any more"
     room.crew.tick()
@@ -205,10 +219,14 @@ def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
         room.crew.end(worker, -signal.SIGKILL)
     room.reports.take_broken()
     room.crew.change(say.Change(4, hard=True), cause="")
-    assert ("ready", 4, 0, -1) in room.reports.take(), "the others need not wait for a new worker to hear that the old are gone"
+    assert ("ready", 4, 0, -1) in room.reports.take(), (
+        "the others need not wait for a new worker to hear that the old are gone"
+    )
 
 
-@pytest.mark.parametrize(("code", "words"), [(0, "ended with exit code 0 before the run was over"), (3, "exit code 3")])
+@pytest.mark.parametrize(
+    ("code", "words"), [(0, "ended with exit code 0 before the run was over"), (3, "exit code 3")]
+)
 def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(room: Room, code: int, words: str) -> None:
     first, _ = room.begin(3)
     room.crew.end(first, code)
@@ -240,7 +258,9 @@ def test_a_worker_that_lost_a_peer_says_so_and_lives(room: Room) -> None:
     assert len(room.started) == 2 and room.killed == []
 
 
-def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(room: Room, now: list[float]) -> None:
+def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(
+    room: Room, now: list[float]
+) -> None:
     first, second = room.begin(3)
     now[0] += 60.0
     room.crew.tick()
@@ -276,7 +296,9 @@ def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Roo
     assert set(room.killed) == {first.serial, second.serial}
 
 
-def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(room: Room, now: list[float]) -> None:
+def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(
+    room: Room, now: list[float]
+) -> None:
     first, second = room.begin(3)
     room.crew.change(say.Change(4, hard=True), cause="", is_only_holder=True)
     pass_seconds(room, now, 300)
@@ -285,7 +307,9 @@ def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(room
     assert set(room.killed) == {first.serial, second.serial}
 
 
-def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(room: Room, now: list[float]) -> None:
+def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
+    room: Room, now: list[float]
+) -> None:
     """How long its slots take is not known: the queue of an accelerator may hold minutes of work."""
     first, second = room.begin(3)
     second.pulse.beat(1, 0)
@@ -341,14 +365,18 @@ def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
     assert len(room.started) == 2, "nobody is started while the node ends"
 
 
-def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(room: Room, now: list[float]) -> None:
+def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
+    room: Room, now: list[float]
+) -> None:
     room.crew.start()
     for _ in range(2):
         room.crew.end(room.started[-1], 70)
         now[0] += 1.0
         room.crew.tick()
     last = room.started[-1]
-    room.crew.hear(last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False))
+    room.crew.hear(
+        last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False)
+    )
     room.crew.end(last, 70)
     assert len(room.started) == 4
     ((name, message, kind),) = room.reports.take()
@@ -360,7 +388,10 @@ def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
     """The worker ends with a volume that is away, which all ranks met together."""
     worker.state, worker.inside_generation, worker.pulse._values[0] = "inside", 3, step
     room.crew.hear(
-        worker, say.Failed(3, step, 70, "VolumeError", "stale", is_final=False, is_agreed=True, kind=ErrorKind.ENVIRONMENT)
+        worker,
+        say.Failed(
+            3, step, 70, "VolumeError", "stale", is_final=False, is_agreed=True, kind=ErrorKind.ENVIRONMENT
+        ),
     )
     room.crew.end(worker, 70)
 
@@ -381,7 +412,9 @@ def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_anothe
     assert "stale" in message and kind is ErrorKind.ENVIRONMENT
 
 
-def test_a_host_that_makes_progress_between_its_failures_is_not_given_up(room: Room, now: list[float]) -> None:
+def test_a_host_that_makes_progress_between_its_failures_is_not_given_up(
+    room: Room, now: list[float]
+) -> None:
     worker, _ = room.begin(3)
     for step in range(6):
         fail_of_environment(room, worker, step=step)

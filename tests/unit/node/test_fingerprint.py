@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.config.script import Script
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.script import Script
 from evergrad_trainer.node import fingerprint as module
 from evergrad_trainer.node.fingerprint import fingerprint, hash_script
 
@@ -28,7 +28,11 @@ def write(folder: Path, **changes: str) -> Path:
     return folder
 
 
-COMMANDS = [["train.py", "--config", "config.yaml"], ["-m", "train", "config.yaml"], ["python3", "train.py", "config.yaml"]]
+COMMANDS = [
+    ["train.py", "--config", "config.yaml"],
+    ["-m", "train", "config.yaml"],
+    ["python3", "train.py", "config.yaml"],
+]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -47,18 +51,24 @@ def test_a_change_of_any_file_that_the_script_is_made_of_is_another_script(
 def test_what_a_script_writes_beside_itself_is_no_other_script(tmp_path: Path, command: list[str]) -> None:
     script = Script(command=(*command, "state.pt"))
     before = hash_script(script, write(tmp_path))
-    write(tmp_path, **{"runs/copy/train.py": "x", "state.pt": "y", "written.py": "z", "package/notes.txt": "n"})
+    write(
+        tmp_path, **{"runs/copy/train.py": "x", "state.pt": "y", "written.py": "z", "package/notes.txt": "n"}
+    )
     assert hash_script(script, tmp_path) == before
 
 
-@pytest.mark.parametrize("text", ["import train\nimport helper\n", "not python (\n", "from ....... import a\n", "import a.b.c\n"])
+@pytest.mark.parametrize(
+    "text", ["import train\nimport helper\n", "not python (\n", "from ....... import a\n", "import a.b.c\n"]
+)
 def test_any_text_has_a_hash(tmp_path: Path, text: str) -> None:
     script = Script(command=("train.py",))
     assert len(hash_script(script, write(tmp_path, **{"train.py": text}))) == 16
     assert len(hash_script(script, tmp_path / "nowhere")) == 16
 
 
-def test_device_and_image_are_part_of_what_nodes_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_and_image_are_part_of_what_nodes_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = TrainingRun.model_validate(
         {
             "apiVersion": "evergrad.dev/v1alpha1",
@@ -73,6 +83,12 @@ def test_device_and_image_are_part_of_what_nodes_share(tmp_path: Path, monkeypat
         monkeypatch.setattr(module, "count_accelerators", lambda count=count: count)
         found.append(fingerprint(run, tmp_path))
     assert [one.pop("device") for one in found] == ["cpu", "cuda"]
-    assert found[0] == found[1] and found[0].keys() == {"torch", "evergrad", "configuration", "transformers", "script"}
+    assert found[0] == found[1] and found[0].keys() == {
+        "torch",
+        "evergrad",
+        "configuration",
+        "transformers",
+        "script",
+    }
     monkeypatch.setenv(module.IMAGE_DIGEST_VARIABLE, "sha256:1234")
     assert fingerprint(run, tmp_path)["image"] == "sha256:1234"

@@ -10,10 +10,10 @@ import pytest
 from evergrad.board_file import LEASE_LOST
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result
-from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node import fresh
 from evergrad_trainer.node.ends import decide_why
 from evergrad_trainer.node.fresh import FreshCrew
+from evergrad_trainer.worker import channel as say
 
 DONE, USER_ERROR, SAVED, UNSAVED = 0, 64, 75, 76
 
@@ -118,7 +118,13 @@ def test_workers_are_started_with_torchruns_variables() -> None:
     first, second = Scene().begin()
     assert first.variables["RANK"] == "2" and second.variables["RANK"] == "3"
     assert second.variables["LOCAL_RANK"] == "1"
-    wanted = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    wanted = {
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "1234",
+    }
     assert wanted.items() <= first.variables.items()
     assert first.variables["TORCHELASTIC_USE_AGENT_STORE"] == "True"
 
@@ -211,7 +217,9 @@ def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
         (LEASE_LOST, True, "asked"),
     ],
 )
-def test_why_a_worker_ended_is_decided_by_its_code_and_by_whether_it_was_asked(code: int, was_asked: bool, why: str) -> None:
+def test_why_a_worker_ended_is_decided_by_its_code_and_by_whether_it_was_asked(
+    code: int, was_asked: bool, why: str
+) -> None:
     assert decide_why(code, was_asked=was_asked) == why
 
 
@@ -223,7 +231,14 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
     for generation in (1, 2, 3):
         first, second = scene.begin(generation)
         first.failure = say.Failed(
-            -1, -1, 70, "VolumeError", "the volume is stale", is_final=True, is_agreed=True, kind="environment"
+            -1,
+            -1,
+            70,
+            "VolumeError",
+            "the volume is stale",
+            is_final=True,
+            is_agreed=True,
+            kind="environment",
         )
         report, *rest = scene.end(first, 70)
         assert isinstance(report, Broken) and (report.cause, report.is_final) == ("environment", False)

@@ -7,14 +7,15 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from evergrad_manifest.errors import EvergradError, InputError, Problem
 
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_trainer import session
-from evergrad_trainer.elastic.channel import Failed, channel_pair
-from evergrad_trainer.elastic.pulse import Pulse
-from evergrad_trainer.errors import EvergradError, InputError, PeerLostError, Problem, SaveError, VolumeError
+from evergrad_trainer.errors import PeerLostError, SaveError, VolumeError
 from evergrad_trainer.node import run
-from evergrad_trainer.stages import SessionPlan
+from evergrad_trainer.worker import session
+from evergrad_trainer.worker.channel import Failed, channel_pair
+from evergrad_trainer.worker.pulse import Pulse
+from evergrad_trainer.worker.stages import SessionPlan
 
 
 @pytest.fixture(autouse=True)
@@ -48,5 +49,11 @@ def test_a_fresh_worker_names_the_kind_of_its_error(
         ours.close()
         theirs.close()
     assert isinstance(words, Failed)
-    assert (words.generation, words.exit_code, words.kind, words.is_final, words.is_agreed) == (7, code, kind, is_final, False)
+    assert (words.generation, words.exit_code, words.kind, words.is_final, words.is_agreed) == (
+        7,
+        code,
+        kind,
+        is_final,
+        False,
+    )
     assert str(error) in words.text

@@ -19,5 +19,7 @@ from evergrad_trainer.node.local import combine_node_codes
     ],
     ids=str,
 )
-def test_the_gravest_that_counts_wins_and_an_unsaved_state_is_never_called_saved(codes: list[int], expected: int) -> None:
+def test_the_gravest_that_counts_wins_and_an_unsaved_state_is_never_called_saved(
+    codes: list[int], expected: int
+) -> None:
     assert combine_node_codes(dict(enumerate(codes))) == expected

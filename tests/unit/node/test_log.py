@@ -66,7 +66,9 @@ def test_a_coordinator_that_does_not_answer_is_told_again_and_again(monkeypatch:
     with speaking_as("0", stream=stream), contextlib.suppress(asyncio.CancelledError):
         asyncio.run(warn_of_silence(seconds_since_contact, address="coordinator:29400"))
     never, still, again = stream.getvalue().splitlines()
-    assert never.startswith("[node 0] warning: the coordinator at coordinator:29400 has never answered, in 0 s; still trying.")
+    assert never.startswith(
+        "[node 0] warning: the coordinator at coordinator:29400 has never answered, in 0 s; still trying."
+    )
     assert still == never
     assert "has not answered for 5 s" in again
     assert os.linesep not in again

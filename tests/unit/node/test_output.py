@@ -10,7 +10,9 @@ import pytest
 from evergrad_trainer.node.output import WorkerOutput
 
 
-def read_all(path: Path, write: Callable[[int, list[int]], None], *, is_forwarded: bool = True) -> WorkerOutput:
+def read_all(
+    path: Path, write: Callable[[int, list[int]], None], *, is_forwarded: bool = True
+) -> WorkerOutput:
     """What becomes of what ``write(descriptor, ranks)`` writes; ``ranks[0]`` is the worker's rank at that moment."""
 
     async def run() -> WorkerOutput:
@@ -29,9 +31,13 @@ def read_all(path: Path, write: Callable[[int, list[int]], None], *, is_forwarde
     return asyncio.run(run())
 
 
-def test_a_worker_speaks_also_where_its_file_cannot_be_opened(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_speaks_also_where_its_file_cannot_be_opened(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "logs").write_text("no folder")
-    output = read_all(tmp_path / "logs" / "out", lambda descriptor, ranks: os.write(descriptor, b"one\n") and None)
+    output = read_all(
+        tmp_path / "logs" / "out", lambda descriptor, ranks: os.write(descriptor, b"one\n") and None
+    )
     assert list(output.last_lines) == ["one"]
     assert "one" in capfd.readouterr().err
 
@@ -43,25 +49,40 @@ def test_lines_carry_the_rank_of_their_moment(tmp_path: Path, capfd: pytest.Capt
         os.write(descriptor, b"ee without an end")
 
     output = read_all(tmp_path / "logs" / "out", write)
-    assert capfd.readouterr().err == "[node 3 rank 5] one\n[node 3 rank 5] two\n[node 3 rank 5] three without an end\n"
+    assert (
+        capfd.readouterr().err
+        == "[node 3 rank 5] one\n[node 3 rank 5] two\n[node 3 rank 5] three without an end\n"
+    )
     assert (tmp_path / "logs" / "out").read_bytes() == b"one\ntwo\nthree without an end"
     assert list(output.last_lines) == ["one", "two", "three without an end"]
 
 
-def test_a_worker_without_a_rank_and_bytes_that_are_no_text(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_without_a_rank_and_bytes_that_are_no_text(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     read_all(tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"\xff\xfe\n") and None)
     assert capfd.readouterr().err.startswith("[node 3] ")
     assert (tmp_path / "out").read_bytes() == b"\xff\xfe\n"
 
 
-def test_what_is_not_forwarded_is_kept_all_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    output = read_all(tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"x\n") and None, is_forwarded=False)
-    assert capfd.readouterr().err == "" and (tmp_path / "out").read_text() == "x\n" and list(output.last_lines) == ["x"]
+def test_what_is_not_forwarded_is_kept_all_the_same(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    output = read_all(
+        tmp_path / "out", lambda descriptor, _: os.write(descriptor, b"x\n") and None, is_forwarded=False
+    )
+    assert (
+        capfd.readouterr().err == ""
+        and (tmp_path / "out").read_text() == "x\n"
+        and list(output.last_lines) == ["x"]
+    )
 
 
 def test_the_last_lines_are_few_and_a_later_process_adds_to_the_file(tmp_path: Path) -> None:
     lines = b"".join(b"line %d\n" % number for number in range(100))
     for _ in range(2):
-        output = read_all(tmp_path / "out", lambda descriptor, _: os.write(descriptor, lines) and None, is_forwarded=False)
+        output = read_all(
+            tmp_path / "out", lambda descriptor, _: os.write(descriptor, lines) and None, is_forwarded=False
+        )
     assert (output.last_lines[0], output.last_lines[-1]) == ("line 60", "line 99")
     assert (tmp_path / "out").read_bytes() == lines * 2

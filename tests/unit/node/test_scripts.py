@@ -9,20 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_trainer.config.loader import load_manifest
-from evergrad_trainer.config.script import Script
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.script import Script
+from evergrad_manifest.script_files import script_problems
 from evergrad_trainer.node.scripts import _imports_of, preload
-from evergrad_trainer.script_files import script_problems
 
 ROOT = Path(__file__).resolve().parents[3]
 
 RUNNER = """
 import json, sys
 from pathlib import Path
-from evergrad_trainer.config.loader import load_manifest
-from evergrad_trainer.config.script import Script
-from evergrad_trainer.elastic.channel import channel_pair
-from evergrad_trainer.elastic.pulse import Pulse
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.script import Script
+from evergrad_trainer.worker.channel import channel_pair
+from evergrad_trainer.worker.pulse import Pulse
 from evergrad_trainer.node.scripts import run_script
 ours, theirs = channel_pair()
 script = Script.model_validate(json.loads(sys.argv[1]))
@@ -87,7 +87,9 @@ def test_an_error_is_told_with_its_last_frames(tmp_path: Path) -> None:
 
 def test_only_known_libraries_that_the_script_imports_are_loaded_before_the_fork(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text("import numpy as np\nimport mine\nfrom torch import nn\ndef f():\n    from os import path\n", "utf-8")
+    path.write_text(
+        "import numpy as np\nimport mine\nfrom torch import nn\ndef f():\n    from os import path\n", "utf-8"
+    )
     assert _imports_of(path) == {"numpy", "mine", "torch", "os"}
     assert preload(Script(command=("train.py",)), tmp_path) == ("torch", "numpy")
 

@@ -36,13 +36,13 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_coordinator.wire import decode_from_node, encode
-from evergrad_trainer.elastic.channel import Change, Ended, Observed
 from evergrad_trainer.node import stopping
 from evergrad_trainer.node import supervisor as supervisor_module
 from evergrad_trainer.node.crew import Crew
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
+from evergrad_trainer.worker.channel import Change, Ended, Observed
 
 SECONDS = 100.0
 M = TypeVar("M", bound=Message)
@@ -173,7 +173,9 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
-        await until(lambda: scene.crew.was_told("change") == [(Change(7, hard=False), "3 nodes are here", False)])
+        await until(
+            lambda: scene.crew.was_told("change") == [(Change(7, hard=False), "3 nodes are here", False)]
+        )
         scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
         again = await scene.accept()
@@ -186,8 +188,12 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
     assert play(tmp_path, script) == 75
 
 
-@pytest.mark.parametrize("broken", [None, Broken(7, "worker_crash", rank=2, message="ended with exit code 3")])
-def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running(tmp_path: Path, broken: Broken | None) -> None:
+@pytest.mark.parametrize(
+    "broken", [None, Broken(7, "worker_crash", rank=2, message="ended with exit code 3")]
+)
+def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running(
+    tmp_path: Path, broken: Broken | None
+) -> None:
     async def script(scene: Scene) -> None:
         scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer = await scene.accept()
@@ -203,7 +209,9 @@ def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running
     assert play(tmp_path, script) == 0
 
 
-def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears_of_it(tmp_path: Path) -> None:
+def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears_of_it(
+    tmp_path: Path,
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
         await peer.hear(Hello)
@@ -247,7 +255,9 @@ def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> Non
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         for step, checkpoint_step in ((10, None), (12, 10), (13, 10), (14, 10), (25, 20), (26, 20)):
-            scene.supervisor.reported({"rank": 0, "generation": 3, "step": step, "checkpoint_step": checkpoint_step})
+            scene.supervisor.reported(
+                {"rank": 0, "generation": 3, "step": step, "checkpoint_step": checkpoint_step}
+            )
         scene.supervisor.reported({"rank": 1, "generation": 3, "step": 26, "checkpoint_step": 25})
         scene.supervisor.done(Done(3))
         said = await peer.hear_until(Done)
@@ -321,11 +331,17 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: 
 @pytest.mark.parametrize(
     ("message", "code", "kind"),
     [
-        (End(exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"), 70, ErrorKind.INTERNAL),
+        (
+            End(exit_code=70, reason="FailuresWithoutProgress", message="rank 1 failed 3 times"),
+            70,
+            ErrorKind.INTERNAL,
+        ),
         (End(exit_code=64, reason="UserError", message="the data is empty"), 64, ErrorKind.INPUT),
     ],
 )
-def test_the_coordinator_s_last_words_are_the_node_s(tmp_path: Path, message: Any, code: int, kind: ErrorKind) -> None:
+def test_the_coordinator_s_last_words_are_the_node_s(
+    tmp_path: Path, message: Any, code: int, kind: ErrorKind
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
         await peer.hear(Hello)
@@ -371,7 +387,9 @@ def test_a_node_that_is_let_in_at_last_serves(tmp_path: Path, monkeypatch: pytes
     assert play(tmp_path, script) == 0
 
 
-def test_a_node_that_is_refused_can_be_asked_to_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_is_refused_can_be_asked_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(supervisor_module, "_REFUSED_SECONDS", (3600.0,))
 
     async def script(scene: Scene) -> None:
@@ -386,7 +404,9 @@ def test_a_node_that_is_refused_can_be_asked_to_leave(tmp_path: Path, monkeypatc
     assert play(tmp_path, script) == 75
 
 
-def test_a_value_that_no_message_can_hold_is_dropped_alone_and_not_kept_for_the_next_connection(tmp_path: Path) -> None:
+def test_a_value_that_no_message_can_hold_is_dropped_alone_and_not_kept_for_the_next_connection(
+    tmp_path: Path,
+) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
         nan = float("nan")
@@ -408,7 +428,9 @@ def fail(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("a fault of ours")
 
 
-@pytest.mark.parametrize("part", ["tick", "conversation with the coordinator", "last words", "take_report", "leave"])
+@pytest.mark.parametrize(
+    "part", ["tick", "conversation with the coordinator", "last words", "take_report", "leave"]
+)
 def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_path: Path, part: str) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
@@ -445,7 +467,9 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_pat
         (TimeoutError("a fault of ours"), ErrorKind.INTERNAL),
     ],
 )
-def test_an_error_of_the_crew_is_not_taken_for_a_broken_connection(tmp_path: Path, error: Exception, kind: ErrorKind) -> None:
+def test_an_error_of_the_crew_is_not_taken_for_a_broken_connection(
+    tmp_path: Path, error: Exception, kind: ErrorKind
+) -> None:
     def fail_to_start(go: Go) -> None:
         raise error
 
@@ -472,7 +496,9 @@ def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(tmp_path: P
     assert play(tmp_path, script) == 76
 
 
-def test_a_node_that_nobody_lets_go_ends_when_its_time_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_nobody_lets_go_ends_when_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(stopping, "_ALONE_SECONDS", 0.0)
 
     async def script(scene: Scene) -> None:

@@ -21,7 +21,7 @@ def work(channel, pulse):
     return 0
 
 if __name__ == "__main__":
-    from evergrad_trainer.elastic.channel import Ping
+    from evergrad_trainer.worker.channel import Ping
 
     worker = start_worker(work, WorkerOrder(0, 1, sys.argv[1], "both", "0.0"), variables={"RANK": "3"})
     worker.channel.send(Ping())

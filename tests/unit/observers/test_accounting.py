@@ -27,7 +27,9 @@ def _check_sum(goodput: Goodput, elapsed: float) -> None:
     assert goodput.elapsed_seconds == pytest.approx(elapsed, abs=1e-4)
 
 
-def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=200))
     goodput = _account(read_history(run.directory))
     _check_sum(goodput, run.now - synthetic.BEGIN)
@@ -36,13 +38,20 @@ def test_an_undisturbed_run_loses_only_startup_saves_evaluations_and_pauses(tmp_
     assert goodput.lost_seconds["checkpoint"] == pytest.approx(4 * synthetic.BLOCKING_SECONDS)
     assert goodput.lost_seconds["evaluation"] == pytest.approx(5 * synthetic.EVALUATION_SECONDS)
     assert goodput.lost_seconds["other"] == pytest.approx(199 * synthetic.PAUSE_SECONDS, abs=1e-4)
-    assert goodput.lost_seconds["recompute"] == goodput.lost_seconds["downtime"] == goodput.lost_seconds["restore"] == 0
+    assert (
+        goodput.lost_seconds["recompute"]
+        == goodput.lost_seconds["downtime"]
+        == goodput.lost_seconds["restore"]
+        == 0
+    )
     assert goodput.ratio == pytest.approx(100 / (run.now - synthetic.BEGIN))
     assert goodput.restarts == () and goodput.notes == ()
     assert [process.ended for process in goodput.processes] == ["complete"]
 
 
-def test_steps_after_the_last_checkpoint_of_a_killed_process_are_recomputed(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_steps_after_the_last_checkpoint_of_a_killed_process_are_recomputed(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
     run.write(synthetic.Process(last=200, resumed_from=50, downtime_seconds=30.0))
@@ -81,7 +90,9 @@ def test_a_stop_by_signal_loses_no_step(tmp_path: Path, synthetic: ModuleType) -
     assert goodput.restarts[0].downtime_seconds == pytest.approx(5.0)
 
 
-def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=56, ended="failed"))
     run.write(synthetic.Process(last=60, resumed_from=50, ended="killed"))
@@ -93,7 +104,9 @@ def test_a_failure_is_told_apart_from_a_kill_and_carries_its_error(tmp_path: Pat
     assert goodput.lost_seconds["recompute"] == pytest.approx((6 + 10) * synthetic.STEP_SECONDS)
 
 
-def test_a_process_killed_before_its_first_step_is_startup_and_restore(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_process_killed_before_its_first_step_is_startup_and_restore(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=50, ended="killed"))
     run.write(synthetic.Process(last=50, resumed_from=50, ended="killed"))
@@ -133,12 +146,20 @@ def test_what_a_process_writes_before_its_start_event_is_still_its_own(synthetic
     assert goodput.lost_seconds["downtime"] == pytest.approx(15.0)
 
 
-def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=60, ended="killed"))
     history = read_history(run.directory)
     end = run.now
     failed = [
-        Event(EventType.FAILED, end + 10, 0, 2, {"error": "CheckpointError", "message": "none validates.", "exit_code": 64}),
+        Event(
+            EventType.FAILED,
+            end + 10,
+            0,
+            2,
+            {"error": "CheckpointError", "message": "none validates.", "exit_code": 64},
+        ),
         Event(EventType.END, end + 11, 0, 2, {"exit_code": 64}),
     ]
     again = Event(EventType.START, end + 31, 50, 3, {"process_start_time": end + 30, "resumed_from": 50})
@@ -152,14 +173,21 @@ def test_a_process_that_failed_before_its_start_event_is_a_process_of_its_own(tm
 
 
 def test_a_new_generation_without_a_start_is_the_same_process_in_a_new_world(synthetic: ModuleType) -> None:
-    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None})
-    rows = [synthetic.step_record(step, generation=1 + step // 5, time=synthetic.BEGIN + step / 2) for step in range(1, 11)]
+    start = Event(
+        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None}
+    )
+    rows = [
+        synthetic.step_record(step, generation=1 + step // 5, time=synthetic.BEGIN + step / 2)
+        for step in range(1, 11)
+    ]
     goodput = account(StepTable.from_records(rows), [start], [])
     assert goodput.restarts == ()
     assert goodput.processes[0].num_steps == 10
 
 
-def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
     run.go_on(synthetic.World(last=90, cause="node 0 lost", world_size=1, ended="killed"))
@@ -172,17 +200,27 @@ def test_a_change_of_the_world_is_no_restart_and_its_pause_is_reconfiguration(tm
     assert goodput.lost_seconds["recompute"] == goodput.lost_seconds["downtime"] == 0
     assert goodput.lost_seconds["reconfiguration"] == pytest.approx(0.45, abs=1e-4)
     assert goodput.changes_by_cause == {"node_lost": 1, "node_joined": 1}
-    assert goodput.reconfiguration_seconds_by_cause == pytest.approx({"node_lost": 0.3, "node_joined": 0.15}, abs=1e-4)
+    assert goodput.reconfiguration_seconds_by_cause == pytest.approx(
+        {"node_lost": 0.3, "node_joined": 0.15}, abs=1e-4
+    )
     assert [size for _, size in goodput.world_sizes] == [2, 1, 2, 0]
     assert [time for time, _ in goodput.world_sizes] == sorted(time for time, _ in goodput.world_sizes)
-    assert (goodput.changes[0].step, goodput.changes[0].from_world_size, goodput.changes[0].detail) == (57, 2, "node 0 lost")
+    assert (goodput.changes[0].step, goodput.changes[0].from_world_size, goodput.changes[0].detail) == (
+        57,
+        2,
+        "node 0 lost",
+    )
 
 
-def test_steps_a_new_world_trains_again_are_recompute_even_before_it_has(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_steps_a_new_world_trains_again_are_recompute_even_before_it_has(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
     run.go_on(synthetic.World(last=54, forgotten=3, ended="killed"))
-    assert _account(read_history(run.directory)).lost_seconds["recompute"] == pytest.approx(3 * synthetic.STEP_SECONDS)
+    assert _account(read_history(run.directory)).lost_seconds["recompute"] == pytest.approx(
+        3 * synthetic.STEP_SECONDS
+    )
     run.go_on(synthetic.World(last=70, ended="killed"))
     goodput = _account(read_history(run.directory))
     assert goodput.lost_seconds["recompute"] == pytest.approx(3 * synthetic.STEP_SECONDS)
@@ -195,10 +233,16 @@ def test_worlds_without_a_step_between_them_each_have_the_time_up_to_their_own_e
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
     run.go_on(synthetic.World(last=57, cause="node 0 lost", paused_seconds=0.5, ended="killed"))
-    run.go_on(synthetic.World(last=60, cause="generation 2 broke", paused_seconds=2.0, settle_seconds=0.25, ended="killed"))
+    run.go_on(
+        synthetic.World(
+            last=60, cause="generation 2 broke", paused_seconds=2.0, settle_seconds=0.25, ended="killed"
+        )
+    )
     goodput = _account(read_history(run.directory))
     _check_sum(goodput, run.now - synthetic.BEGIN)
-    assert goodput.reconfiguration_seconds_by_cause == pytest.approx({"node_lost": 0.5, "worker_lost": 2.25}, abs=1e-4)
+    assert goodput.reconfiguration_seconds_by_cause == pytest.approx(
+        {"node_lost": 0.5, "worker_lost": 2.25}, abs=1e-4
+    )
 
 
 def test_an_evaluation_and_a_save_before_a_change_are_not_counted_as_reconfiguration_too(
@@ -216,8 +260,20 @@ def test_an_evaluation_and_a_save_before_a_change_are_not_counted_as_reconfigura
 def test_a_world_that_changes_before_the_first_step_is_not_startup(synthetic: ModuleType) -> None:
     begin = synthetic.BEGIN
     events = [
-        Event(EventType.START, begin + 2, 0, 1, {"process_start_time": begin, "resumed_from": None, "world_size": 3}),
-        Event(EventType.WORLD, begin + 5, 0, 2, {"world_size": 2, "from_world_size": None, "cause": "node 2 lost"}),
+        Event(
+            EventType.START,
+            begin + 2,
+            0,
+            1,
+            {"process_start_time": begin, "resumed_from": None, "world_size": 3},
+        ),
+        Event(
+            EventType.WORLD,
+            begin + 5,
+            0,
+            2,
+            {"world_size": 2, "from_world_size": None, "cause": "node 2 lost"},
+        ),
     ]
     row = synthetic.step_record(1, generation=2, time=begin + 6.5)
     goodput = account(StepTable.from_records([row]), events, [])
@@ -226,7 +282,9 @@ def test_a_world_that_changes_before_the_first_step_is_not_startup(synthetic: Mo
     assert goodput.lost_seconds["reconfiguration"] == pytest.approx(4.0)
 
 
-def test_a_stop_in_a_world_of_its_own_ends_the_run_that_was_trained_before(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_stop_in_a_world_of_its_own_ends_the_run_that_was_trained_before(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="killed"))
     run.go_on(synthetic.World(last=60, ended="killed"))
@@ -240,7 +298,9 @@ def test_a_stop_in_a_world_of_its_own_ends_the_run_that_was_trained_before(tmp_p
     assert [process.ended for process in goodput.processes] == ["signal"]
 
 
-def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_failure_that_the_others_survived_is_not_how_the_run_ended(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path)
     run.write(synthetic.Process(last=57, ended="failed"))
     run.go_on(synthetic.World(last=60, cause="generation 1 broke", ended="killed"))
@@ -325,9 +385,16 @@ def test_a_clock_set_back_between_two_processes_makes_no_negative_downtime_and_i
     )
 
 
-def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_reported(synthetic: ModuleType) -> None:
-    records = [synthetic.step_record(step, time=synthetic.BEGIN + step * 0.5 - (100 if step > 5 else 0)) for step in range(1, 11)]
-    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None})
+def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_reported(
+    synthetic: ModuleType,
+) -> None:
+    records = [
+        synthetic.step_record(step, time=synthetic.BEGIN + step * 0.5 - (100 if step > 5 else 0))
+        for step in range(1, 11)
+    ]
+    start = Event(
+        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None}
+    )
     goodput = account(StepTable.from_records(records), [start], [])
     assert goodput.productive_seconds == pytest.approx(5.0)
     assert goodput.elapsed_seconds == pytest.approx(5.0)
@@ -335,14 +402,24 @@ def test_a_clock_set_back_during_a_process_keeps_the_measured_durations_and_is_r
 
 
 def test_a_process_start_time_after_its_own_start_event_is_not_believed(synthetic: ModuleType) -> None:
-    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN + 500, "resumed_from": None})
-    goodput = account(StepTable.from_records([synthetic.step_record(1, time=synthetic.BEGIN + 2)]), [start], [])
+    start = Event(
+        EventType.START,
+        synthetic.BEGIN,
+        0,
+        1,
+        {"process_start_time": synthetic.BEGIN + 500, "resumed_from": None},
+    )
+    goodput = account(
+        StepTable.from_records([synthetic.step_record(1, time=synthetic.BEGIN + 2)]), [start], []
+    )
     assert goodput.elapsed_seconds == pytest.approx(2.0)
     assert goodput.lost_seconds["startup"] == pytest.approx(1.5)
 
 
 def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleType) -> None:
-    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None})
+    start = Event(
+        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": synthetic.BEGIN, "resumed_from": None}
+    )
     evaluation = EvaluationRecord(0, 1, "heldOut", 5.0, 148.0, 100, 3.0, synthetic.BEGIN + 4)
     row = synthetic.step_record(1, time=synthetic.BEGIN + 5)
     goodput = account(StepTable.from_records([row]), [start], [evaluation])
@@ -352,7 +429,10 @@ def test_an_evaluation_before_the_first_step_is_not_startup(synthetic: ModuleTyp
 
 
 def test_rows_without_any_event_are_accounted_by_their_generations(synthetic: ModuleType) -> None:
-    rows = [synthetic.step_record(step, generation=1 + step // 4, time=synthetic.BEGIN + step) for step in range(1, 7)]
+    rows = [
+        synthetic.step_record(step, generation=1 + step // 4, time=synthetic.BEGIN + step)
+        for step in range(1, 7)
+    ]
     goodput = account(StepTable.from_records(rows), [], [])
     assert [process.generation for process in goodput.processes] == [1, 2]
     assert goodput.elapsed_seconds == pytest.approx(5.5)
@@ -373,7 +453,9 @@ def test_impossible_durations_never_make_a_part_negative(synthetic: ModuleType) 
         synthetic.step_record(3, time=synthetic.BEGIN + 3),
     ]
     save = Event(EventType.SAVE, synthetic.BEGIN + 3, 3, 1, {"blocking_seconds": -7, "seconds": "soon"})
-    start = Event(EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": "yesterday", "resumed_from": None})
+    start = Event(
+        EventType.START, synthetic.BEGIN, 0, 1, {"process_start_time": "yesterday", "resumed_from": None}
+    )
     _check_sum(account(StepTable.from_records(rows), [start, save], []), 3.0)
 
 
@@ -391,9 +473,16 @@ def _replay(history: History, live: LiveAccounting, generation: int) -> None:
         {0: live.step, 1: live.evaluation}.get(kind, live.event)(heard)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
-    plan=st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["killed", "signal", "failed"]), st.floats(0, 100)), max_size=5)
+    plan=st.lists(
+        st.tuples(st.integers(0, 40), st.sampled_from(["killed", "signal", "failed"]), st.floats(0, 100)),
+        max_size=5,
+    )
 )
 def test_the_accounts_of_any_chain_of_processes_are_what_the_clock_saw(
     plan: list[tuple[int, str, float]], tmp_path_factory: pytest.TempPathFactory, synthetic: ModuleType
@@ -427,9 +516,23 @@ _LINKS = st.tuples(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@example(plan=[("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0), ("world", 0, "signal", 1.0, 0.0, "node 1 lost", 0)])
-@example(plan=[("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0), ("world", 1, "signal", 0.0, 1.0, "node 1 lost", 1)])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@example(
+    plan=[
+        ("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0),
+        ("world", 0, "signal", 1.0, 0.0, "node 1 lost", 0),
+    ]
+)
+@example(
+    plan=[
+        ("start", 1, "killed", 0.0, 0.0, "node 1 lost", 0),
+        ("world", 1, "signal", 0.0, 1.0, "node 1 lost", 1),
+    ]
+)
 @example(
     plan=[
         ("start", 0, "killed", 0.0, 0.0, "node 1 lost", 0),
@@ -446,7 +549,9 @@ _LINKS = st.tuples(
 )
 @given(plan=st.lists(_LINKS, max_size=8))
 def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clock_saw(
-    plan: list[tuple[str, int, str, float, float, str, int]], tmp_path_factory: pytest.TempPathFactory, synthetic: ModuleType
+    plan: list[tuple[str, int, str, float, float, str, int]],
+    tmp_path_factory: pytest.TempPathFactory,
+    synthetic: ModuleType,
 ) -> None:
     run = synthetic.RunWriter(tmp_path_factory.mktemp("run"), save_every=15, evaluate_every=20)
     run.write(synthetic.Process(last=17, ended="killed"))
@@ -454,13 +559,22 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     for kind, num_steps, ending, gap, settle, cause, forgotten in plan:
         # A state that was saved and left is on the disk alone, and what is older than the checkpoint is in no memory.
         if kind == "start" or ended == "signal":
-            run.write(synthetic.Process(last=saved + num_steps, resumed_from=saved, ended=ending, downtime_seconds=gap))
+            run.write(
+                synthetic.Process(
+                    last=saved + num_steps, resumed_from=saved, ended=ending, downtime_seconds=gap
+                )
+            )
             at, starts = saved + num_steps, starts + 1
         else:
             forgotten = min(forgotten, at - saved)
             last = at - forgotten + num_steps
             world = synthetic.World(
-                last=last, cause=cause, paused_seconds=gap, settle_seconds=settle, forgotten=forgotten, ended=ending
+                last=last,
+                cause=cause,
+                paused_seconds=gap,
+                settle_seconds=settle,
+                forgotten=forgotten,
+                ended=ending,
             )
             run.go_on(world)
             at, worlds = last, worlds + 1
@@ -471,11 +585,15 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     _check_sum(goodput, wall)
     assert goodput.elapsed_seconds == pytest.approx(wall, rel=0.01)
     assert (len(goodput.changes), len(goodput.restarts)) == (worlds, starts)
-    assert math.fsum(goodput.reconfiguration_seconds_by_cause.values()) == pytest.approx(goodput.lost_seconds["reconfiguration"])
+    assert math.fsum(goodput.reconfiguration_seconds_by_cause.values()) == pytest.approx(
+        goodput.lost_seconds["reconfiguration"]
+    )
     for cause in ("startup", "restore", "checkpoint", "evaluation", "downtime", "reconfiguration", "other"):
         assert goodput.lost_seconds[cause] == pytest.approx(run.seconds.get(cause, 0.0), abs=1e-2), cause
     assert goodput.productive_seconds == pytest.approx(at * synthetic.STEP_SECONDS)
-    assert goodput.productive_seconds + goodput.lost_seconds["recompute"] == pytest.approx(run.seconds["step"])
+    assert goodput.productive_seconds + goodput.lost_seconds["recompute"] == pytest.approx(
+        run.seconds["step"]
+    )
 
 
 def test_live_totals_of_all_processes_sum_to_the_elapsed_time_and_agree_with_the_accounts(
@@ -503,7 +621,9 @@ def test_live_totals_of_all_processes_sum_to_the_elapsed_time_and_agree_with_the
     assert sum(second.phases.values()) == pytest.approx(wall, abs=1e-4)
 
 
-def test_live_totals_of_one_process_in_several_worlds_agree_with_the_accounts(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_live_totals_of_one_process_in_several_worlds_agree_with_the_accounts(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path, save_every=40, evaluate_every=40)
     run.write(synthetic.Process(last=40, ended="killed"))
     run.go_on(synthetic.World(last=40, cause="node 1 lost", ended="killed"))
@@ -539,7 +659,9 @@ def test_live_totals_leave_out_what_rank_0_did_elsewhere(tmp_path: Path, synthet
     assert lost == pytest.approx(goodput.lost_seconds, abs=1e-3)
 
 
-def test_a_live_start_after_all_state_was_lost_counts_repeated_steps_and_no_time_twice(synthetic: ModuleType) -> None:
+def test_a_live_start_after_all_state_was_lost_counts_repeated_steps_and_no_time_twice(
+    synthetic: ModuleType,
+) -> None:
     live = LiveAccounting()
     live.event(Event(EventType.START, 2.0, 0, 1, {"process_start_time": 0.0}))
     live.step(synthetic.step_record(1, time=3.0))

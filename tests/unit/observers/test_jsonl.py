@@ -32,14 +32,25 @@ def test_a_row_is_in_the_file_when_the_call_returns(directory: RunDirectory, syn
     log.close()
 
 
-def test_a_step_row_has_every_field_of_the_record_in_its_order(directory: RunDirectory, synthetic: ModuleType) -> None:
+def test_a_step_row_has_every_field_of_the_record_in_its_order(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
     record = synthetic.step_record(7)
     log = RunLog(directory)
     log.step_end(record)
     log.close()
     row = json.loads(directory.metrics.read_text())
     assert row == record.__dict__
-    assert list(row)[:8] == ["step", "generation", "world_size", "loss", "tokens", "valid_tokens", "sample_hash", "learning_rate"]
+    assert list(row)[:8] == [
+        "step",
+        "generation",
+        "world_size",
+        "loss",
+        "tokens",
+        "valid_tokens",
+        "sample_hash",
+        "learning_rate",
+    ]
 
 
 def test_everything_written_is_read_back_equal(directory: RunDirectory, synthetic: ModuleType) -> None:
@@ -63,7 +74,9 @@ def test_everything_written_is_read_back_equal(directory: RunDirectory, syntheti
     assert history.notes == ()
 
 
-def test_non_finite_values_are_null_in_the_file_and_nan_when_read(directory: RunDirectory, synthetic: ModuleType) -> None:
+def test_non_finite_values_are_null_in_the_file_and_nan_when_read(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
     log = RunLog(directory)
     log.step_end(synthetic.step_record(1, loss=math.nan, grad_norm=math.inf))
     log.evaluation_end(EvaluationRecord(1, 1, "heldOut", math.inf, math.inf, 1, 0.1, 1.0))
@@ -74,7 +87,9 @@ def test_non_finite_values_are_null_in_the_file_and_nan_when_read(directory: Run
     assert math.isnan(history.evaluations[0].loss)
 
 
-def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(directory: RunDirectory, synthetic: ModuleType) -> None:
+def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
     log = RunLog(directory)
     log.step_end(synthetic.step_record(1))
     log.close()
@@ -87,12 +102,16 @@ def test_a_torn_last_line_is_cut_and_reported_after_the_start_event(directory: R
     history = read_history(directory)
     assert history.steps.step.tolist() == [1, 2]
     assert [event.type for event in history.events] == ["start", "warning"]
-    assert history.events[1].fields == {"message": "metrics.jsonl: 14 bytes of an unfinished last line were cut off"}
+    assert history.events[1].fields == {
+        "message": "metrics.jsonl: 14 bytes of an unfinished last line were cut off"
+    }
 
 
 def test_the_start_event_carries_the_facts_of_the_run(directory: RunDirectory) -> None:
     log = RunLog(directory)
-    log.run_start(RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "fsdp2", "llama", "/runs/docs-lm"))
+    log.run_start(
+        RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "fsdp2", "llama", "/runs/docs-lm")
+    )
     log.event(Event(EventType.START, 5.0, 40, 3, {"run": "docs-lm", "world_size": 2}))
     log.event(Event(EventType.STOP, 6.0, 40, 3, {"reason": "signal"}))
     log.close()
@@ -150,7 +169,9 @@ def test_lines_wait_in_memory_while_the_volume_is_away_and_are_written_in_their_
     writer.close()
 
 
-def test_what_waits_for_a_volume_is_written_when_the_file_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_waits_for_a_volume_is_written_when_the_file_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     volume = Volume(monkeypatch)
     writer = JsonLinesWriter(tmp_path / "rows.jsonl", clock=lambda: volume.now)
     volume.is_away = True
@@ -160,7 +181,9 @@ def test_what_waits_for_a_volume_is_written_when_the_file_is_closed(tmp_path: Pa
     assert (tmp_path / "rows.jsonl").read_text() == '{"row":1}\n'
 
 
-def test_lines_that_wait_for_good_end_the_process_as_trouble_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_wait_for_good_end_the_process_as_trouble_of_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("evergrad_trainer.observers.jsonl.LONGEST_WAITING_BYTES", 100)
     monkeypatch.setattr("evergrad_trainer.observers.jsonl.CLOSING_SECONDS", 0.0)
     writer = JsonLinesWriter(Path("/dev/full"))
@@ -175,7 +198,10 @@ def test_lines_that_wait_for_good_end_the_process_as_trouble_of_the_host(monkeyp
 
 def test_a_directory_in_the_place_of_a_file_is_refused(directory: RunDirectory) -> None:
     directory.events.mkdir()
-    with pytest.raises(RunDirectoryError, match=r"events\.jsonl: cannot be opened for appending; it is a directory, not a file"):
+    with pytest.raises(
+        RunDirectoryError,
+        match=r"events\.jsonl: cannot be opened for appending; it is a directory, not a file",
+    ):
         RunLog(directory)
 
 
@@ -198,7 +224,14 @@ def test_an_event_survives_the_way_through_its_line() -> None:
 
 @pytest.mark.parametrize(
     ("name", "step"),
-    [("step-1200", 1200), ("checkpoints/step-1200", 1200), ("step-1200.g7", 1200), ("/a/b/step-7/", 7), ("best", 9), (None, 9)],
+    [
+        ("step-1200", 1200),
+        ("checkpoints/step-1200", 1200),
+        ("step-1200.g7", 1200),
+        ("/a/b/step-7/", 7),
+        ("best", 9),
+        (None, 9),
+    ],
 )
 def test_the_saved_step_comes_from_the_name_of_the_checkpoint(name: str | None, step: int) -> None:
     assert saved_step(Event("save", 0.0, 9, 1, {"checkpoint": name})) == step
@@ -225,7 +258,9 @@ def test_an_impossible_row_is_refused_with_its_line(
         read_history(directory)
 
 
-def test_rows_without_a_field_are_refused_and_unknown_fields_are_not(directory: RunDirectory, synthetic: ModuleType) -> None:
+def test_rows_without_a_field_are_refused_and_unknown_fields_are_not(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
     row = synthetic.step_record(1).__dict__ | {"something_newer": [1]}
     directory.metrics.write_text(json.dumps(row) + "\n")
     assert len(read_history(directory).steps) == 1
@@ -239,7 +274,9 @@ def test_rows_without_a_field_are_refused_and_unknown_fields_are_not(directory: 
         read_history(directory)
     directory.events.unlink()
     directory.evaluation.write_text('{"step":1}\n')
-    with pytest.raises(RunDirectoryError, match=r"evaluation\.jsonl line 1: has no generation and no name and no loss"):
+    with pytest.raises(
+        RunDirectoryError, match=r"evaluation\.jsonl line 1: has no generation and no name and no loss"
+    ):
         read_history(directory)
 
 
@@ -253,7 +290,9 @@ def test_the_last_row_of_a_step_counts(synthetic: ModuleType) -> None:
     assert StepTable.from_records([]).last_rows().tolist() == []
 
 
-def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(directory: RunDirectory, synthetic: ModuleType) -> None:
+def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
     assert read_before(directory).last_time is None
     log = RunLog(directory)
     for step in [*range(1, 3000), *range(2900, 2950)]:

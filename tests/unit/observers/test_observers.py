@@ -14,7 +14,9 @@ from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
 from evergrad_trainer.run_directory import RunDirectory
 
-INFO = RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm")
+INFO = RunInfo(
+    "docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm"
+)
 
 
 class Recorder(BaseObserver):
@@ -86,13 +88,20 @@ def test_an_observer_is_switched_off_after_three_failures_in_a_row_and_the_other
             observers.step_end(synthetic.step_record(step))
     assert [line for line in heard if line.startswith("step")] == [f"step {step}" for step in range(1, 9)]
     warnings = [line for line in heard if line.startswith("event")]
-    assert warnings == ["event warning observer Failing is switched off after 3 failures in a row: no such gauge"]
+    assert warnings == [
+        "event warning observer Failing is switched off after 3 failures in a row: no such gauge"
+    ]
     assert observers.failures == {"Failing": 5}
     assert failing.closed == 1
-    assert sum("observer Failing failed: ValueError: no such gauge" in message for message in caplog.messages) == 5
+    assert (
+        sum("observer Failing failed: ValueError: no such gauge" in message for message in caplog.messages)
+        == 5
+    )
 
 
-def test_the_warning_about_a_switched_off_observer_names_the_step_it_happened_at(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_the_warning_about_a_switched_off_observer_names_the_step_it_happened_at(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     directory = RunDirectory(tmp_path)
     observers = Observers([Failing(set(range(100)), ValueError("x")), RunLog(directory)])
     for step in range(11, 15):
@@ -103,9 +112,13 @@ def test_the_warning_about_a_switched_off_observer_names_the_step_it_happened_at
 
 
 def test_an_essential_observer_stops_the_run_with_an_error_that_names_the_file(synthetic: ModuleType) -> None:
-    observers = Observers([Essential({2}, OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl"))])
+    observers = Observers(
+        [Essential({2}, OSError(errno.ENOSPC, "No space left on device", "/runs/x/metrics.jsonl"))]
+    )
     observers.step_end(synthetic.step_record(1))
-    with pytest.raises(VolumeError, match=r"/runs/x/metrics\.jsonl: cannot be written by Essential; No space left on device"):
+    with pytest.raises(
+        VolumeError, match=r"/runs/x/metrics\.jsonl: cannot be written by Essential; No space left on device"
+    ):
         observers.step_end(synthetic.step_record(2))
 
 

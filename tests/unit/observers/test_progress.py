@@ -14,8 +14,8 @@ from types import ModuleType
 
 import pytest
 
+from evergrad_coordinator.text import compact, count, duration, percent, real, short_count, size, utc
 from evergrad_trainer.observers.bar import ProgressBar, render_line
-from evergrad_trainer.observers.formatting import compact, count, duration, percent, real, short_count, size, utc
 from evergrad_trainer.observers.live_state import Rate, State
 from evergrad_trainer.observers.logs import EventLog, setup_logging
 from evergrad_trainer.observers.progress import ProgressLines, build_progress
@@ -63,7 +63,9 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(synthetic: M
         clock.now += 0.5
         lines.step_end(synthetic.step_record(step, loss=2.41318, grad_norm=0.7666))
     lines.evaluation_end(EVALUATION)
-    lines.event(Event(EventType.SAVE, 0.0, 1241, 3, {"checkpoint": "step-1240", "seconds": 0.61, "bytes": 12_345_678}))
+    lines.event(
+        Event(EventType.SAVE, 0.0, 1241, 3, {"checkpoint": "step-1240", "seconds": 0.61, "bytes": 12_345_678})
+    )
     lines.event(Event(EventType.WARNING, 0.0, 1241, 3, {"message": "two\nlines"}))
     lines.event(Event(EventType.STOP, 0.0, 1241, 3, {"reason": "signal", "saved": True}))
     lines.close()
@@ -82,13 +84,17 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(synthetic: M
     ]
 
 
-def test_a_rank_0_that_takes_over_says_who_came_or_went_instead_of_starting_again(synthetic: ModuleType) -> None:
+def test_a_rank_0_that_takes_over_says_who_came_or_went_instead_of_starting_again(
+    synthetic: ModuleType,
+) -> None:
     stream = io.StringIO()
     lines = ProgressLines(stream, every=10, clock=Clock())
     lines.run_start(replace(INFO, takes_over=True))
     lines.event(Event(EventType.WORLD, 0.0, 1207, 4, WORLD))
     lines.step_end(synthetic.step_record(1210, world_size=2))
-    lines.event(Event(EventType.WORLD, 0.0, 1210, 5, {"world_size": 3, "from_world_size": None, "cause": 'no"quote'}))
+    lines.event(
+        Event(EventType.WORLD, 0.0, 1210, 5, {"world_size": 3, "from_world_size": None, "cause": 'no"quote'})
+    )
     printed = stream.getvalue().splitlines()
     assert printed[0] == 'world size=2 from=3 cause="node 0 lost" paused=0.12s'
     assert printed[1].startswith("step 1210/20000 ")
@@ -153,7 +159,9 @@ def _state(synthetic: ModuleType) -> State:
 def test_the_bar_shows_all_facts_where_there_is_room(synthetic: ModuleType) -> None:
     line = render_line(_state(synthetic), 150).plain
     assert line.startswith("docs-lm  ━")
-    assert line.endswith("1,234/20,000  6%  loss 2.0139  16.4k tokens/s  ETA 2h36m  2 processes  saved 1,200  heldOut 2.5131")
+    assert line.endswith(
+        "1,234/20,000  6%  loss 2.0139  16.4k tokens/s  ETA 2h36m  2 processes  saved 1,200  heldOut 2.5131"
+    )
 
 
 def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(synthetic: ModuleType) -> None:
@@ -174,7 +182,9 @@ def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(synthetic: Modu
 
 
 @pytest.mark.parametrize("width", range(4, 160, 3))
-def test_the_bar_never_exceeds_the_terminal_unless_the_step_alone_does(synthetic: ModuleType, width: int) -> None:
+def test_the_bar_never_exceeds_the_terminal_unless_the_step_alone_does(
+    synthetic: ModuleType, width: int
+) -> None:
     line = render_line(_state(synthetic), width).plain
     assert "1,234/20,000" in line
     assert len(line) <= max(width, len("1,234/20,000"))
@@ -295,7 +305,13 @@ def test_numbers_are_written_as_people_read_them() -> None:
     assert [short_count(n) for n in (0, 12, 999, 999.7, 1000, 41234, 999_499, 999_501, 10_200_000, 1.5e12, 1e18)] == [
         "0", "12", "999", "1k", "1k", "41.2k", "999k", "1M", "10.2M", "1.5T", "1e+18",
     ]  # fmt: skip
-    assert [size(n) for n in (0, 1000, 1536, 123_456_789, 5 * 2**40)] == ["0 B", "0.98 KiB", "1.5 KiB", "118 MiB", "5 TiB"]
+    assert [size(n) for n in (0, 1000, 1536, 123_456_789, 5 * 2**40)] == [
+        "0 B",
+        "0.98 KiB",
+        "1.5 KiB",
+        "118 MiB",
+        "5 TiB",
+    ]
     assert [real(x) for x in (2.41318, 0.0, 1e-7, 3e9, -2.5, float("nan"))] == [
         "2.4132",
         "0.0000",
@@ -305,7 +321,14 @@ def test_numbers_are_written_as_people_read_them() -> None:
         "–",
     ]
     assert [compact(x) for x in (0.001, 2.5e-5, 12.3429, float("inf"))] == ["0.001", "2.5e-05", "12.34", "–"]
-    assert [percent(x) for x in (0, 1, 0.9834, 0.00001, 0.99999, float("nan"))] == ["0%", "100%", "98.3%", "<0.1%", ">99.9%", "–"]
+    assert [percent(x) for x in (0, 1, 0.9834, 0.00001, 0.99999, float("nan"))] == [
+        "0%",
+        "100%",
+        "98.3%",
+        "<0.1%",
+        ">99.9%",
+        "–",
+    ]
     assert [count(x) for x in (1234567, 0.4, float("nan"))] == ["1,234,567", "0", "–"]
     assert [utc(x) for x in (0.0, 1_770_000_000.9, 1e30, float("nan"))] == [
         "1970-01-01 00:00:00",
@@ -321,16 +344,21 @@ def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
     directory = RunDirectory(tmp_path)
     for rank in (0, 1):
         logs = setup_logging(directory, rank=rank)
-        logging.getLogger("evergrad_trainer.loop").info("quiet %d", rank)
-        logging.getLogger("evergrad_trainer.loop").warning("loud %d", rank)
+        logging.getLogger("evergrad_trainer.training.loop").info("quiet %d", rank)
+        logging.getLogger("evergrad_trainer.training.loop").warning("loud %d", rank)
         logs.close()
     assert capsys.readouterr().err == "warning: loud 0\n"
-    assert sorted(path.name for path in directory.logs.iterdir()) == ["node-0-rank-0.log", "node-0-rank-1.log"]
+    assert sorted(path.name for path in directory.logs.iterdir()) == [
+        "node-0-rank-0.log",
+        "node-0-rank-1.log",
+    ]
     text = (directory.logs / "node-0-rank-1.log").read_text()
     assert re.search(
-        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node 0 rank 1 INFO evergrad_trainer\.loop: quiet 1$", text, re.MULTILINE
+        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node 0 rank 1 INFO evergrad_trainer\.loop: quiet 1$",
+        text,
+        re.MULTILINE,
     )
-    assert "WARNING evergrad_trainer.loop: loud 1" in text
+    assert "WARNING evergrad_trainer.training.loop: loud 1" in text
 
 
 def test_logging_leaves_no_trace_after_it_is_closed_and_appends_when_opened_again(tmp_path: Path) -> None:
@@ -346,7 +374,9 @@ def test_logging_leaves_no_trace_after_it_is_closed_and_appends_when_opened_agai
     assert lines[0].endswith('event {"type":"stop","time":1.0,"step":5,"generation":2,"reason":"signal"}')
 
 
-def test_a_python_warning_goes_to_the_log_of_its_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_python_warning_goes_to_the_log_of_its_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     logs = setup_logging(RunDirectory(tmp_path), rank=1)
     with warnings.catch_warnings():
         warnings.simplefilter("always")

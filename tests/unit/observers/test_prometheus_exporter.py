@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from evergrad_manifest.errors import ConfigurationError
 from prometheus_client.parser import text_string_to_metric_families
 
-from evergrad_trainer.errors import ConfigurationError
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.observers.accounting import CAUSES
 from evergrad_trainer.observers.history import Before
@@ -26,7 +26,9 @@ from evergrad_trainer.observers.relay import Relay, tell
 from evergrad_trainer.observers.worlds import WORLD_CAUSES
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
 
-INFO = RunInfo("docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm")
+INFO = RunInfo(
+    "docs-lm", 3, 2, 100, 40, 8192, 32, 10_000_000, "bf16", "dataParallel", "llama", "/runs/docs-lm"
+)
 DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -34,7 +36,9 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 @pytest.fixture
 def exporter() -> Iterator[PrometheusExporter]:
-    exporter = PrometheusExporter("docs-lm", port=0, host="127.0.0.1", before=Before(highest_step=42, last_time=95.0))
+    exporter = PrometheusExporter(
+        "docs-lm", port=0, host="127.0.0.1", before=Before(highest_step=42, last_time=95.0)
+    )
     yield exporter
     exporter.close()
 
@@ -71,7 +75,9 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     )
 
 
-def test_gauges_show_the_last_values_and_counters_the_sums(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+def test_gauges_show_the_last_values_and_counters_the_sums(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
     _train(exporter, synthetic)
     samples = _samples(exporter)
     last = synthetic.step_record(60)
@@ -99,11 +105,25 @@ def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
 ) -> None:
     _train(exporter, synthetic)
     exporter.event(
-        Event(EventType.SAVE_FAILED, 118.0, 70, 3, {"reason": "No space left on device", "blocking_seconds": 0.5, "failures": 1})
+        Event(
+            EventType.SAVE_FAILED,
+            118.0,
+            70,
+            3,
+            {"reason": "No space left on device", "blocking_seconds": 0.5, "failures": 1},
+        )
     )
-    exporter.event(Event(EventType.FALLBACK, 118.0, 70, 3, {"checkpoint": "step-60", "reason": "hash differs"}))
     exporter.event(
-        Event(EventType.SAVE, 119.0, 80, 3, {"checkpoint": "step-80", "seconds": 2.0, "blocking_seconds": 2.0, "bytes": 2000})
+        Event(EventType.FALLBACK, 118.0, 70, 3, {"checkpoint": "step-60", "reason": "hash differs"})
+    )
+    exporter.event(
+        Event(
+            EventType.SAVE,
+            119.0,
+            80,
+            3,
+            {"checkpoint": "step-80", "seconds": 2.0, "blocking_seconds": 2.0, "bytes": 2000},
+        )
     )
     samples = _samples(exporter)
     assert samples["evergrad_checkpoint_duration_seconds_count", (("mode", "async"), ("op", "save"))] == 1
@@ -117,7 +137,9 @@ def test_checkpoint_metrics_tell_time_size_step_and_what_training_waited(
     assert samples["evergrad_checkpoint_failures_total", (("op", "load"), ("reason", "invalid"))] == 1
 
 
-def test_the_phases_sum_to_the_wall_time_since_the_first_step(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+def test_the_phases_sum_to_the_wall_time_since_the_first_step(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
     _train(exporter, synthetic)
     exporter.step_end(synthetic.step_record(61, time=118.0))
     samples = _samples(exporter)
@@ -133,7 +155,15 @@ def test_time_is_productive_or_lost_to_a_cause(exporter: PrometheusExporter, syn
     lost = {cause: samples["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES}
     assert samples["evergrad_productive_seconds_total", ()] == pytest.approx(18 * 0.5)
     assert lost == pytest.approx(
-        {"startup": 3.0, "restore": 1.5, "recompute": 1.0, "checkpoint": 0.25, "evaluation": 2.0, "downtime": 5.0, "other": 0.0}
+        {
+            "startup": 3.0,
+            "restore": 1.5,
+            "recompute": 1.0,
+            "checkpoint": 0.25,
+            "evaluation": 2.0,
+            "downtime": 5.0,
+            "other": 0.0,
+        }
         | {"reconfiguration": 0.0}
     )
 
@@ -150,7 +180,9 @@ def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration
     counted = {cause: samples["evergrad_world_changes_total", (("cause", cause),)] for cause in WORLD_CAUSES}
     assert counted == dict.fromkeys(WORLD_CAUSES, 0) | {"node_lost": 1}
     # From the end of step 60 at 114.5 to the begin of step 61 at 118.5, less an evaluation of 2 s and a save of 0.25 s.
-    assert samples["evergrad_lost_seconds_total", (("cause", "reconfiguration"),)] == pytest.approx(4.0 - 2.25)
+    assert samples["evergrad_lost_seconds_total", (("cause", "reconfiguration"),)] == pytest.approx(
+        4.0 - 2.25
+    )
     assert samples["evergrad_lost_seconds_total", (("cause", "other"),)] == pytest.approx(0.0)
 
 
@@ -163,12 +195,18 @@ def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
     exporter.rank_0_left()
     away = _samples(exporter)
     assert ("evergrad_step", ()) not in away and ("evergrad_last_step_timestamp_seconds", ()) not in away
-    exporter.run_start(replace(INFO, generation=7, start_step=90, takes_over=True, highest_step=90, last_time=500.0))
+    exporter.run_start(
+        replace(INFO, generation=7, start_step=90, takes_over=True, highest_step=90, last_time=500.0)
+    )
     fields = {"world_size": 2, "from_world_size": 3, "cause": "node 0 lost", "paused_seconds": 0.25}
     exporter.event(Event(EventType.WORLD, 501.0, 90, 7, fields))
     exporter.step_end(synthetic.step_record(91, generation=7, time=502.0))
     after = _samples(exporter)
-    counters = {key for key in before if key[0].startswith("evergrad_") and key[0].endswith(("_total", "_count", "_sum"))}
+    counters = {
+        key
+        for key in before
+        if key[0].startswith("evergrad_") and key[0].endswith(("_total", "_count", "_sum"))
+    }
     assert counters
     for key in counters:
         assert before[key] == away[key] <= after[key], key
@@ -176,13 +214,17 @@ def test_no_counter_jumps_back_when_rank_0_leaves_this_node_and_comes_back(
     assert after["evergrad_steps_total", ()] == 21
     # What went on elsewhere between 117 and 500 is in the other node's counters.
     lost = sum(after["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES)
-    assert lost - sum(before["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES) == pytest.approx(0.75)
+    assert lost - sum(
+        before["evergrad_lost_seconds_total", (("cause", cause),)] for cause in CAUSES
+    ) == pytest.approx(0.75)
     assert ("evergrad_exit_code", ()) not in after
     attempts = [dict(labels)["attempt"] for name, labels in after if name == "evergrad_info"]
     assert attempts == ["7"]
 
 
-def test_a_second_start_on_one_endpoint_keeps_the_counters(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+def test_a_second_start_on_one_endpoint_keeps_the_counters(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
     _train(exporter, synthetic)
     exporter.run_start(replace(INFO, generation=4, start_step=40, highest_step=60, last_time=117.0))
     exporter.event(Event(EventType.START, 130.0, 40, 4, {"process_start_time": 127.0, "resumed_from": 40}))
@@ -211,10 +253,14 @@ def test_what_is_relayed_arrives_with_what_the_run_has_left_before(
     assert samples["evergrad_productive_seconds_total", ()] == 0.5
 
 
-def test_a_relay_that_cannot_read_the_run_directory_still_relays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_relay_that_cannot_read_the_run_directory_still_relays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     sent: list[tuple[str, dict[str, Any]]] = []
-    Relay(lambda kind, record: sent.append((kind, record))).run_start(replace(INFO, run_directory=str(tmp_path)))
+    Relay(lambda kind, record: sent.append((kind, record))).run_start(
+        replace(INFO, run_directory=str(tmp_path))
+    )
     assert [(kind, record["highest_step"]) for kind, record in sent] == [("run_start", None)]
     assert "metrics.jsonl" in caplog.text
 
@@ -243,7 +289,9 @@ def test_a_non_finite_step_is_counted_by_what_was_not_finite(exporter: Prometheu
     assert samples["evergrad_skipped_steps_total", (("why", "requested"),)] == 1
 
 
-def test_a_step_without_an_update_leaves_loss_and_norm_as_they_were(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
+def test_a_step_without_an_update_leaves_loss_and_norm_as_they_were(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
     exporter.run_start(INFO)
     exporter.step_end(synthetic.step_record(1, loss=2.5, grad_norm=0.5))
     exporter.step_end(synthetic.step_record(2, loss=math.nan, grad_norm=math.nan, tokens=0, skipped="loss"))
@@ -258,7 +306,13 @@ def test_the_info_metric_carries_what_joins_need(exporter: PrometheusExporter) -
     text = _scrape(exporter)
     (line,) = [line for line in text.splitlines() if line.startswith("evergrad_info{")]
     assert re.search(r'attempt="3".*framework_version="torch [\d.]+', line)
-    for part in ('run="docs-lm"', 'model="llama"', 'precision="bf16"', 'parallelism="dataParallel"', 'image_version="'):
+    for part in (
+        'run="docs-lm"',
+        'model="llama"',
+        'precision="bf16"',
+        'parallelism="dataParallel"',
+        'image_version="',
+    ):
         assert part in line
 
 
@@ -266,13 +320,17 @@ def test_names_of_a_hostile_run_are_escaped() -> None:
     exporter = PrometheusExporter('a"b\\c\nd', port=0, host="127.0.0.1")
     try:
         families = list(text_string_to_metric_families(_scrape(exporter)))
-        runs = {sample.labels["run"] for family in families for sample in family.samples if "run" in sample.labels}
+        runs = {
+            sample.labels["run"] for family in families for sample in family.samples if "run" in sample.labels
+        }
         assert runs == {'a"b\\c\nd'}
     finally:
         exporter.close()
 
 
-def test_process_and_python_metrics_are_served_and_creation_times_are_not(exporter: PrometheusExporter) -> None:
+def test_process_and_python_metrics_are_served_and_creation_times_are_not(
+    exporter: PrometheusExporter,
+) -> None:
     text = _scrape(exporter)
     assert "process_resident_memory_bytes" in text
     assert "python_info" in text
@@ -283,14 +341,19 @@ def test_a_port_in_use_is_refused_with_the_field_that_set_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigurationError, match=rf"spec\.training\.metrics\.port: port {port} cannot be listened on; address already in use"
+            ConfigurationError,
+            match=rf"spec\.training\.metrics\.port: port {port} cannot be listened on; address already in use",
         ):
             PrometheusExporter("docs-lm", port=port, host="127.0.0.1")
 
 
 def test_the_endpoint_stays_for_the_lingering_time_and_shows_the_exit_code() -> None:
     exporter = PrometheusExporter(
-        "docs-lm", port=0, host="127.0.0.1", linger_seconds=30.0, should_stop=(stop := threading.Event()).is_set
+        "docs-lm",
+        port=0,
+        host="127.0.0.1",
+        linger_seconds=30.0,
+        should_stop=(stop := threading.Event()).is_set,
     )
     exporter.event(Event(EventType.END, 1.0, 5, 3, {"exit_code": 75}))
     closing = threading.Thread(target=exporter.close)

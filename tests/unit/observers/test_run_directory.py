@@ -31,7 +31,16 @@ subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,nr_inodes=20", "none", s
 
 
 def _run_in_own_mount_namespace(script: str, directory: Path) -> str:
-    command = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", _SMALL_DISK + script, str(directory)]
+    command = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        sys.executable,
+        "-c",
+        _SMALL_DISK + script,
+        str(directory),
+    ]
     if subprocess.run([*command[:4], "true"], capture_output=True, check=False).returncode != 0:
         pytest.skip("this machine allows no mount namespaces, so no disk can be made full or read-only")
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -101,7 +110,9 @@ def test_an_empty_stop_file_is_a_request_too(tmp_path: Path) -> None:
     assert request is not None and request.note == ""
 
 
-@pytest.mark.parametrize(("text", "why"), [("{", "is not valid JSON"), ("[1]", "holds a list, not a JSON object")])
+@pytest.mark.parametrize(
+    ("text", "why"), [("{", "is not valid JSON"), ("[1]", "holds a list, not a JSON object")]
+)
 def test_a_broken_small_file_is_refused_with_its_path(tmp_path: Path, text: str, why: str) -> None:
     directory = RunDirectory(tmp_path)
     directory.resolved.write_text(text)
@@ -129,7 +140,8 @@ def test_a_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        RunDirectoryError, match=r"is not a run directory; it has none of run\.json, metrics\.jsonl and events\.jsonl"
+        RunDirectoryError,
+        match=r"is not a run directory; it has none of run\.json, metrics\.jsonl and events\.jsonl",
     ):
         RunDirectory(tmp_path).require_run()
     with pytest.raises(RunDirectoryError, match="does not exist"):
@@ -171,8 +183,12 @@ for path in (disk / "run", disk / "other"):
         tmp_path,
     )
     existing, new = out.splitlines()
-    assert existing.endswith("run: cannot be written to; the file system is read-only. Choose a directory that can be written.")
-    assert new.endswith("other: cannot be created; the file system is read-only. Choose a directory that can be written.")
+    assert existing.endswith(
+        "run: cannot be written to; the file system is read-only. Choose a directory that can be written."
+    )
+    assert new.endswith(
+        "other: cannot be created; the file system is read-only. Choose a directory that can be written."
+    )
 
 
 def test_every_known_cause_has_a_remedy() -> None:
@@ -236,7 +252,9 @@ def test_missing_and_empty_files_have_no_lines(tmp_path: Path) -> None:
 def test_a_broken_line_in_the_middle_is_refused_with_its_number(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"a":1}\n{"a":\n{"a":3}\n')
-    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl line 2: is not a JSON object\. Remove the line"):
+    with pytest.raises(
+        RunDirectoryError, match=r"metrics\.jsonl line 2: is not a JSON object\. Remove the line"
+    ):
         _lines(path)
     path.write_bytes(b'{"a":1}\n[' * 1 + b"[" * 100_000 + b"\n")
     with pytest.raises(RunDirectoryError, match="line 2: is not a JSON object"):

@@ -3,18 +3,32 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-VOLUMES = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
+VOLUMES = {
+    "configMap",
+    "csi",
+    "downwardAPI",
+    "emptyDir",
+    "ephemeral",
+    "persistentVolumeClaim",
+    "projected",
+    "secret",
+}
 SYSCTLS = {"kernel.shm_rmid_forced", "net.ipv4.ip_local_port_range", "net.ipv4.ip_unprivileged_port_start"}
 
 
 def violations(pod: Mapping[str, Any]) -> list[str]:
     """Every rule the pod breaks, in words; empty for one that may run in an enforcing namespace."""
     spec = pod["spec"]
-    return [*_of_pod(spec), *(text for container in _containers(spec) for text in _of_container(container, spec))]
+    return [
+        *_of_pod(spec),
+        *(text for container in _containers(spec) for text in _of_container(container, spec)),
+    ]
 
 
 def _containers(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    return [one for key in ("containers", "initContainers", "ephemeralContainers") for one in spec.get(key, ())]
+    return [
+        one for key in ("containers", "initContainers", "ephemeralContainers") for one in spec.get(key, ())
+    ]
 
 
 def _of_pod(spec: Mapping[str, Any]) -> Iterator[str]:
@@ -31,11 +45,19 @@ def _of_pod(spec: Mapping[str, Any]) -> Iterator[str]:
     for sysctl in security.get("sysctls", ()):
         if sysctl["name"] not in SYSCTLS:
             yield f"sysctl {sysctl['name']}"
-    if security.get("seLinuxOptions", {}).get("type", "") not in ("", "container_t", "container_init_t", "container_kvm_t"):
+    if security.get("seLinuxOptions", {}).get("type", "") not in (
+        "",
+        "container_t",
+        "container_init_t",
+        "container_kvm_t",
+    ):
         yield "seLinuxOptions"
     if security.get("windowsOptions", {}).get("hostProcess"):
         yield "hostProcess"
-    if security.get("appArmorProfile", {}).get("type", "RuntimeDefault") not in ("RuntimeDefault", "Localhost"):
+    if security.get("appArmorProfile", {}).get("type", "RuntimeDefault") not in (
+        "RuntimeDefault",
+        "Localhost",
+    ):
         yield "appArmorProfile"
 
 
@@ -54,7 +76,10 @@ def _of_container(container: Mapping[str, Any], spec: Mapping[str, Any]) -> Iter
         yield f"{name}: runAsNonRoot"
     if own.get("runAsUser") == 0:
         yield f"{name}: runAsUser 0"
-    if own.get("seccompProfile", pod.get("seccompProfile", {})).get("type") not in ("RuntimeDefault", "Localhost"):
+    if own.get("seccompProfile", pod.get("seccompProfile", {})).get("type") not in (
+        "RuntimeDefault",
+        "Localhost",
+    ):
         yield f"{name}: seccompProfile"
     if own.get("procMount", "Default") != "Default":
         yield f"{name}: procMount"
@@ -62,5 +87,7 @@ def _of_container(container: Mapping[str, Any], spec: Mapping[str, Any]) -> Iter
         if port.get("hostPort"):
             yield f"{name}: hostPort"
     for kind in ("livenessProbe", "readinessProbe", "startupProbe"):
-        if container.get(kind, {}).get("httpGet", {}).get("host") or container.get(kind, {}).get("tcpSocket", {}).get("host"):
+        if container.get(kind, {}).get("httpGet", {}).get("host") or container.get(kind, {}).get(
+            "tcpSocket", {}
+        ).get("host"):
             yield f"{name}: {kind} names a host"

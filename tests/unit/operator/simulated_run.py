@@ -36,7 +36,11 @@ def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
         "spec": {
             "nodes": {"min": 2, "max": 3},
             "storage": {"size": "1Gi"},
-            "training": {"recipe": "pretrain", "model": {"config": {"hidden_size": 8}}, "horizon": {"tokens": 1000}},
+            "training": {
+                "recipe": "pretrain",
+                "model": {"config": {"hidden_size": 8}},
+                "horizon": {"tokens": 1000},
+            },
             **spec,
         },
     }
@@ -45,7 +49,9 @@ def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
 def make_progress(attempt: int = 0, *, phase: str = "Running", **fields: Any) -> Progress:
     """What a coordinator says. Names as on the wire."""
     nodes = {"min": 2, "max": 3, "ready": 3, "connected": 3, **fields.pop("nodes", {})}
-    return parse_progress({"phase": phase, "reason": "AllMembersUp", "nodes": nodes, **fields}, attempt=attempt)
+    return parse_progress(
+        {"phase": phase, "reason": "AllMembersUp", "nodes": nodes, **fields}, attempt=attempt
+    )
 
 
 class OperatorDiedError(Exception):
@@ -55,7 +61,9 @@ class OperatorDiedError(Exception):
 class Simulation:
     """One run, its children, and what happens to them."""
 
-    def __init__(self, run: Mapping[str, Any] | None = None, *, config: Config = CONFIG, now: float = START) -> None:
+    def __init__(
+        self, run: Mapping[str, Any] | None = None, *, config: Config = CONFIG, now: float = START
+    ) -> None:
         self.raw: dict[str, Any] = copy.deepcopy(dict(run or make_run()))
         self.config, self.now = config, now
         self.pods: dict[str, dict[str, Any]] = {}
@@ -77,7 +85,9 @@ class Simulation:
     def look(self) -> Observation:
         """What the operator sees now. The coordinator notices who is gone."""
         if self.progress is not None:
-            staying = [pod["metadata"] for pod in self.pods.values() if "deletionTimestamp" not in pod["metadata"]]
+            staying = [
+                pod["metadata"] for pod in self.pods.values() if "deletionTimestamp" not in pod["metadata"]
+            ]
             there = sum(one["labels"][names.LABEL_ROLE] == names.ROLE_NODE for one in staying)
             self.progress = replace(self.progress, connected=min(self.progress.connected, there))
         return observe(
@@ -94,7 +104,9 @@ class Simulation:
         seen = self.look()
         self.decision = decide(seen, self.config, self.now)
         assert decide(self.look(), self.config, self.now) == self.decision
-        self.plan = plan_children(seen, self.decision, self.config, token=derive_token(b"k" * 32, self.raw["metadata"]["uid"]))
+        self.plan = plan_children(
+            seen, self.decision, self.config, token=derive_token(b"k" * 32, self.raw["metadata"]["uid"])
+        )
         created = self._carry_out(self.plan, refuse)
         if not is_status_lost:
             self.write_status(seen, created)
@@ -131,8 +143,13 @@ class Simulation:
             key = (child["kind"], child["metadata"]["name"])
             old = self.children.get(key, {})
             metadata = {**old.get("metadata", {}), **child["metadata"]}
-            annotations = {**old.get("metadata", {}).get("annotations", {}), **child["metadata"].get("annotations", {})}
-            self.children[key] = copy.deepcopy({**old, **child, "metadata": {**metadata, "annotations": annotations}})
+            annotations = {
+                **old.get("metadata", {}).get("annotations", {}),
+                **child["metadata"].get("annotations", {}),
+            }
+            self.children[key] = copy.deepcopy(
+                {**old, **child, "metadata": {**metadata, "annotations": annotations}}
+            )
         if plan.bounds is not None and self.progress is not None:
             self.progress = replace(self.progress, min_nodes=plan.bounds.min, max_nodes=plan.bounds.max)
         for deletion in plan.delete:
@@ -186,21 +203,34 @@ class Simulation:
 
     def start(self, *chosen: str) -> None:
         """The containers of these pods run; of all that are pending, if none is named."""
-        for name in chosen or [name for name, pod in self.pods.items() if pod["status"]["phase"] == "Pending"]:
+        for name in chosen or [
+            name for name, pod in self.pods.items() if pod["status"]["phase"] == "Pending"
+        ]:
             pod = self.pods[name]
             container = {
                 "name": pod["spec"]["containers"][0]["name"],
                 "state": {"running": {"startedAt": format_time(self.now)}},
                 "ready": True,
             }
-            status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}], "containerStatuses": [container]}
+            status = {
+                "phase": "Running",
+                "conditions": [{"type": "Ready", "status": "True"}],
+                "containerStatuses": [container],
+            }
             pod["status"] = {**status, "podIP": "10.0.0.9"}
-            pod["spec"].setdefault("nodeName", f"host-{pod['metadata']['labels'].get(names.LABEL_INDEX, 'c')}")
+            pod["spec"].setdefault(
+                "nodeName", f"host-{pod['metadata']['labels'].get(names.LABEL_INDEX, 'c')}"
+            )
 
     def end(self, name: str, code: int, *, reason: str = "Error", message: str = "") -> None:
         """The container of a pod ends."""
         pod = self.pods[name]
-        terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": format_time(self.now)}
+        terminated = {
+            "exitCode": code,
+            "reason": reason,
+            "message": message,
+            "finishedAt": format_time(self.now),
+        }
         container = {"name": pod["spec"]["containers"][0]["name"], "state": {"terminated": terminated}}
         kept = [one for one in pod["status"].get("conditions", ()) if one["type"] == "DisruptionTarget"]
         phase = "Failed" if code else "Succeeded"

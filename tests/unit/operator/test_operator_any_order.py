@@ -79,7 +79,9 @@ def check(world: Simulation) -> None:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(EVENTS, max_size=16))
-def test_no_order_of_events_makes_two_pods_of_one_node_or_trains_a_run_that_is_over(events: list[tuple[Any, ...]]) -> None:
+def test_no_order_of_events_makes_two_pods_of_one_node_or_trains_a_run_that_is_over(
+    events: list[tuple[Any, ...]],
+) -> None:
     world = Simulation(make_run(nodes={"min": 1, "max": 3}))
     world.run()
     over: tuple[str, str | None] | None = None

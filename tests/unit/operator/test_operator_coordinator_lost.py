@@ -68,7 +68,9 @@ def test_the_next_coordinator_is_not_replaced_for_the_silence_of_the_last() -> N
 )
 def test_a_coordinator_is_kept_while_it_may_be_well(change: dict[str, Any]) -> None:
     world = begin()
-    silence = Silence(0, 1000.0, "CoordinatorUnreachable", "no answer", has_answered=True, has_timed_out=True, is_alone=True)
+    silence = Silence(
+        0, 1000.0, "CoordinatorUnreachable", "no answer", has_answered=True, has_timed_out=True, is_alone=True
+    )
     world.coordinators.silence = lambda key: replace(silence, **change) if key == KEY else None  # type: ignore[method-assign]
     world.now += 1000
     world.settle()
@@ -77,7 +79,9 @@ def test_a_coordinator_is_kept_while_it_may_be_well(change: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("number", range(3))
-def test_an_operator_killed_while_it_replaces_a_silent_coordinator_makes_one_successor(number: int, is_before: bool) -> None:
+def test_an_operator_killed_while_it_replaces_a_silent_coordinator_makes_one_successor(
+    number: int, is_before: bool
+) -> None:
     world = begin()
     world.fall_silent(is_host_dead=True)
     world.now += 11
@@ -97,8 +101,12 @@ def test_an_operator_killed_while_it_replaces_a_silent_coordinator_makes_one_suc
     assert coordinators(world)[0] != "run-coordinator-0"
 
 
-@pytest.mark.parametrize(("followed", "silent", "is_alone"), [(1, 1, True), (2, 1, True), (4, 3, False), (3, 3, False)])
-def test_who_hears_hardly_anybody_takes_itself_for_the_one_that_is_cut_off(followed: int, silent: int, is_alone: bool) -> None:
+@pytest.mark.parametrize(
+    ("followed", "silent", "is_alone"), [(1, 1, True), (2, 1, True), (4, 3, False), (3, 3, False)]
+)
+def test_who_hears_hardly_anybody_takes_itself_for_the_one_that_is_cut_off(
+    followed: int, silent: int, is_alone: bool
+) -> None:
     known = Coordinators()
     for number in range(followed):
         known.follow(("ns", f"run-{number}"), "10.0.0.1", 0, token="t")
@@ -111,7 +119,12 @@ def test_who_hears_hardly_anybody_takes_itself_for_the_one_that_is_cut_off(follo
 
 @pytest.mark.parametrize(
     ("cause", "has_timed_out"),
-    [(TimeoutError(), True), (OSError(errno.EHOSTUNREACH, "x"), True), (ConnectionRefusedError(), False), (EOFError(), False)],
+    [
+        (TimeoutError(), True),
+        (OSError(errno.EHOSTUNREACH, "x"), True),
+        (ConnectionRefusedError(), False),
+        (EOFError(), False),
+    ],
 )
 def test_a_host_that_answers_in_any_way_is_alive(cause: Exception, has_timed_out: bool) -> None:
     known = Coordinators()

@@ -17,8 +17,16 @@ BY_DIGEST = f"registry.example/trainer@{A}"
 @pytest.mark.parametrize(
     ("image", "image_id", "pinned"),
     [
-        ("registry.example/team/trainer:1", f"registry.example/team/trainer@{A}", f"registry.example/team/trainer@{A}"),
-        ("registry.example:5000/trainer", f"registry.example:5000/trainer@{A}", f"registry.example:5000/trainer@{A}"),
+        (
+            "registry.example/team/trainer:1",
+            f"registry.example/team/trainer@{A}",
+            f"registry.example/team/trainer@{A}",
+        ),
+        (
+            "registry.example:5000/trainer",
+            f"registry.example:5000/trainer@{A}",
+            f"registry.example:5000/trainer@{A}",
+        ),
         (
             "registry.example:5000/trainer:1",
             f"docker-pullable://registry.example:5000/trainer@{A}",
@@ -163,9 +171,13 @@ def test_a_tag_that_cannot_be_pulled_is_waited_for_as_ever() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [(BY_DIGEST, f"registry.example/trainer@{B}"), (A, B)], ids=["pulled", "brought by hand"]
+    ("first", "second"),
+    [(BY_DIGEST, f"registry.example/trainer@{B}"), (A, B)],
+    ids=["pulled", "brought by hand"],
 )
-def test_a_pod_of_another_image_leaves_as_its_hosts_fault_and_the_first_stays(first: str, second: str) -> None:
+def test_a_pod_of_another_image_leaves_as_its_hosts_fault_and_the_first_stays(
+    first: str, second: str
+) -> None:
     world = begin([first, second])
     assert world.live() == ["docs-lm-0-0", "docs-lm-1-1"]
     assert image_of(world, "docs-lm-1-1") == (BY_DIGEST if first == BY_DIGEST else TAG)
@@ -177,8 +189,12 @@ def test_a_pod_of_another_image_leaves_as_its_hosts_fault_and_the_first_stays(fi
     assert "host-docs-lm-1-0" in str(affinity)
 
 
-@pytest.mark.parametrize("image", [None, BY_DIGEST], ids=["by the first pod's digest", "by the digest of the run"])
-def test_a_pod_that_asked_for_the_digest_stays_also_where_its_host_names_the_image_by_another(image: str | None) -> None:
+@pytest.mark.parametrize(
+    "image", [None, BY_DIGEST], ids=["by the first pod's digest", "by the digest of the run"]
+)
+def test_a_pod_that_asked_for_the_digest_stays_also_where_its_host_names_the_image_by_another(
+    image: str | None,
+) -> None:
     """Hosts that know two manifests of one image name a container's by whichever comes first."""
     world = begin([BY_DIGEST, BY_DIGEST], **({} if image is None else {"image": image}))
     replace_node(world, "docs-lm-1-0")

@@ -20,7 +20,12 @@ FAST = Limits(first_pause=0.005, longest_pause=0.02, request_seconds=100.0)
 
 
 def config_map(name: str = "c", **data: str) -> dict[str, Any]:
-    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": "ns"}, "data": data}
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "namespace": "ns"},
+        "data": data,
+    }
 
 
 def with_server(work: Callable[[FakeServer, Kube], Awaitable[None]], **options: Any) -> FakeServer:
@@ -42,7 +47,9 @@ def with_server(work: Callable[[FakeServer, Kube], Awaitable[None]], **options: 
 
 
 def refuse(status: int, **headers: str) -> Callable[[], web.Response]:
-    return lambda: web.json_response({"reason": "Planned", "message": "planned"}, status=status, headers=headers)
+    return lambda: web.json_response(
+        {"reason": "Planned", "message": "planned"}, status=status, headers=headers
+    )
 
 
 def test_verbs_do_what_they_say_and_no_request_is_spent_on_discovery() -> None:
@@ -96,7 +103,11 @@ def test_what_the_server_refuses_for_good_is_not_tried_again_and_its_words_are_k
         server.answers = [refuse(status)]
         with pytest.raises(ApiError) as caught:
             await kube.apply(config_map(a="1"))
-        assert (caught.value.status, caught.value.reason, caught.value.message) == (status, "Planned", "planned")
+        assert (caught.value.status, caught.value.reason, caught.value.message) == (
+            status,
+            "Planned",
+            "planned",
+        )
 
     assert len(with_server(work).requests) == 1
 

@@ -87,7 +87,9 @@ def test_a_renewal_seen_by_the_candidate_begins_its_wait_anew(clock: Clock, clus
     assert cluster.store.get(*PLACE)["spec"]["leaseTransitions"] == 0
 
 
-def test_a_holder_that_was_stopped_finds_itself_out_of_time_and_then_another_in_its_place(clock: Clock, cluster: Any) -> None:
+def test_a_holder_that_was_stopped_finds_itself_out_of_time_and_then_another_in_its_place(
+    clock: Clock, cluster: Any
+) -> None:
     first, second = build_gate("a", clock), build_gate("b", clock)
     asyncio.run(first._try(cluster))
     asyncio.run(second._try(cluster))
@@ -125,7 +127,9 @@ def test_a_lease_that_was_given_back_is_free_at_once(clock: Clock, cluster: Any)
     assert asyncio.run(second._try(cluster))
 
 
-def test_a_restarted_holder_of_the_same_name_takes_its_own_lease_again_at_once(clock: Clock, cluster: Any) -> None:
+def test_a_restarted_holder_of_the_same_name_takes_its_own_lease_again_at_once(
+    clock: Clock, cluster: Any
+) -> None:
     asyncio.run(build_gate("pod_uid", clock)._try(cluster))
     assert asyncio.run(build_gate("pod_uid", clock)._try(cluster))
 

@@ -11,13 +11,22 @@ KEY = ("ns", "run")
 
 def pod(name: str = "run-0-0", *, uid: str = "u1", version: int = 10, **status: Any) -> dict[str, Any]:
     labels = {"evergrad.dev/run": "run"}
-    metadata = {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version), "labels": labels}
+    metadata = {
+        "name": name,
+        "namespace": "ns",
+        "uid": uid,
+        "resourceVersion": str(version),
+        "labels": labels,
+    }
     return {"metadata": metadata, "spec": {}, "status": status}
 
 
 def run(name: str = "run", *, uid: str = "r1", version: int = 10, claim: str | None = None) -> dict[str, Any]:
     spec = {"storage": {"claimName": claim}} if claim else {}
-    return {"metadata": {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version)}, "spec": spec}
+    return {
+        "metadata": {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": str(version)},
+        "spec": spec,
+    }
 
 
 @pytest.fixture
@@ -58,7 +67,9 @@ def test_the_end_of_an_object_does_not_remove_its_namesake(mirror: Mirror) -> No
 def test_a_list_prunes_what_the_watch_never_said_was_gone(mirror: Mirror) -> None:
     mirror.see(PODS, pod("run-0-0", uid="a", version=10), is_watched=True)
     mirror.see(PODS, pod("run-1-0", uid="b", version=11), is_watched=True)
-    changed = mirror.replace(PODS, [pod("run-0-0", uid="a", version=10)], version=50, covers=lambda namespace: True)
+    changed = mirror.replace(
+        PODS, [pod("run-0-0", uid="a", version=10)], version=50, covers=lambda namespace: True
+    )
     assert changed == {KEY}
     assert [one["metadata"]["name"] for one in mirror.pods(KEY)] == ["run-0-0"]
 
@@ -86,13 +97,19 @@ def test_runs_on_one_claim_know_each_other_and_all_hear_of_the_claim(mirror: Mir
     mirror.see(RUNS, run("apart", uid="e", claim="shared"))
     assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["b", "shared"]
     assert mirror.others(("ns", "d")) == ()
-    claim = {"metadata": {"name": "shared", "namespace": "ns", "uid": "p", "resourceVersion": "5"}, "spec": {}, "status": {}}
+    claim = {
+        "metadata": {"name": "shared", "namespace": "ns", "uid": "p", "resourceVersion": "5"},
+        "spec": {},
+        "status": {},
+    }
     assert mirror.see(CLAIMS, claim) == (("ns", "a"), ("ns", "apart"), ("ns", "b"), ("ns", "shared"))
     mirror.see(RUNS, run("b", uid="b", version=11), is_deleted=True, is_watched=True)
     assert [one["metadata"]["name"] for one in mirror.others(("ns", "a"))] == ["shared"]
 
 
-def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_concerns_them(mirror: Mirror) -> None:
+def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_concerns_them(
+    mirror: Mirror,
+) -> None:
     def at(name: str, path: str, version: int, phase: str = "Pending") -> dict[str, Any]:
         made = run(name, uid=name, version=version, claim="shared")
         made["spec"]["storage"]["path"] = path
@@ -103,10 +120,17 @@ def test_only_runs_whose_folders_overlap_hear_of_each_other_and_only_of_what_con
     assert mirror.see(RUNS, at("new", "team/a/deep", 3)) == (("ns", "new"), ("ns", "old"))
     assert mirror.see(RUNS, at("old", "team/a", 4, "Running")) == (("ns", "old"),)
     assert mirror.see(RUNS, at("old", "team/a", 5, "Failed")) == (("ns", "old"), ("ns", "new"))
-    assert mirror.replace(RUNS, [], version=9, covers=lambda _: True) == {("ns", "old"), ("ns", "new"), ("ns", "apart")}
+    assert mirror.replace(RUNS, [], version=9, covers=lambda _: True) == {
+        ("ns", "old"),
+        ("ns", "new"),
+        ("ns", "apart"),
+    }
     mirror.see(RUNS, at("first", "x", 10))
     mirror.see(RUNS, at("second", "x", 11))
-    assert mirror.see(RUNS, at("first", "x", 12), is_deleted=True, is_watched=True) == (("ns", "first"), ("ns", "second"))
+    assert mirror.see(RUNS, at("first", "x", 12), is_deleted=True, is_watched=True) == (
+        ("ns", "first"),
+        ("ns", "second"),
+    )
 
 
 def test_children_are_kept_by_kind_and_name_and_go_with_a_list(mirror: Mirror) -> None:
@@ -131,12 +155,22 @@ def test_an_answer_that_the_watch_does_not_show_makes_the_watch_late() -> None:
 
 
 def test_a_slimmed_pod_keeps_what_is_read_and_drops_the_rest() -> None:
-    raw = pod(phase="Running", podIP="10.0.0.1", podIPs=[{"ip": "10.0.0.1"}], containerStatuses=[{"name": "node"}])
+    raw = pod(
+        phase="Running", podIP="10.0.0.1", podIPs=[{"ip": "10.0.0.1"}], containerStatuses=[{"name": "node"}]
+    )
     raw["metadata"] |= {"managedFields": [1], "ownerReferences": [{"uid": "r1"}]}
-    raw["spec"] = {"nodeName": "n1", "containers": [{"name": "node", "image": "i", "env": [1]}], "volumes": [1]}
+    raw["spec"] = {
+        "nodeName": "n1",
+        "containers": [{"name": "node", "image": "i", "env": [1]}],
+        "volumes": [1],
+    }
     slim = slim_pod(raw)
     assert slim["spec"] == {"nodeName": "n1", "containers": [{"name": "node", "image": "i"}]}
-    assert slim["status"] == {"phase": "Running", "podIP": "10.0.0.1", "containerStatuses": [{"name": "node"}]}
+    assert slim["status"] == {
+        "phase": "Running",
+        "podIP": "10.0.0.1",
+        "containerStatuses": [{"name": "node"}],
+    }
     assert "managedFields" not in slim["metadata"] and slim["metadata"]["ownerReferences"] == [{"uid": "r1"}]
 
 

@@ -14,18 +14,45 @@ from evergrad_operator.pods import MAX_MESSAGE, describe_cause, parse_pod
 from evergrad_operator.spec import parse_run
 from evergrad_operator.times import format_time
 
-LABELS = {"evergrad.dev/run": "docs-lm", "evergrad.dev/role": "node", "evergrad.dev/index": "2", "evergrad.dev/attempt": "1"}
+LABELS = {
+    "evergrad.dev/run": "docs-lm",
+    "evergrad.dev/role": "node",
+    "evergrad.dev/index": "2",
+    "evergrad.dev/attempt": "1",
+}
 
 
-def make_pod(status: dict[str, Any], *, labels: dict[str, str] | None = None, **metadata: Any) -> dict[str, Any]:
+def make_pod(
+    status: dict[str, Any], *, labels: dict[str, str] | None = None, **metadata: Any
+) -> dict[str, Any]:
     owner = {"uid": "uid-docs-lm"}
-    content = {"name": "docs-lm-2-1", "uid": "u", "labels": labels or LABELS, "ownerReferences": [owner], **metadata}
-    return {"metadata": {**content, "creationTimestamp": format_time(START)}, "spec": {"nodeName": "a"}, "status": status}
+    content = {
+        "name": "docs-lm-2-1",
+        "uid": "u",
+        "labels": labels or LABELS,
+        "ownerReferences": [owner],
+        **metadata,
+    }
+    return {
+        "metadata": {**content, "creationTimestamp": format_time(START)},
+        "spec": {"nodeName": "a"},
+        "status": status,
+    }
 
 
 def terminated(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
-    state = {"terminated": {"exitCode": code, "reason": reason, "message": message, "finishedAt": format_time(START + 9)}}
-    return {"phase": "Failed" if code else "Succeeded", "containerStatuses": [{"name": "trainer", "state": state}]}
+    state = {
+        "terminated": {
+            "exitCode": code,
+            "reason": reason,
+            "message": message,
+            "finishedAt": format_time(START + 9),
+        }
+    }
+    return {
+        "phase": "Failed" if code else "Succeeded",
+        "containerStatuses": [{"name": "trainer", "state": state}],
+    }
 
 
 def test_a_pod_is_read_into_values() -> None:
@@ -37,7 +64,14 @@ def test_a_pod_is_read_into_values() -> None:
     }
     pod = parse_pod(make_pod(status, annotations={"evergrad.dev/restart": "3"}))
     assert pod is not None
-    assert (pod.name, pod.uid, pod.role, pod.index, pod.attempt, pod.restart) == ("docs-lm-2-1", "u", "node", 2, 1, 3)
+    assert (pod.name, pod.uid, pod.role, pod.index, pod.attempt, pod.restart) == (
+        "docs-lm-2-1",
+        "u",
+        "node",
+        2,
+        1,
+        3,
+    )
     assert (pod.is_live, pod.is_running, pod.is_ready, pod.is_leaving) == (True, True, True, False)
     assert (pod.created_at, pod.node_name, pod.ip) == (START, "a", "10.0.0.1")
 
@@ -81,7 +115,10 @@ def test_who_ended_a_pod_counts_more_than_its_exit_code_unless_that_is_certain(
 def test_a_coordinators_container_that_ended_comes_again_and_is_no_end() -> None:
     labels = {**LABELS, "evergrad.dev/role": "coordinator"}
     state = {"terminated": {"exitCode": 1, "reason": "Error"}}
-    status = {"phase": "Running", "containerStatuses": [{"name": "coordinator", "state": state, "restartCount": 1}]}
+    status = {
+        "phase": "Running",
+        "containerStatuses": [{"name": "coordinator", "state": state, "restartCount": 1}],
+    }
     pod = parse_pod(make_pod(status, labels=labels))
     assert pod is not None
     assert (pod.is_live, pod.is_running) == (True, False)
@@ -109,7 +146,9 @@ def test_a_pod_without_our_labels_is_passed_over(labels: dict[str, str]) -> None
 
 ANYTHING = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=8)),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 KEYS = ("phase", "conditions", "containerStatuses", "reason", "message", "podIP")
@@ -124,7 +163,8 @@ def test_no_status_of_a_pod_breaks_the_operator(status: dict[str, Any]) -> None:
 
 @given(
     st.dictionaries(
-        st.sampled_from(["memory", "conditions", "nodes", "coordinator", "progress", "attempts", "failures"]), ANYTHING
+        st.sampled_from(["memory", "conditions", "nodes", "coordinator", "progress", "attempts", "failures"]),
+        ANYTHING,
     )
 )
 def test_no_status_of_a_run_breaks_the_operator(status: dict[str, Any]) -> None:
@@ -188,7 +228,9 @@ def test_a_recipe_is_the_same_however_its_keys_are_ordered_and_with_its_nulls() 
     assert hash_recipe(parse_run(run)) == hash_recipe(parse_run(make_run(training=turned)))
     assert hash_recipe(parse_run(run)) != hash_recipe(parse_run(make_run(training={**training, "seed": 3})))
     script = make_run(training=None, script={"command": ["a"]})
-    assert hash_recipe(parse_run(script)) != hash_recipe(parse_run(make_run(training=None, script={"command": ["b"]})))
+    assert hash_recipe(parse_run(script)) != hash_recipe(
+        parse_run(make_run(training=None, script={"command": ["b"]}))
+    )
 
 
 def test_a_coordinators_answer_is_read_into_values() -> None:
@@ -196,20 +238,36 @@ def test_a_coordinators_answer_is_read_into_values() -> None:
     from evergrad_coordinator.state import Settings
     from evergrad_coordinator.status import build_status
 
-    raw = build_status(Membership(Settings(run="docs-lm", min_nodes=2, max_nodes=3, expect=3), generation=0, now=0.0), now=1.0)
+    raw = build_status(
+        Membership(Settings(run="docs-lm", min_nodes=2, max_nodes=3, expect=3), generation=0, now=0.0),
+        now=1.0,
+    )
     progress = parse_progress(raw, attempt=4)
     assert (progress.attempt, progress.phase, progress.min_nodes, progress.max_nodes) == (4, "Waiting", 2, 3)
     assert (progress.step, progress.loss, progress.last_failure) == (None, None, None)
 
 
-@pytest.mark.parametrize("raw", [{}, {"phase": 3, "nodes": {}}, {"phase": "Running"}, {"phase": "Running", "nodes": []}])
+@pytest.mark.parametrize(
+    "raw", [{}, {"phase": 3, "nodes": {}}, {"phase": "Running"}, {"phase": "Running", "nodes": []}]
+)
 def test_what_no_coordinator_says_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(ProgressError, match="another program") as refused:
         parse_progress(raw, attempt=1)
     assert isinstance(refused.value, OperatorError)
 
 
-FIELDS = ("step", "loss", "lastFailure", "restarts", "lostSeconds", "generation", "etaSeconds", "reason", "message", "totalSteps")
+FIELDS = (
+    "step",
+    "loss",
+    "lastFailure",
+    "restarts",
+    "lostSeconds",
+    "generation",
+    "etaSeconds",
+    "reason",
+    "message",
+    "totalSteps",
+)
 
 
 @given(st.dictionaries(st.sampled_from(FIELDS), ANYTHING))

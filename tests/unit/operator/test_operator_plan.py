@@ -26,13 +26,18 @@ FULL_TEMPLATE: dict[str, Any] = {
     "nodeSelector": {"gpu": "h100"},
     "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
     "affinity": {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
-    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}],
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "ScheduleAnyway"}
+    ],
     "volumes": [
         {"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}},
         {"name": "data", "persistentVolumeClaim": {"claimName": "corpus", "readOnly": True}},
         {"name": "token", "secret": {"secretName": "hub"}},
     ],
-    "volumeMounts": [{"name": "data", "mountPath": "/data", "readOnly": True}, {"name": "cache", "mountPath": "/tmp/cache"}],
+    "volumeMounts": [
+        {"name": "data", "mountPath": "/data", "readOnly": True},
+        {"name": "cache", "mountPath": "/tmp/cache"},
+    ],
     "env": [
         {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
         {"name": "HOME", "value": "/data"},
@@ -73,7 +78,10 @@ def full() -> Simulation:
         shared_memory_size="2Gi",
     )
     world = Simulation(run, config=config)
-    annotations = {"note": "the user's", "run.evergrad.dev/other": '{"path":"runs/other","recipe":"r","epoch":3}'}
+    annotations = {
+        "note": "the user's",
+        "run.evergrad.dev/other": '{"path":"runs/other","recipe":"r","epoch":3}',
+    }
     world.children["PersistentVolumeClaim", "shared"] = {
         "metadata": {"name": "shared", "annotations": annotations},
         "status": {"phase": "Bound"},
@@ -84,7 +92,11 @@ def full() -> Simulation:
 def script() -> Simulation:
     run = make_run(
         nodes={"min": 2, "max": 2},
-        script={"command": ["train.py", "--note", "$(rm -rf /); `id` 'x'"], "gracePeriodSeconds": 120, "metrics": {"port": 9100}},
+        script={
+            "command": ["train.py", "--note", "$(rm -rf /); `id` 'x'"],
+            "gracePeriodSeconds": 120,
+            "metrics": {"port": 9100},
+        },
         training=None,
     )
     return Simulation(run, config=Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False))
@@ -114,7 +126,8 @@ def test_a_whole_plan_is_as_it_was(name: str) -> None:
     path = GOLDEN / f"plan_{name}.yaml"
     if os.environ.get("GOLDEN") == "write":
         path.write_text(
-            "# What the operator makes of a run; written by test_operator_plan.py.\n" + yaml.safe_dump(built, sort_keys=False)
+            "# What the operator makes of a run; written by test_operator_plan.py.\n"
+            + yaml.safe_dump(built, sort_keys=False)
         )
     assert built == yaml.safe_load(path.read_text())
 
@@ -143,7 +156,10 @@ def test_the_check_of_restricted_pods_finds_what_it_looks_for() -> None:
         (lambda spec: spec["volumes"].append({"name": "x", "hostPath": {"path": "/"}}), "volume x"),
         (lambda spec: spec["securityContext"].pop("runAsNonRoot"), "runAsNonRoot"),
         (lambda spec: spec["securityContext"].pop("seccompProfile"), "seccompProfile"),
-        (lambda spec: spec["containers"][0]["securityContext"].pop("allowPrivilegeEscalation"), "allowPrivilegeEscalation"),
+        (
+            lambda spec: spec["containers"][0]["securityContext"].pop("allowPrivilegeEscalation"),
+            "allowPrivilegeEscalation",
+        ),
         (lambda spec: spec["containers"][0]["securityContext"].update(capabilities={}), "capabilities"),
         (lambda spec: spec["containers"][0]["ports"][0].update(hostPort=1), "hostPort"),
     ]:
@@ -160,7 +176,12 @@ def test_the_coordinators_arguments_are_those_it_takes() -> None:
         options = parse_arguments(arguments)
         assert find_problems(options) == []
         nodes = world.raw["spec"]["nodes"]
-        assert (options.min, options.max, options.expect, options.epoch) == (nodes["min"], nodes["max"], nodes["max"], 0)
+        assert (options.min, options.max, options.expect, options.epoch) == (
+            nodes["min"],
+            nodes["max"],
+            nodes["max"],
+            0,
+        )
         assert (options.port, options.status_port, options.run) == (29400, 29401, "docs-lm")
         assert options.recovery == ("fresh" if build is script else "in-process")
 
@@ -211,8 +232,15 @@ def test_no_text_of_a_user_is_in_a_pods_command_or_becomes_a_reference() -> None
 def test_secrets_are_only_ever_referred_to() -> None:
     world = full()
     world.reconcile()
-    variables = {item["name"]: item for pod in world.plan.create for item in pod["spec"]["containers"][0].get("env", ())}
-    assert variables["HF_TOKEN"] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}
+    variables = {
+        item["name"]: item
+        for pod in world.plan.create
+        for item in pod["spec"]["containers"][0].get("env", ())
+    }
+    assert variables["HF_TOKEN"] == {
+        "name": "HF_TOKEN",
+        "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
+    }
     assert variables["HOME"] == {"name": "HOME", "value": "/data"}, "the user's own value counts"
 
 
@@ -225,7 +253,9 @@ def test_labels_of_the_run_are_passed_on_by_an_allow_list_only() -> None:
     assert node["kueue.x-k8s.io/queue-name"] == "gpus"
     assert node["team"] == "research"
     assert node["scheduling.x-k8s.io/pod-group"] == "docs-lm"
-    assert "kueue.x-k8s.io/queue-name" not in world.plan.create[0]["metadata"]["labels"], "the coordinator is not queued"
+    assert "kueue.x-k8s.io/queue-name" not in world.plan.create[0]["metadata"]["labels"], (
+        "the coordinator is not queued"
+    )
 
 
 def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone() -> None:
@@ -235,7 +265,9 @@ def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone
     annotations = [pod["metadata"]["annotations"] for pod in world.plan.create[1:]]
     sizes = [one.get("kueue.x-k8s.io/pod-group-total-count") for one in annotations]
     # Without it Kueue keeps the quota of a group that has failed, is suspended or is deleted.
-    assert [one.get("kueue.x-k8s.io/retriable-in-group") for one in annotations] == [size and "false" for size in sizes]
+    assert [one.get("kueue.x-k8s.io/retriable-in-group") for one in annotations] == [
+        size and "false" for size in sizes
+    ]
     assert groups == ["docs-lm-0", "docs-lm-0", None]
     assert sizes == ["2", "2", None]
     # A group's size is fixed: live bounds do not touch it, a resumption makes a new group.
@@ -254,12 +286,24 @@ def test_a_queue_admits_the_smallest_group_together_and_each_node_above_it_alone
         world.leave()
     world.set_spec(suspend=False, nodes={"min": 3, "max": 3})
     world.reconcile()
-    assert {pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in world.plan.create[1:]} == {"docs-lm-1"}
-    assert {pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"] for pod in world.plan.create[1:]} == {"3"}
+    assert {pod["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"] for pod in world.plan.create[1:]} == {
+        "docs-lm-1"
+    }
+    assert {
+        pod["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]
+        for pod in world.plan.create[1:]
+    } == {"3"}
 
 
 def test_the_users_tolerations_for_silent_nodes_take_the_place_of_ours() -> None:
-    patient = [{"key": "node.kubernetes.io/unreachable", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 600}]
+    patient = [
+        {
+            "key": "node.kubernetes.io/unreachable",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": 600,
+        }
+    ]
     world = Simulation(make_run(template={"tolerations": patient}))
     world.reconcile()
     found = world.plan.create[1]["spec"]["tolerations"]
@@ -321,7 +365,11 @@ def test_a_claim_that_an_earlier_run_left_is_taken_as_it_is() -> None:
     ],
 )
 def test_a_volume_is_asked_for_as_many_hosts_as_the_run_has_nodes(
-    nodes: tuple[int, int], storage: dict[str, Any], config: dict[str, str], modes: list[str], is_on_one_host: bool
+    nodes: tuple[int, int],
+    storage: dict[str, Any],
+    config: dict[str, str],
+    modes: list[str],
+    is_on_one_host: bool,
 ) -> None:
     run = make_run(nodes={"min": nodes[0], "max": nodes[1]}, storage={"size": "1Gi", **storage})
     world = Simulation(run, config=dataclasses.replace(CONFIG, **config))
@@ -332,7 +380,9 @@ def test_a_volume_is_asked_for_as_many_hosts_as_the_run_has_nodes(
     assert len(pods) == nodes[1]
     for pod in pods:
         between = pod["spec"].get("affinity", {}).get("podAffinity", {})
-        topologies = [term["topologyKey"] for term in between.get("requiredDuringSchedulingIgnoredDuringExecution", [])]
+        topologies = [
+            term["topologyKey"] for term in between.get("requiredDuringSchedulingIgnoredDuringExecution", [])
+        ]
         assert topologies == (["kubernetes.io/hostname"] if is_on_one_host else [])
 
 
@@ -347,11 +397,15 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
     world.reconcile()
     world.start()
     world.reconcile()
-    assert all(child["kind"] != "PodDisruptionBudget" for child in world.plan.apply)  # no group has formed yet
+    assert all(
+        child["kind"] != "PodDisruptionBudget" for child in world.plan.apply
+    )  # no group has formed yet
     world.train()
     world.reconcile()
     budgets = [child for child in world.plan.apply if child["kind"] == "PodDisruptionBudget"]
-    of_nodes = [one for one in budgets if one["spec"]["selector"]["matchLabels"]["evergrad.dev/role"] == "node"]
+    of_nodes = [
+        one for one in budgets if one["spec"]["selector"]["matchLabels"]["evergrad.dev/role"] == "node"
+    ]
     assert [budget["spec"]["minAvailable"] for budget in of_nodes] == ([] if fewest is None else [fewest])
 
 
@@ -372,7 +426,9 @@ def test_a_drain_leaves_the_smallest_group_or_one_less_where_there_are_no_others
         ),
     ],
 )
-def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(changes: dict[str, Any], pod: int, node: int) -> None:
+def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(
+    changes: dict[str, Any], pod: int, node: int
+) -> None:
     world = Simulation(make_run(**changes))
     world.reconcile()
     spec = next(one for one in world.plan.create if one["metadata"]["name"] == "docs-lm-0-0")["spec"]
@@ -383,7 +439,9 @@ def test_a_pod_lives_a_little_longer_than_its_node_has_to_leave(changes: dict[st
 
 def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:
     world = Simulation().run()
-    world.config = Config(CONFIG.trainer_image, CONFIG.operator_image, network_policies=False, disruption_budgets=False)
+    world.config = Config(
+        CONFIG.trainer_image, CONFIG.operator_image, network_policies=False, disruption_budgets=False
+    )
     world.reconcile()
     assert {(deletion.kind, deletion.name) for deletion in world.plan.delete} == {
         ("PodDisruptionBudget", "docs-lm"),
@@ -394,7 +452,9 @@ def test_what_is_switched_off_or_not_needed_any_more_is_deleted() -> None:
 
 def test_a_child_that_somebody_changed_is_applied_again() -> None:
     world = Simulation().run()
-    world.children["Service", "docs-lm-coordinator"]["metadata"]["annotations"]["evergrad.dev/applied-hash"] = "another"
+    world.children["Service", "docs-lm-coordinator"]["metadata"]["annotations"][
+        "evergrad.dev/applied-hash"
+    ] = "another"
     world.reconcile()
     assert [child["kind"] for child in world.plan.apply] == ["Service"]
     del world.children["ConfigMap", "docs-lm-config"]
@@ -429,13 +489,19 @@ def test_the_network_policy_lets_in_the_run_its_operator_and_its_metrics_only() 
     assert policy["policyTypes"] == ["Ingress"]
     own, operator, metrics = policy["ingress"]
     assert own == {"from": [{"podSelector": {"matchLabels": {"evergrad.dev/run": "docs-lm"}}}]}
-    assert operator["from"][0]["namespaceSelector"] == {"matchLabels": {"kubernetes.io/metadata.name": "evergrad-system"}}
+    assert operator["from"][0]["namespaceSelector"] == {
+        "matchLabels": {"kubernetes.io/metadata.name": "evergrad-system"}
+    }
     assert operator["ports"] == [{"port": 29401, "protocol": "TCP"}]
     assert metrics == {"ports": [{"port": 29402, "protocol": "TCP"}]}
 
 
-def test_where_scraping_namespaces_are_named_they_reach_nodes_and_the_coordinator_and_nobody_else_does() -> None:
-    world = Simulation(make_run(), config=dataclasses.replace(CONFIG, metrics_from=("monitoring", "prometheus")))
+def test_where_scraping_namespaces_are_named_they_reach_nodes_and_the_coordinator_and_nobody_else_does() -> (
+    None
+):
+    world = Simulation(
+        make_run(), config=dataclasses.replace(CONFIG, metrics_from=("monitoring", "prometheus"))
+    )
     world.reconcile()
     policy = next(child for child in world.plan.apply if child["kind"] == "NetworkPolicy")["spec"]
     *_, metrics = policy["ingress"]
@@ -468,7 +534,9 @@ def coordinator_of(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_coordinator_may_be_where_the_nodes_may_and_counts_as_much() -> None:
-    hosts = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}}
+    hosts = {
+        "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]}
+    }
     taint = {"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}
     spec = coordinator_of(
         {
@@ -490,11 +558,16 @@ def test_the_coordinator_keeps_away_from_nothing_and_needs_no_accelerators_runti
             "affinity": {
                 "podAntiAffinity": {
                     "requiredDuringSchedulingIgnoredDuringExecution": [
-                        {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": {"app": "lm"}}}
+                        {
+                            "topologyKey": "kubernetes.io/hostname",
+                            "labelSelector": {"matchLabels": {"app": "lm"}},
+                        }
                     ]
                 }
             },
-            "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+            "topologySpreadConstraints": [
+                {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+            ],
             "runtimeClassName": "nvidia",
             "schedulerName": "volcano",
         }
@@ -510,7 +583,10 @@ def test_the_coordinator_bears_what_keeps_sidecars_out_and_hosts_in_use() -> Non
         }
     )["metadata"]
     assert metadata["labels"].items() >= {"sidecar.istio.io/inject": "false", "team": "research"}.items()
-    assert metadata["annotations"].items() >= {"linkerd.io/inject": "disabled", "karpenter.sh/do-not-disrupt": "true"}.items()
+    assert (
+        metadata["annotations"].items()
+        >= {"linkerd.io/inject": "disabled", "karpenter.sh/do-not-disrupt": "true"}.items()
+    )
     assert metadata["labels"]["evergrad.dev/role"] == "coordinator"
 
 
@@ -519,7 +595,9 @@ def test_constraints_of_the_nodes_among_each_other_do_not_count_the_coordinator(
     selector = {"matchLabels": {"app": "lm"}, "matchExpressions": [{"key": "tier", "operator": "Exists"}]}
     term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": selector, "matchLabelKeys": ["round"]}
     preferred = [{"weight": 1, "podAffinityTerm": term}]
-    chosen: dict[str, Any] = {"affinity": {kind: {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}}
+    chosen: dict[str, Any] = {
+        "affinity": {kind: {"preferredDuringSchedulingIgnoredDuringExecution": preferred}}
+    }
     if kind == "topologySpreadConstraints":
         chosen = {kind: [{"maxSkew": 1, "whenUnsatisfiable": "DoNotSchedule", **term}]}
     labels = {"app": "lm", "tier": "a", "round": "1", "team": "research"}
@@ -552,7 +630,9 @@ def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_i
     world.start()
     world.train(phase="Starting")
     world.settle()
-    assert ("PodDisruptionBudget", "docs-lm.coordinator") not in world.children, "no work is lost before the first group"
+    assert ("PodDisruptionBudget", "docs-lm.coordinator") not in world.children, (
+        "no work is lost before the first group"
+    )
     found = []
     for phase in ("Running", "Draining", "Starting", "Running", "Waiting"):
         world.train(phase=phase)
@@ -560,7 +640,10 @@ def test_a_coordinator_is_not_evicted_while_its_group_changes_and_may_be_while_i
         found.append(budget_of_coordinator(world))
     assert found == [0, 1, 1, 0, 0]
     budget = world.children["PodDisruptionBudget", "docs-lm.coordinator"]["spec"]
-    assert budget["selector"]["matchLabels"] == {"evergrad.dev/run": "docs-lm", "evergrad.dev/role": "coordinator"}
+    assert budget["selector"]["matchLabels"] == {
+        "evergrad.dev/run": "docs-lm",
+        "evergrad.dev/role": "coordinator",
+    }
 
 
 def test_a_run_of_one_node_protects_its_coordinator_too() -> None:
@@ -573,7 +656,11 @@ def test_a_run_of_one_node_protects_its_coordinator_too() -> None:
 
 def test_a_coordinator_waits_for_a_group_of_before_only_where_one_may_be_at_work() -> None:
     def is_told(world: Simulation) -> bool:
-        (pod,) = [one for one in world.plan.create if one["metadata"]["labels"]["evergrad.dev/role"] == "coordinator"]
+        (pod,) = [
+            one
+            for one in world.plan.create
+            if one["metadata"]["labels"]["evergrad.dev/role"] == "coordinator"
+        ]
         return parse_arguments(pod["spec"]["containers"][0]["args"]).nothing_runs
 
     world = Simulation()

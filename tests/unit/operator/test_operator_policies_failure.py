@@ -71,7 +71,9 @@ def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
         world.train(20 + attempt)
         world.start()
         world.reconcile()
-        world.end(f"docs-lm-1-{attempt}", 64, message="error: spec.training.data: the source cannot be opened")
+        world.end(
+            f"docs-lm-1-{attempt}", 64, message="error: spec.training.data: the source cannot be opened"
+        )
         decision = world.settle()
         assert (decision.phase, world.status["failures"]["withoutProgress"]) == (Phase.RUNNING, 0)
         assert world.condition("Stalled")["status"] == "False"
@@ -114,7 +116,9 @@ def test_a_first_exit_code_64_waits_for_what_other_nodes_say_and_is_tried_elsewh
     assert world.condition("Stalled")["status"] == "False"
     world.age(15)
     assert world.reconcile().nodes_to_create == ((1, 1),)
-    wish = world.pods["docs-lm-1-1"]["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    wish = world.pods["docs-lm-1-1"]["spec"]["affinity"]["nodeAffinity"][
+        "preferredDuringSchedulingIgnoredDuringExecution"
+    ]
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": ["host-1"]}]
     assert wish == [{"weight": 100, "preference": {"matchFields": fields}}]
     world.start()
@@ -151,7 +155,9 @@ def one_node(world: Simulation) -> None:
     world.end("docs-lm-0-0", 64, message="bad data")
 
 
-@pytest.mark.parametrize("story", [two_tries, two_hosts, one_host, one_node], ids=lambda story: story.__name__)
+@pytest.mark.parametrize(
+    "story", [two_tries, two_hosts, one_host, one_node], ids=lambda story: story.__name__
+)
 def test_an_input_error_is_final_once_no_other_host_can_cure_it(story: Callable[[Simulation], None]) -> None:
     world = begun()
     story(world)
@@ -201,7 +207,9 @@ def test_a_host_fault_is_free_and_its_node_comes_back_at_once_elsewhere_if_it_ca
     assert world.status["failures"]["withoutProgress"] == 0
     assert world.status["lastFailure"]["message"] == "error: /volume: [Errno 116] Stale file handle"
     affinity = world.pods["docs-lm-1-1"]["spec"]["affinity"]["nodeAffinity"]
-    assert list(affinity) == ["preferredDuringSchedulingIgnoredDuringExecution"], "a cluster of one host must do, too"
+    assert list(affinity) == ["preferredDuringSchedulingIgnoredDuringExecution"], (
+        "a cluster of one host must do, too"
+    )
 
 
 def test_host_faults_in_a_row_are_tried_later_each_time_and_delay_nobody_else() -> None:
@@ -214,7 +222,10 @@ def test_host_faults_in_a_row_are_tried_later_each_time_and_delay_nobody_else() 
         decision = world.reconcile()
         if not decision.nodes_to_create:
             pauses.append(decision.requeue_after)
-            assert f"2 of 3 nodes train; host faults, {attempt + 1} in a row, of node 1; by host: host-1" in decision.message
+            assert (
+                f"2 of 3 nodes train; host faults, {attempt + 1} in a row, of node 1; by host: host-1"
+                in decision.message
+            )
         world.age(pauses[-1] if pauses else 1)
         world.reconcile()
     assert pauses == [2, 4, 8, 16]
@@ -244,7 +255,9 @@ def test_many_hosts_that_fail_a_run_stall_it_and_never_end_it() -> None:
         world.reconcile()
         world.start()
         world.reconcile()
-    assert waits == [None, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300, 300, 300], "and never more than five minutes"
+    assert waits == [None, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300, 300, 300], (
+        "and never more than five minutes"
+    )
     assert world.condition("Stalled")["reason"] == "HostFaults"
     assert len(world.status["memory"]["hostFaults"]) < 400, "few hosts are remembered"
     assert world.status["failures"]["withoutProgress"] == 0
@@ -259,7 +272,11 @@ def test_many_hosts_that_fail_a_run_stall_it_and_never_end_it() -> None:
 def test_a_device_plugin_that_refuses_a_pod_speaks_against_its_host() -> None:
     world = Simulation().run()
     world.age(100)
-    world.pods["docs-lm-0-0"]["status"] = {"phase": "Failed", "reason": "UnexpectedAdmissionError", "message": "no GPU"}
+    world.pods["docs-lm-0-0"]["status"] = {
+        "phase": "Failed",
+        "reason": "UnexpectedAdmissionError",
+        "message": "no GPU",
+    }
     assert world.reconcile().nodes_to_create == ((0, 1),)
     assert "host-0" in json.dumps(world.pods["docs-lm-0-1"]["spec"]["affinity"])
 
@@ -267,7 +284,11 @@ def test_a_device_plugin_that_refuses_a_pod_speaks_against_its_host() -> None:
 def test_a_full_volume_is_no_fault_of_a_host() -> None:
     world = Simulation().run()
     world.age(100)
-    world.end("docs-lm-1-0", 70, message=host_fault("error: /volume/run: 0.01 GiB are free and one checkpoint takes 0.02 GiB"))
+    world.end(
+        "docs-lm-1-0",
+        70,
+        message=host_fault("error: /volume/run: 0.01 GiB are free and one checkpoint takes 0.02 GiB"),
+    )
     world.reconcile()
     assert world.status["restarts"]["byCause"] == {"VolumeFull": 1}
     assert world.status["failures"]["withoutProgress"] == 1
@@ -279,7 +300,11 @@ CAUSES: list[tuple[str, dict[str, Any], Cause]] = [
     ("end", {"code": 137}, Cause.WORKER_CRASH),
     ("end", {"code": 137, "reason": "OOMKilled"}, Cause.OUT_OF_MEMORY),
     ("end", {"code": 70, "message": "OSError: [Errno 28] No space left on device"}, Cause.VOLUME_FULL),
-    ("end", {"code": 128, "reason": "StartError", "message": 'exec: "evergrad": not found'}, Cause.START_ERROR),
+    (
+        "end",
+        {"code": 128, "reason": "StartError", "message": 'exec: "evergrad": not found'},
+        Cause.START_ERROR,
+    ),
     ("end", {"code": 75}, Cause.STOPPED),
     ("end", {"code": 76}, Cause.STOPPED),
     ("end", {"code": 137, "reason": "ContainerStatusUnknown"}, Cause.NODE_LOST),
@@ -287,7 +312,9 @@ CAUSES: list[tuple[str, dict[str, Any], Cause]] = [
 
 
 @pytest.mark.parametrize(("how", "fields", "cause"), CAUSES, ids=lambda value: str(value)[:40])
-def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(how: str, fields: dict[str, Any], cause: Cause) -> None:
+def test_an_ended_pod_is_replaced_at_once_and_its_cause_is_told(
+    how: str, fields: dict[str, Any], cause: Cause
+) -> None:
     world = Simulation().run()
     world.age(100)
     getattr(world, how)("docs-lm-1-0", **fields)
@@ -330,7 +357,9 @@ def test_a_disruption_is_free_and_told_by_its_cause(reason: str, cause: Cause) -
     assert world.status["restarts"]["total"] == 1, "counted once, however often it is seen"
 
 
-@pytest.mark.parametrize("reason", ["Evicted", "OutOfcpu", "NodeAffinity", "UnexpectedAdmissionError", "NodeLost", "Terminated"])
+@pytest.mark.parametrize(
+    "reason", ["Evicted", "OutOfcpu", "NodeAffinity", "UnexpectedAdmissionError", "NodeLost", "Terminated"]
+)
 def test_a_pod_that_the_kubelet_ends_or_refuses_is_free(reason: str) -> None:
     world = Simulation().run()
     world.age(100)
@@ -574,7 +603,14 @@ def test_the_coordinators_verdict_ends_the_run_with_its_words() -> None:
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.WORKER_CRASH)
     assert "Last: worker_crash on rank 2 (node 2)" in decision.message
     shown = {key: value for key, value in world.status["lastFailure"].items() if key != "at"}
-    assert shown == {"cause": "WorkerCrash", "node": 2, "rank": 2, "step": 10, "exitCode": 1, "message": "ValueError: x"}
+    assert shown == {
+        "cause": "WorkerCrash",
+        "node": 2,
+        "rank": 2,
+        "step": 10,
+        "exitCode": 1,
+        "message": "ValueError: x",
+    }
 
 
 @pytest.mark.parametrize(
@@ -597,7 +633,11 @@ def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
     world = Simulation().run()
     world.train(11, restarts={"worker_crash": 2, "scale_up": 5}, lostSeconds={"worker_crash": 3.7})
     world.settle()
-    world.train(12, restarts={"worker_crash": 3, "out_of_memory": 1, "environment": 2}, lostSeconds={"worker_crash": 5.2})
+    world.train(
+        12,
+        restarts={"worker_crash": 3, "out_of_memory": 1, "environment": 2},
+        lostSeconds={"worker_crash": 5.2},
+    )
     world.settle()
     world.age(100)
     world.vanish("docs-lm-coordinator-0")
@@ -606,7 +646,12 @@ def test_in_pod_restarts_are_counted_once_over_the_coordinators_lives() -> None:
     world.train(13, restarts={"worker_crash": 1}, lostSeconds={"worker_crash": 1.0})
     world.settle()
     world.settle()
-    assert world.status["restarts"]["byCause"] == {"CoordinatorLost": 1, "HostFault": 2, "OutOfMemory": 1, "WorkerCrash": 4}
+    assert world.status["restarts"]["byCause"] == {
+        "CoordinatorLost": 1,
+        "HostFault": 2,
+        "OutOfMemory": 1,
+        "WorkerCrash": 4,
+    }
     assert world.status["lostSeconds"] == {"worker_crash": 6}
 
 
@@ -624,18 +669,28 @@ def test_a_failure_that_is_told_again_and_again_is_written_once() -> None:
 
 
 REFUSALS = [
-    (403, 'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2', "QuotaExceeded"),
+    (
+        403,
+        'pods "x" is forbidden: exceeded quota: small, requested: pods=1, used: pods=2, limited: pods=2',
+        "QuotaExceeded",
+    ),
     (403, "failed quota: q: must specify limits.cpu for: trainer", "AdmissionRefused"),
     (403, 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation != false', "AdmissionRefused"),
     (403, "maximum memory usage per Container is 1Gi, but limit is 4Gi", "AdmissionRefused"),
     (403, 'no PriorityClass with name "high" was found', "AdmissionRefused"),
-    (422, "Pod is invalid: spec.containers[0].resources.requests: must be less than or equal to cpu limit", "InvalidObject"),
+    (
+        422,
+        "Pod is invalid: spec.containers[0].resources.requests: must be less than or equal to cpu limit",
+        "InvalidObject",
+    ),
     (413, "Request entity too large", "CreateFailed"),
 ]
 
 
 @pytest.mark.parametrize(("status", "message", "reason"), REFUSALS, ids=[row[1][:30] for row in REFUSALS])
-def test_what_the_api_server_refuses_is_told_and_mended_by_itself(status: int, message: str, reason: str) -> None:
+def test_what_the_api_server_refuses_is_told_and_mended_by_itself(
+    status: int, message: str, reason: str
+) -> None:
     world = Simulation()
     world.reconcile(refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START))
     decision = world.reconcile(refuse=ApplyFailure("Pod", "docs-lm-0-0", status, "Forbidden", message, START))
@@ -696,8 +751,12 @@ WAITING = [
 ]
 
 
-@pytest.mark.parametrize(("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING])
-def test_what_keeps_pods_from_starting_is_told_and_waited_for(how: str, arguments: tuple[str, ...], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING]
+)
+def test_what_keeps_pods_from_starting_is_told_and_waited_for(
+    how: str, arguments: tuple[str, ...], reason: str
+) -> None:
     world = Simulation()
     world.reconcile()
     world.start("docs-lm-coordinator-0")
@@ -708,17 +767,26 @@ def test_what_keeps_pods_from_starting_is_told_and_waited_for(how: str, argument
     assert (decision.phase, decision.reason, decision.is_blocked) == (Phase.WAITING, reason, False)
     assert "node 0 (pod docs-lm-0-0)" in decision.message
     assert arguments[0] in decision.message or arguments[-1] in decision.message
-    assert (world.condition("Reconciling")["status"], world.condition("Reconciling")["reason"]) == ("True", reason)
+    assert (world.condition("Reconciling")["status"], world.condition("Reconciling")["reason"]) == (
+        "True",
+        reason,
+    )
     assert world.condition("Stalled")["status"] == "False"
-    assert world.created[1:] == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], "nothing is tried again by new pods"
+    assert world.created[1:] == ["docs-lm-0-0", "docs-lm-1-0", "docs-lm-2-0"], (
+        "nothing is tried again by new pods"
+    )
     assert world.writes <= 3
     world.start()
     world.train()
     assert world.settle().phase == Phase.RUNNING
 
 
-@pytest.mark.parametrize(("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING])
-def test_a_run_is_stalled_only_where_waiting_will_not_help(how: str, arguments: tuple[str, ...], reason: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "arguments", "reason"), WAITING, ids=[f"{row[2]} {row[1][0]}" for row in WAITING]
+)
+def test_a_run_is_stalled_only_where_waiting_will_not_help(
+    how: str, arguments: tuple[str, ...], reason: str
+) -> None:
     world = Simulation()
     world.reconcile()
     world.start("docs-lm-coordinator-0")
@@ -738,21 +806,33 @@ def test_a_run_is_stalled_only_where_waiting_will_not_help(how: str, arguments: 
 def test_a_claim_that_does_not_come_stalls_the_run_after_minutes_and_not_before() -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     world.reconcile()
-    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["reason"]) == ("False", "VolumeMissing")
+    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["reason"]) == (
+        "False",
+        "VolumeMissing",
+    )
     world.age(300)
     world.reconcile()
-    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["status"]) == ("True", "False")
+    assert (world.condition("Stalled")["status"], world.condition("Reconciling")["status"]) == (
+        "True",
+        "False",
+    )
 
 
 RECORDS = [
-    (422, "metadata.annotations: Too long: may not be more than 262144 bytes", "Delete TrainingRuns that are over"),
+    (
+        422,
+        "metadata.annotations: Too long: may not be more than 262144 bytes",
+        "Delete TrainingRuns that are over",
+    ),
     (403, 'admission webhook "x" denied the request', "Allow the operator to patch the claim"),
     (400, "admission webhook denied the request", "See what the API server"),
 ]
 
 
 @pytest.mark.parametrize(("status", "message", "remedy"), RECORDS, ids=[str(row[0]) for row in RECORDS])
-def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy(status: int, message: str, remedy: str) -> None:
+def test_a_record_that_an_existing_claim_does_not_take_has_a_reason_and_a_remedy(
+    status: int, message: str, remedy: str
+) -> None:
     world = Simulation(make_run(storage={"claimName": "shared"}))
     claim = {"metadata": {"name": "shared"}, "status": {"phase": "Bound"}}
     world.children["PersistentVolumeClaim", "shared"] = claim
@@ -791,7 +871,10 @@ def test_an_existing_claim_that_is_missing_is_waited_for_without_pods() -> None:
     assert "PersistentVolumeClaim shared does not exist in namespace team" in decision.message
     assert world.plan.is_empty
     assert decision.requeue_after is not None
-    world.children["PersistentVolumeClaim", "shared"] = {"metadata": {"name": "shared"}, "status": {"phase": "Bound"}}
+    world.children["PersistentVolumeClaim", "shared"] = {
+        "metadata": {"name": "shared"},
+        "status": {"phase": "Bound"},
+    }
     assert world.reconcile().nodes_to_create == ((0, 0), (1, 0), (2, 0))
 
 
@@ -799,7 +882,10 @@ def test_an_existing_claim_that_is_missing_is_waited_for_without_pods() -> None:
     ("claim", "reason"),
     [
         ({"metadata": {"name": "shared"}, "status": {"phase": "Lost"}}, Reason.VOLUME_LOST),
-        ({"metadata": {"name": "shared", "deletionTimestamp": "2030-01-01T00:00:00Z"}}, Reason.VOLUME_MISSING),
+        (
+            {"metadata": {"name": "shared", "deletionTimestamp": "2030-01-01T00:00:00Z"}},
+            Reason.VOLUME_MISSING,
+        ),
     ],
 )
 def test_a_claim_that_cannot_be_used_is_told(claim: dict[str, Any], reason: str) -> None:
@@ -816,7 +902,9 @@ def test_young_pods_that_have_not_joined_are_starting_and_only_old_ones_are_wait
         world.vanish(name)
     world.reconcile()
     world.start()
-    world.progress = make_progress(0, phase="Waiting", reason="WaitingForNodes", message="0 nodes are here", nodes={"ready": 0})
+    world.progress = make_progress(
+        0, phase="Waiting", reason="WaitingForNodes", message="0 nodes are here", nodes={"ready": 0}
+    )
     assert (world.reconcile().phase, world.decision.reason) == (Phase.STARTING, Reason.STARTING)
     world.age(200)
     assert (world.reconcile().phase, world.decision.reason) == (Phase.WAITING, Reason.WAITING_FOR_NODES)
@@ -842,4 +930,7 @@ def test_a_node_that_ends_by_itself_does_not_hide_the_rank_that_failed(is_told_f
     world.reconcile()
     world.train(11, lastFailure={**failure, "secondsAgo": 4})
     world.reconcile()
-    assert (world.status["lastFailure"]["rank"], world.status["lastFailure"]["message"]) == (1, "ValueError: x")
+    assert (world.status["lastFailure"]["rank"], world.status["lastFailure"]["message"]) == (
+        1,
+        "ValueError: x",
+    )

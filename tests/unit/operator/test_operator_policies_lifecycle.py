@@ -71,7 +71,9 @@ def test_a_run_without_pods_of_a_lost_status_goes_on_under_the_same_images() -> 
 
 def test_an_upgrade_of_the_operator_never_mixes_images() -> None:
     world = Simulation().run()
-    world.config = type(CONFIG)(trainer_image="registry.example/trainer:2", operator_image="registry.example/operator:2")
+    world.config = type(CONFIG)(
+        trainer_image="registry.example/trainer:2", operator_image="registry.example/operator:2"
+    )
     world.settle()
     assert len(world.created) == 4, "no pod restarts"
     world.age(100)
@@ -108,7 +110,11 @@ def test_a_run_that_is_over_stays_what_it_was_while_it_is_deleted() -> None:
     world.settle()
     world.raw["metadata"]["deletionTimestamp"] = "2030-03-17T17:46:40Z"
     decision = world.reconcile()
-    assert (decision.action, decision.phase, decision.reason) == (Action.HOLD, Phase.FAILED, Reason.DEADLINE_EXCEEDED)
+    assert (decision.action, decision.phase, decision.reason) == (
+        Action.HOLD,
+        Phase.FAILED,
+        Reason.DEADLINE_EXCEEDED,
+    )
 
 
 def test_pods_of_an_older_namesake_are_not_taken_over() -> None:
@@ -132,7 +138,9 @@ def test_more_nodes_are_made_and_the_coordinator_is_told() -> None:
     world.start()
     assert world.reconcile().bounds is None
     assert world.status["nodes"]["max"] == 5
-    assert [event.message for event in world.events if event.reason == "NodesChanged"] == ["nodes: min 2, max 5"]
+    assert [event.message for event in world.events if event.reason == "NodesChanged"] == [
+        "nodes: min 2, max 5"
+    ]
 
 
 def test_a_new_budget_of_failures_is_told_to_a_coordinator_that_knows_of_it() -> None:
@@ -321,9 +329,18 @@ def test_a_run_that_stopped_before_a_step_that_is_not_finite_waits_for_a_person_
     world.leave()
     world.settle()
     assert (world.status["phase"], world.status["reason"]) == ("Suspended", "NonFinite")
-    for words in ("step 813 is not finite", "of step 812, is saved", "skipSteps", "onNonFinite", "evergrad resume docs-lm"):
+    for words in (
+        "step 813 is not finite",
+        "of step 812, is saved",
+        "skipSteps",
+        "onNonFinite",
+        "evergrad resume docs-lm",
+    ):
         assert words in world.status["message"]
-    assert (world.condition("Stalled")["status"], world.condition("Stalled")["reason"]) == ("True", "NonFinite")
+    assert (world.condition("Stalled")["status"], world.condition("Stalled")["reason"]) == (
+        "True",
+        "NonFinite",
+    )
     assert world.condition("Failed")["status"] == world.condition("Reconciling")["status"] == "False"
     assert world.status["failures"]["withoutProgress"] == 0
     world.set_spec(restartNonce="go on", training={**world.raw["spec"]["training"], "skipSteps": [813]})
@@ -433,7 +450,11 @@ def test_a_complete_run_never_trains_again_whatever_changes() -> None:
         world.set_spec(**spec)
         world.age(1000)
         decision = world.settle()
-        assert (decision.phase, decision.nodes_to_create, decision.coordinator_attempt) == (Phase.COMPLETE, (), None)
+        assert (decision.phase, decision.nodes_to_create, decision.coordinator_attempt) == (
+            Phase.COMPLETE,
+            (),
+            None,
+        )
     assert world.status["message"].startswith(message)
     assert "spec.restartNonce has no effect on a complete run" in world.status["message"]
     assert world.condition("Complete")["status"] == "True"
@@ -522,7 +543,9 @@ def test_a_complete_run_restored_without_its_status_is_complete_again_without_a_
     assert restored.status["completionTime"] == world.status["completionTime"]
 
 
-def test_an_operator_that_dies_between_the_claims_record_and_the_status_completes_the_run_all_the_same() -> None:
+def test_an_operator_that_dies_between_the_claims_record_and_the_status_completes_the_run_all_the_same() -> (
+    None
+):
     world = Simulation().run()
     world.train(100, phase="Complete")
     for name in world.live():
@@ -562,11 +585,16 @@ def test_a_folder_that_another_run_has_is_refused() -> None:
     assert (decision.phase, decision.reason) == (Phase.FAILED, Reason.OUTPUT_CONFLICT)
     assert "runs/one on PersistentVolumeClaim shared holds the data of run first" in decision.message
     assert second.created == []
-    assert "run.evergrad.dev/second" not in second.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    assert (
+        "run.evergrad.dev/second"
+        not in second.children["PersistentVolumeClaim", "shared"]["metadata"]["annotations"]
+    )
     assert first.settle().phase == Phase.RUNNING
 
 
-@pytest.mark.parametrize(("one", "other"), [("runs", "runs/one"), ("runs/one", "runs"), ("runs//one/", "runs/one")])
+@pytest.mark.parametrize(
+    ("one", "other"), [("runs", "runs/one"), ("runs/one", "runs"), ("runs//one/", "runs/one")]
+)
 def test_folders_in_one_another_are_a_conflict_too(one: str, other: str) -> None:
     first = with_claim(shared("first", path=one)).run()
     assert with_claim(shared("second", path=other), first).settle().reason == Reason.OUTPUT_CONFLICT
@@ -694,7 +722,11 @@ ABUSES: list[dict[str, Any]] = [
     {"template": {"volumes": [{"name": "a", "csi": {"driver": "x"}}]}},
     {"template": {"volumes": [{"name": "a", "emptyDir": {}, "hostPath": {"path": "/"}}]}},
     {"template": {"volumes": [{"name": "evergrad-volume", "emptyDir": {}}]}},
-    {"template": {"volumes": [{"name": "a", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]}},
+    {
+        "template": {
+            "volumes": [{"name": "a", "projected": {"sources": [{"serviceAccountToken": {"path": "t"}}]}}]
+        }
+    },
     {"template": {"volumeMounts": [{"name": "a", "mountPath": "/volume/x"}]}},
     {"template": {"volumeMounts": [{"name": "a", "mountPath": "/"}]}},
     {"template": {"volumeMounts": [{"name": "a", "mountPath": "/x", "mountPropagation": "Bidirectional"}]}},

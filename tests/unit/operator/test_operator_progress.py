@@ -20,7 +20,12 @@ class Coordinator:
     """Answers as told, and counts."""
 
     def __init__(
-        self, body: bytes = b"{}", *, head: str = "HTTP/1.1 200 OK", seconds: float = 0.0, length: int | None = None
+        self,
+        body: bytes = b"{}",
+        *,
+        head: str = "HTTP/1.1 200 OK",
+        seconds: float = 0.0,
+        length: int | None = None,
     ) -> None:
         self.body, self.head, self.seconds, self.length = body, head, seconds, length
         self.requests: list[str] = []
@@ -42,7 +47,9 @@ class Coordinator:
         self.writers.append(writer)
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
-        self.tokens |= {line.partition(": ")[2] for line in head.split("\r\n") if line.startswith("Authorization: ")}
+        self.tokens |= {
+            line.partition(": ")[2] for line in head.split("\r\n") if line.startswith("Authorization: ")
+        }
         body = await reader.readexactly(length)
         self.requests.append(head.split("\r\n")[0] + body.decode())
         await asyncio.sleep(self.seconds)
@@ -58,7 +65,8 @@ def ask(coordinator: Coordinator, *, num_news: int = 1, **settings: Any) -> tupl
     async def main() -> Coordinators:
         port = await coordinator.listen()
         known = Coordinators(
-            PollSettings(port=port, every=0.05, timeout=SECONDS, **settings), on_news=lambda key, urgent: news.append(urgent)
+            PollSettings(port=port, every=0.05, timeout=SECONDS, **settings),
+            on_news=lambda key, urgent: news.append(urgent),
         )
         known.follow(KEY, "127.0.0.1", 3, token="t")
         task = asyncio.create_task(known.run())
@@ -159,7 +167,9 @@ def test_the_answer_of_an_older_coordinator_is_not_the_newer_ones() -> None:
     assert known.num_followed() == 0
 
 
-def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_or_told_of_a_coordinator_that_is_left_while_it_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     told: list[bool] = []
 
     async def main() -> Coordinators:
@@ -290,7 +300,9 @@ def test_silence_is_measured_from_the_first_poll_that_failed_and_told_at_its_mar
             delay = await known._poll(KEY)
             assert delay is not None
             now[0] += delay
-        assert [mark for mark in told if min(abs(mark - began - one) for one in (10, 15, 30, 60, 120)) > 0.5] == []
+        assert [
+            mark for mark in told if min(abs(mark - began - one) for one in (10, 15, 30, 60, 120)) > 0.5
+        ] == []
         assert len(told) == 5
         silence = known.silence(KEY)
         assert silence is not None

@@ -13,7 +13,9 @@ from evergrad_operator.service import STALLED_SECONDS
 QUIET_SECONDS = 180.0
 
 
-@pytest.fixture(params=[False, True], ids=["the watch is quicker than the answer", "the answer is quicker than the watch"])
+@pytest.fixture(
+    params=[False, True], ids=["the watch is quicker than the answer", "the answer is quicker than the watch"]
+)
 def simulation(request: pytest.FixtureRequest) -> Simulation:
     simulation = Simulation()
     simulation.is_watch_late = request.param
@@ -63,7 +65,9 @@ def test_three_quiet_minutes_after_a_pod_that_vanished_untold(simulation: Simula
     stay_quiet(simulation)
 
 
-def test_three_quiet_minutes_after_a_retried_status_write_that_changed_nothing(simulation: Simulation) -> None:
+def test_three_quiet_minutes_after_a_retried_status_write_that_changed_nothing(
+    simulation: Simulation,
+) -> None:
     original = simulation.cluster.apply
     tries: list[str] = []
 
@@ -82,7 +86,9 @@ def test_three_quiet_minutes_after_a_retried_status_write_that_changed_nothing(s
         simulation.reap()
         simulation.deliver()
         simulation.now += 31.0
-        simulation.train(phase="Stopped", reason="AllNodesLeft", nodes={"min": 1, "max": 2, "ready": 0, "connected": 0})
+        simulation.train(
+            phase="Stopped", reason="AllNodesLeft", nodes={"min": 1, "max": 2, "ready": 0, "connected": 0}
+        )
     assert tries and simulation.status["phase"] == "Suspended"
     stay_quiet(simulation)
 

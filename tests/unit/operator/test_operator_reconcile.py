@@ -15,7 +15,11 @@ Story = Callable[[Simulation], None]
 
 
 def writes(simulation: Simulation, since: int = 0) -> list[tuple[str, str, str]]:
-    return [(write.verb, write.plural, write.name) for write in simulation.store.writes[since:] if write.plural != "events"]
+    return [
+        (write.verb, write.plural, write.name)
+        for write in simulation.store.writes[since:]
+        if write.plural != "events"
+    ]
 
 
 def conditions(simulation: Simulation) -> dict[str, tuple[str, str]]:
@@ -72,7 +76,10 @@ def test_an_operator_that_starts_again_over_an_unchanged_run_writes_nothing(simu
 @pytest.mark.parametrize("labels", [{}, {"evergrad.dev/run": "run"}])
 def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(labels: dict[str, str]) -> None:
     simulation = Simulation()
-    theirs = {"metadata": {"name": "run-config", "namespace": "ns", "labels": labels}, "data": {"theirs": "1"}}
+    theirs = {
+        "metadata": {"name": "run-config", "namespace": "ns", "labels": labels},
+        "data": {"theirs": "1"},
+    }
     with simulation.by_others():
         simulation.store.create("configmaps", theirs)
     simulation.start_operator()
@@ -81,7 +88,10 @@ def test_an_object_of_somebody_else_is_neither_taken_over_nor_deleted(labels: di
     stored = simulation.store.get("configmaps", "ns", "run-config")
     assert stored["data"] == {"theirs": "1"} and "ownerReferences" not in stored["metadata"]
     assert simulation.status["reason"] == "NameTaken"
-    assert "ConfigMap run-config exists already and belongs to somebody else. Delete or rename it" in simulation.status["message"]
+    assert (
+        "ConfigMap run-config exists already and belongs to somebody else. Delete or rename it"
+        in simulation.status["message"]
+    )
     simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
     for _ in range(3):
         simulation.settle()
@@ -107,12 +117,23 @@ def test_what_an_older_run_of_the_name_leaves_is_waited_for(simulation: Simulati
             simulation.store.remove(plural, "ns", name)
     simulation.settle()
     uid = simulation.store.get("trainingruns", *KEY)["metadata"]["uid"]
-    assert simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"][0]["uid"] == uid
+    assert (
+        simulation.store.get("configmaps", "ns", "run-config")["metadata"]["ownerReferences"][0]["uid"] == uid
+    )
 
 
-def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_was_heard(simulation: Simulation) -> None:
+def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_was_heard(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
-    failure = {"cause": "user_error", "node": "1", "rank": 1, "exitCode": 1, "message": "ValueError: x", "secondsAgo": 1}
+    failure = {
+        "cause": "user_error",
+        "node": "1",
+        "rank": 1,
+        "exitCode": 1,
+        "message": "ValueError: x",
+        "secondsAgo": 1,
+    }
     running = simulation.coordinators.answers[KEY]
     verdict = {**running, "phase": "Failed", "reason": "FailuresWithoutProgress", "lastFailure": failure}
     simulation.coordinators.unheard[KEY] = verdict
@@ -126,7 +147,9 @@ def test_nodes_that_end_by_themselves_are_replaced_only_after_the_coordinator_wa
 
 
 @pytest.mark.parametrize(("kind", "name"), [("configmaps", "run-config"), ("services", "run-coordinator")])
-def test_what_new_pods_need_is_there_again_before_they_are(simulation: Simulation, kind: str, name: str) -> None:
+def test_what_new_pods_need_is_there_again_before_they_are(
+    simulation: Simulation, kind: str, name: str
+) -> None:
     begin(simulation)
     simulation.store.remove(kind, "ns", name)
     simulation.reconcile()
@@ -196,7 +219,14 @@ def outcome(simulation: Simulation) -> Any:
     pods = [(raw["metadata"]["name"], raw["status"]["phase"]) for raw in simulation.store.list("pods")]
     conditions = [(one["type"], one["status"], one["reason"]) for one in simulation.status["conditions"]]
     others = [child for child in simulation.children() if child[0] != "pods"]
-    return pods, others, simulation.status["phase"], conditions, simulation.status["restarts"], simulation.status["nodes"]
+    return (
+        pods,
+        others,
+        simulation.status["phase"],
+        conditions,
+        simulation.status["restarts"],
+        simulation.status["nodes"],
+    )
 
 
 def tell(story: Story, simulation: Simulation) -> None:
@@ -230,7 +260,9 @@ def with_crash(story: Story, number: int, *, is_before: bool) -> Simulation:
 
 @pytest.mark.parametrize("story", STORIES)
 @pytest.mark.parametrize("is_before", [True, False])
-def test_an_operator_killed_before_or_after_any_of_its_writes_leads_to_the_same_end(story: Story, is_before: bool) -> None:
+def test_an_operator_killed_before_or_after_any_of_its_writes_leads_to_the_same_end(
+    story: Story, is_before: bool
+) -> None:
     plain = Simulation()
     story(plain)
     expected, count = outcome(plain), len(writes(plain))
@@ -258,7 +290,9 @@ def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(story: Story, st
 
         original = simulation.create_run
 
-        def create_run(original: Any = original, simulation: Simulation = simulation, fail: Any = fail) -> None:
+        def create_run(
+            original: Any = original, simulation: Simulation = simulation, fail: Any = fail
+        ) -> None:
             original()
             simulation.store.before = fail
 
@@ -269,7 +303,9 @@ def test_a_write_that_fails_once_anywhere_leads_to_the_same_end(story: Story, st
         assert outcome(simulation) == expected, number
 
 
-def test_pods_are_listed_before_any_is_created_so_that_a_stale_mirror_does_no_harm(simulation: Simulation) -> None:
+def test_pods_are_listed_before_any_is_created_so_that_a_stale_mirror_does_no_harm(
+    simulation: Simulation,
+) -> None:
     simulation.settle()
     simulation.start_operator()
     for name in ("run-0-0", "run-1-0", "run-coordinator-0"):
@@ -310,7 +346,9 @@ def test_pods_of_a_run_without_a_status_that_the_mirror_never_saw_are_found(simu
     simulation.settle()
     simulation.start_operator()
     simulation.store.change("trainingruns", *KEY, {"status": None})
-    simulation.mirror.replace("trainingruns", simulation.store.list("trainingruns"), version=10**9, covers=lambda namespace: True)
+    simulation.mirror.replace(
+        "trainingruns", simulation.store.list("trainingruns"), version=10**9, covers=lambda namespace: True
+    )
     for name in ("run-0-0", "run-1-0", "run-coordinator-0"):
         raw = simulation.store.get("pods", "ns", name)
         simulation.mirror.forget_pod(KEY, name, raw["metadata"]["uid"])
@@ -320,10 +358,15 @@ def test_pods_of_a_run_without_a_status_that_the_mirror_never_saw_are_found(simu
     assert simulation.pods() == ["run-0-0", "run-1-0"], created
 
 
-def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_ours_stays(simulation: Simulation) -> None:
+def test_a_child_that_somebody_changed_is_applied_again_once_and_what_is_not_ours_stays(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     simulation.store.change(
-        "configmaps", "ns", "run-config", {"data": {"trainingrun.json": "{}"}, "metadata": {"annotations": {"x": "y"}}}
+        "configmaps",
+        "ns",
+        "run-config",
+        {"data": {"trainingrun.json": "{}"}, "metadata": {"annotations": {"x": "y"}}},
     )
     before = len(simulation.store.writes)
     simulation.mirror.replace(
@@ -343,7 +386,10 @@ def test_a_child_that_somebody_deleted_comes_back(simulation: Simulation) -> Non
     begin(simulation)
     simulation.store.remove("services", "ns", "run-coordinator")
     simulation.mirror.replace(
-        "children", simulation.store.list("configmaps"), version=simulation.store.version, covers=lambda _: True
+        "children",
+        simulation.store.list("configmaps"),
+        version=simulation.store.version,
+        covers=lambda _: True,
     )
     simulation.settle()
     assert ("services", "run-coordinator") in simulation.children()
@@ -359,7 +405,9 @@ def test_progress_alone_is_written_every_ten_seconds_at_most(simulation: Simulat
     assert 3 <= len(writes(simulation, before)) <= 5
 
 
-def test_a_quota_that_refuses_pods_is_told_and_asked_again_seldom_and_then_the_run_goes_on(simulation: Simulation) -> None:
+def test_a_quota_that_refuses_pods_is_told_and_asked_again_seldom_and_then_the_run_goes_on(
+    simulation: Simulation,
+) -> None:
     def refuse(write: Write) -> None:
         if write.plural == "pods" and write.verb == "create" and "coordinator" not in write.name:
             tries.append(write.name)
@@ -393,7 +441,9 @@ def test_a_refused_run_does_not_come_again_at_once(simulation: Simulation) -> No
     assert delay is not None and delay > 0.3
 
 
-def test_a_run_whose_shape_is_wrong_is_told_once_in_its_status_and_by_one_event(simulation: Simulation) -> None:
+def test_a_run_whose_shape_is_wrong_is_told_once_in_its_status_and_by_one_event(
+    simulation: Simulation,
+) -> None:
     with simulation.by_others():
         simulation.store.change("trainingruns", *KEY, {"spec": {"nodes": {"min": "many"}}})
     for _ in range(5):
@@ -438,7 +488,9 @@ def test_live_bounds_are_told_to_the_coordinator(simulation: Simulation) -> None
     assert simulation.coordinators.bounds[-1] == Bounds(2, 3, 3)
 
 
-def test_a_reconcile_that_hangs_ends_with_its_time(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reconcile_that_hangs_ends_with_its_time(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def hang(*_: Any, **__: Any) -> Any:
         await asyncio.sleep(60)
 
@@ -448,7 +500,9 @@ def test_a_reconcile_that_hangs_ends_with_its_time(simulation: Simulation, monke
         simulation.reconcile()
 
 
-def test_a_replaced_node_that_ends_with_64_costs_the_group_that_trains_nothing(simulation: Simulation) -> None:
+def test_a_replaced_node_that_ends_with_64_costs_the_group_that_trains_nothing(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     simulation.end_pod("run-1-0", 137)
     simulation.settle()
@@ -479,7 +533,9 @@ def test_no_pod_is_made_before_the_volume_has_the_runs_record() -> None:
 
     def refuse(write: Write) -> None:
         if write.plural == "persistentvolumeclaims":
-            raise RefusedError(422, "Invalid", "metadata.annotations: Too long: may not be more than 262144 bytes")
+            raise RefusedError(
+                422, "Invalid", "metadata.annotations: Too long: may not be more than 262144 bytes"
+            )
 
     simulation.create_run(storage={"claimName": "shared"})
     simulation.store.before = refuse
@@ -513,19 +569,35 @@ def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume()
 def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
     """A pod with a mesh's container, which the kubelet lists before ours and which runs on whatever ours does."""
     raw = simulation.store.get("pods", "ns", name)
-    sidecar = {"name": "istio-proxy", "state": {"running": {"startedAt": "2027-01-15T08:00:00Z"}}, "ready": True}
+    sidecar = {
+        "name": "istio-proxy",
+        "state": {"running": {"startedAt": "2027-01-15T08:00:00Z"}},
+        "ready": True,
+    }
     container = {"name": raw["spec"]["containers"][0]["name"], "state": ours, "ready": "running" in ours}
-    status = {"phase": "Running", "podIP": "10.0.0.9", "containerStatuses": [sidecar, container], "conditions": []}
+    status = {
+        "phase": "Running",
+        "podIP": "10.0.0.9",
+        "containerStatuses": [sidecar, container],
+        "conditions": [],
+    }
     simulation.store.change("pods", "ns", name, {"status": status})
 
 
-def test_a_pod_whose_trainer_has_ended_is_replaced_and_deleted_whatever_its_sidecar_does(simulation: Simulation) -> None:
+def test_a_pod_whose_trainer_has_ended_is_replaced_and_deleted_whatever_its_sidecar_does(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     inject(simulation, "run-0-0", {"terminated": {"exitCode": 137, "reason": "OOMKilled"}})
     simulation.settle()
     assert "run-0-1" in simulation.pods()
     assert simulation.status["attempts"] == [
-        {"pod": "run-0-0", "cause": "OutOfMemory", "exitCode": 137, "at": simulation.status["attempts"][0]["at"]}
+        {
+            "pod": "run-0-0",
+            "cause": "OutOfMemory",
+            "exitCode": 137,
+            "at": simulation.status["attempts"][0]["at"],
+        }
     ]
     simulation.now += 1
     simulation.settle()
@@ -547,7 +619,9 @@ def test_a_complete_run_leaves_no_pod_of_which_only_a_sidecar_runs(simulation: S
     assert (simulation.status["phase"], simulation.pods()) == ("Complete", [])
 
 
-def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coordinator(simulation: Simulation) -> None:
+def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coordinator(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     for name in (*simulation.pods(), *simulation.pods("coordinator")):
         inject(simulation, name, {"running": {}})
@@ -560,9 +634,16 @@ def test_a_sidecar_that_is_listed_first_says_nothing_of_the_trainer_or_the_coord
 
 
 @pytest.mark.parametrize("role", ["node", "coordinator"])
-def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(simulation: Simulation, role: str) -> None:
+def test_a_pod_without_an_owner_belongs_to_no_run_whatever_its_labels_say(
+    simulation: Simulation, role: str
+) -> None:
     begin(simulation)
-    labels = {"evergrad.dev/run": "run", "evergrad.dev/role": role, "evergrad.dev/index": "0", "evergrad.dev/attempt": "7"}
+    labels = {
+        "evergrad.dev/run": "run",
+        "evergrad.dev/role": role,
+        "evergrad.dev/index": "0",
+        "evergrad.dev/attempt": "7",
+    }
     ended = {"name": "trainer", "state": {"terminated": {"exitCode": 0}}}
     copied = {
         "metadata": {"name": "copy", "namespace": "ns", "labels": labels},

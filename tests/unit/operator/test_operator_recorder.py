@@ -23,7 +23,12 @@ def record(store: Store, *events: tuple[str, str, str]) -> list[dict[str, Any]]:
 
 def test_the_same_event_is_one_object_with_a_count() -> None:
     (event,) = record(Store(), *[("Warning", "WorkerCrash", "rank 1 died")] * 7)
-    assert (event["count"], event["type"], event["reason"], event["message"]) == (7, "Warning", "WorkerCrash", "rank 1 died")
+    assert (event["count"], event["type"], event["reason"], event["message"]) == (
+        7,
+        "Warning",
+        "WorkerCrash",
+        "rank 1 died",
+    )
     assert event["involvedObject"]["uid"] == "u"
     assert event["reportingComponent"] == event["source"]["component"] == "evergrad-operator"
 
@@ -31,7 +36,12 @@ def test_the_same_event_is_one_object_with_a_count() -> None:
 def test_a_crash_loop_of_fifty_with_ever_new_messages_stays_below_fifteen_objects() -> None:
     reasons = ("WorkerCrash", "BackingOff", "Starting", "Training")
     events = record(
-        Store(), *[("Warning", reason, f"{reason} of pod run-0-{number}") for number in range(50) for reason in reasons]
+        Store(),
+        *[
+            ("Warning", reason, f"{reason} of pod run-0-{number}")
+            for number in range(50)
+            for reason in reasons
+        ],
     )
     assert len(events) < 15
     assert sum(event["count"] for event in events) == 200

@@ -71,8 +71,20 @@ def count_reads(simulation: Simulation, passes: int) -> list[tuple[str, str]]:
 
 ANSWERS = [
     (500, "InternalError", WEBHOOK, "WebhookFailed", "an admission webhook does not answer"),
-    (500, "InternalError", "Internal error occurred: allocated IP range is full", "ApiUnavailable", "range is full"),
-    (503, "ServiceUnavailable", "the server is currently unable to handle the request", "ApiUnavailable", "unable to handle"),
+    (
+        500,
+        "InternalError",
+        "Internal error occurred: allocated IP range is full",
+        "ApiUnavailable",
+        "range is full",
+    ),
+    (
+        503,
+        "ServiceUnavailable",
+        "the server is currently unable to handle the request",
+        "ApiUnavailable",
+        "unable to handle",
+    ),
     (429, "TooManyRequests", "too many requests", "ApiUnavailable", "too many requests"),
     (401, "Unauthorized", "Unauthorized", "ApiUnavailable", "Unauthorized"),
     (409, "Conflict", "the object has been modified", "Starting", "the object has been modified"),
@@ -91,7 +103,10 @@ def test_a_new_run_whose_pods_cannot_be_made_says_why_after_one_pass(
     assert simulation.status["reason"] == told
     assert words in simulation.status["message"]
     assert conditions(simulation)["Ready"] == ("False", told)
-    assert ("configmaps", "run-config") in simulation.children() and ("services", "run-coordinator") in simulation.children()
+    assert ("configmaps", "run-config") in simulation.children() and (
+        "services",
+        "run-coordinator",
+    ) in simulation.children()
     grant(simulation)
     simulation.now += delay
     simulation.settle()
@@ -117,7 +132,9 @@ def test_a_lost_pod_that_cannot_be_replaced_is_counted_and_told_after_one_pass(
 
 
 @pytest.mark.parametrize(("plural", "kind"), [("configmaps", "ConfigMap"), ("services", "Service")])
-def test_a_child_that_cannot_be_made_is_told_and_the_rest_is_made(simulation: Simulation, plural: str, kind: str) -> None:
+def test_a_child_that_cannot_be_made_is_told_and_the_rest_is_made(
+    simulation: Simulation, plural: str, kind: str
+) -> None:
     refuse(simulation, 500, "InternalError", WEBHOOK, plural=plural)
     simulation.reconcile()
     assert simulation.status["reason"] == "WebhookFailed" and kind in simulation.status["message"]
@@ -139,7 +156,10 @@ def test_no_pod_is_made_before_the_volume_has_its_record(simulation: Simulation)
 
 def test_a_pod_of_somebody_else_with_a_name_of_the_run_is_told_and_the_other_pods_are_made() -> None:
     simulation = Simulation()
-    theirs = {"metadata": {"name": "run-0-0", "namespace": "ns", "labels": {"app": "other"}}, "spec": {"containers": [{}]}}
+    theirs = {
+        "metadata": {"name": "run-0-0", "namespace": "ns", "labels": {"app": "other"}},
+        "spec": {"containers": [{}]},
+    }
     with simulation.by_others():
         simulation.store.create("pods", {**theirs, "status": {"phase": "Running"}})
     simulation.create_run()
@@ -155,7 +175,9 @@ def test_a_pod_of_somebody_else_with_a_name_of_the_run_is_told_and_the_other_pod
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_coordinator_that_takes_no_bounds_keeps_no_lost_pod_from_being_replaced(simulation: Simulation) -> None:
+def test_a_coordinator_that_takes_no_bounds_keeps_no_lost_pod_from_being_replaced(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     post = simulation.coordinators.post_bounds
 
@@ -169,7 +191,10 @@ def test_a_coordinator_that_takes_no_bounds_keeps_no_lost_pod_from_being_replace
     delay = simulation.reconcile()
     assert delay is not None and 0 < delay <= 60
     assert simulation.pods() == ["run-0-0", "run-1-0", "run-1-1", "run-2-0"]
-    assert "the new bounds are not in force: the coordinator at 10.0.0.1 did not answer" in simulation.status["message"]
+    assert (
+        "the new bounds are not in force: the coordinator at 10.0.0.1 did not answer"
+        in simulation.status["message"]
+    )
     simulation.coordinators.post_bounds = post  # type: ignore[method-assign]
     simulation.now += delay
     simulation.settle()
@@ -182,8 +207,13 @@ def test_a_pod_that_cannot_be_ended_is_told_and_ended_later(simulation: Simulati
     simulation.store.change("trainingruns", *KEY, {"spec": {"suspend": True}})
     simulation.reconcile()
     assert simulation.status["phase"] == "Suspending"
-    assert "could not delete Pod run-1-0: an admission webhook does not answer" in simulation.status["message"]
-    is_leaving = {raw["metadata"]["name"]: "deletionTimestamp" in raw["metadata"] for raw in simulation.store.list("pods")}
+    assert (
+        "could not delete Pod run-1-0: an admission webhook does not answer" in simulation.status["message"]
+    )
+    is_leaving = {
+        raw["metadata"]["name"]: "deletionTimestamp" in raw["metadata"]
+        for raw in simulation.store.list("pods")
+    }
     assert is_leaving == {"run-0-0": True, "run-1-0": False, "run-coordinator-0": False}
     grant(simulation)
     simulation.settle()
@@ -191,7 +221,9 @@ def test_a_pod_that_cannot_be_ended_is_told_and_ended_later(simulation: Simulati
     assert "webhook" not in simulation.status["message"]
 
 
-def test_pods_that_cannot_be_listed_are_neither_made_nor_ended_and_that_is_told(simulation: Simulation) -> None:
+def test_pods_that_cannot_be_listed_are_neither_made_nor_ended_and_that_is_told(
+    simulation: Simulation,
+) -> None:
     begin(simulation)
     list_all = simulation.cluster.list_all
 
@@ -237,7 +269,9 @@ def test_a_claim_that_cannot_be_looked_at_is_not_called_missing() -> None:
     assert simulation.pods() == ["run-0-0", "run-1-0"]
 
 
-def test_a_webhook_that_never_answers_leaves_time_for_the_status(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_webhook_that_never_answers_leaves_time_for_the_status(
+    simulation: Simulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     create = simulation.cluster.create
 
     async def hang(body: Any, **options: Any) -> Any:
@@ -246,7 +280,10 @@ def test_a_webhook_that_never_answers_leaves_time_for_the_status(simulation: Sim
     simulation.cluster.create = hang  # type: ignore[method-assign]
     monkeypatch.setattr("evergrad_operator.apply.APPLY_SECONDS", 0.1)
     simulation.reconcile()
-    assert simulation.status["reason"] == "ApiUnavailable" and "no answer in time" in simulation.status["message"]
+    assert (
+        simulation.status["reason"] == "ApiUnavailable"
+        and "no answer in time" in simulation.status["message"]
+    )
     simulation.cluster.create = create  # type: ignore[method-assign]
     simulation.settle()
     assert simulation.pods() == ["run-0-0", "run-1-0"]
@@ -307,7 +344,9 @@ def test_pods_that_were_refused_cause_no_pass_while_the_volumes_record_is_refuse
     refuse(simulation, 403, "Forbidden", QUOTA)
     simulation.settle()
     refuse(simulation, 503, "ServiceUnavailable", "down", verb="patch", plural="persistentvolumeclaims")
-    simulation.store.change("persistentvolumeclaims", "ns", "run", {"metadata": {"annotations": {"run.evergrad.dev/run": ""}}})
+    simulation.store.change(
+        "persistentvolumeclaims", "ns", "run", {"metadata": {"annotations": {"run.evergrad.dev/run": ""}}}
+    )
     for _ in range(20):
         delay = simulation.reconcile()
         assert delay is not None and delay >= 1.0

@@ -19,7 +19,12 @@ SOURCES = sorted(Path(evergrad_operator.__file__).parent.rglob("*.py"))
 
 
 def test_the_command_line_wins_over_the_environment() -> None:
-    environ = {"EVERGRAD_TRAINER_IMAGE": "a", "EVERGRAD_OPERATOR_IMAGE": "b", "EVERGRAD_WORKERS": "3", "EVERGRAD_LEASE": "false"}
+    environ = {
+        "EVERGRAD_TRAINER_IMAGE": "a",
+        "EVERGRAD_OPERATOR_IMAGE": "b",
+        "EVERGRAD_WORKERS": "3",
+        "EVERGRAD_LEASE": "false",
+    }
     settings = parse_settings(["--all-namespaces", "--trainer-image", "c"], environ)
     assert (settings.config.trainer_image, settings.config.operator_image) == ("c", "b")
     assert (settings.workers, settings.lease, settings.namespaces) == (3, False, ())
@@ -27,7 +32,9 @@ def test_the_command_line_wins_over_the_environment() -> None:
 
 
 def test_namespaces_are_served_alone() -> None:
-    settings = parse_settings([*IMAGES, "--no-lease", "--namespace", "a", "--namespace", "b", "--namespace", "a"], {})
+    settings = parse_settings(
+        [*IMAGES, "--no-lease", "--namespace", "a", "--namespace", "b", "--namespace", "a"], {}
+    )
     assert settings.namespaces == settings.scopes == ("a", "b")
     assert settings.covers("a") and not settings.covers("c")
 
@@ -39,7 +46,11 @@ def test_namespaces_are_served_alone() -> None:
         ([*IMAGES, "--no-lease"], {}, "either --namespace"),
         ([*IMAGES, "--no-lease", "--all-namespaces", "--namespace", "a"], {}, "either --namespace"),
         ([*IMAGES, "--all-namespaces"], {}, "lease-namespace"),
-        ([*IMAGES, "--all-namespaces", "--no-lease"], {"EVERGRAD_NETWORK_POLICIES": "perhaps"}, "neither true nor false"),
+        (
+            [*IMAGES, "--all-namespaces", "--no-lease"],
+            {"EVERGRAD_NETWORK_POLICIES": "perhaps"},
+            "neither true nor false",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_said(
@@ -80,7 +91,11 @@ def test_kopf_posts_no_events_and_what_it_might_write_has_our_prefix() -> None:
     settings = build_settings(())
     assert not settings.posting.enabled
     assert settings.persistence.finalizer.startswith("evergrad.dev/")
-    assert settings.persistence.diffbase_storage.prefix == settings.persistence.progress_storage.prefix == "evergrad.dev"
+    assert (
+        settings.persistence.diffbase_storage.prefix
+        == settings.persistence.progress_storage.prefix
+        == "evergrad.dev"
+    )
 
 
 def test_trap_3_there_are_event_handlers_only_so_no_finalizer_is_ever_added() -> None:
@@ -98,7 +113,10 @@ def test_every_handler_returns_nothing_because_kopf_would_write_it_into_the_stat
     tree = ast.parse(inspect.getsource(handlers))
     found = [node for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)]
     assert {node.name for node in found} == {"take", "log_in", "start", "stop"}
-    returns = {node.name: [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value] for node in found}
+    returns = {
+        node.name: [one for one in ast.walk(node) if isinstance(one, ast.Return) and one.value]
+        for node in found
+    }
     assert {name for name, values in returns.items() if values} == {"log_in"}
 
 
@@ -135,9 +153,13 @@ def test_nothing_that_waits_is_called_without_await() -> None:
     trees = {path.name: ast.parse(path.read_text()) for path in SOURCES}
     for name, tree in trees.items():
         assert calls(tree) & {"time.sleep", "requests.get", "subprocess.run"} == set(), name
-        assert {one for one in imported(tree) if one.split(".")[0] in ("requests", "urllib3", "subprocess")} == set(), name
         assert {
-            one for one in imported(tree) if one.startswith("kubernetes") and not one.startswith("kubernetes.aio")
+            one for one in imported(tree) if one.split(".")[0] in ("requests", "urllib3", "subprocess")
+        } == set(), name
+        assert {
+            one
+            for one in imported(tree)
+            if one.startswith("kubernetes") and not one.startswith("kubernetes.aio")
         } == set(), name
 
 

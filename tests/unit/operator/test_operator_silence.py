@@ -21,11 +21,15 @@ def simulation() -> Simulation:
 
 
 def condition(simulation: Simulation) -> dict[str, Any]:
-    found: dict[str, Any] = next(one for one in simulation.status["conditions"] if one["type"] == "CoordinatorUnreachable")
+    found: dict[str, Any] = next(
+        one for one in simulation.status["conditions"] if one["type"] == "CoordinatorUnreachable"
+    )
     return found
 
 
-def test_a_coordinator_that_vanished_untold_is_replaced_after_fifteen_seconds_of_silence(simulation: Simulation) -> None:
+def test_a_coordinator_that_vanished_untold_is_replaced_after_fifteen_seconds_of_silence(
+    simulation: Simulation,
+) -> None:
     simulation.store.remove("pods", "ns", "run-coordinator-0", is_silent=True)
     simulation.store.remove("pods", "ns", "run-1-0", is_silent=True)
     simulation.fall_silent()
@@ -51,7 +55,9 @@ def test_the_pods_of_a_silent_coordinator_are_listed_less_and_less_often(simulat
     assert listed == [15, 30, 60, 120, 240, 480]
 
 
-def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_answers(simulation: Simulation) -> None:
+def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_answers(
+    simulation: Simulation,
+) -> None:
     assert (condition(simulation)["status"], condition(simulation)["reason"]) == ("False", "NothingInTheWay")
     simulation.fall_silent()
     simulation.now += 59
@@ -60,7 +66,10 @@ def test_a_coordinator_that_is_silent_for_a_minute_is_a_condition_until_it_answe
     simulation.now += 2
     simulation.coordinators.answers.clear()
     simulation.reconcile()
-    assert (condition(simulation)["status"], condition(simulation)["reason"]) == ("True", "CoordinatorUnreachable")
+    assert (condition(simulation)["status"], condition(simulation)["reason"]) == (
+        "True",
+        "CoordinatorUnreachable",
+    )
     assert "did not answer GET /status" in condition(simulation)["message"]
     assert "network policies" in condition(simulation)["message"]
     assert simulation.status["phase"] == "Running"  # what was known still holds

@@ -9,6 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from evergrad_manifest import envelope as model
+from evergrad_manifest import script as script_model
+from evergrad_manifest import training as training_model
+from evergrad_manifest.fields import fields_of, walk_fields
+from evergrad_manifest.identity import to_wire
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.reading.validation import parse_run as parse_trainer_run
 from evergrad_operator.errors import OperatorError, SpecError
 from evergrad_operator.spec import (
     FailurePolicy,
@@ -22,13 +29,6 @@ from evergrad_operator.spec import (
     TrainingRun,
     parse_run,
 )
-from evergrad_trainer.config import manifest as model
-from evergrad_trainer.config import script as script_model
-from evergrad_trainer.config import training as training_model
-from evergrad_trainer.config.fields import fields_of, walk_fields
-from evergrad_trainer.config.identity import to_wire
-from evergrad_trainer.config.loader import load_manifest
-from evergrad_trainer.config.validation import parse_run as parse_trainer_run
 
 BASE = Path(__file__).parent.parent / "config" / "base_manifest.yaml"
 
@@ -53,7 +53,9 @@ FULL_TEMPLATE: dict[str, Any] = {
     "nodeSelector": {"zone": "a"},
     "tolerations": [{"operator": "Exists"}],
     "affinity": {"nodeAffinity": {}},
-    "topologySpreadConstraints": [{"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}],
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
     "volumes": [{"name": "cache", "emptyDir": {}}],
     "volumeMounts": [{"name": "cache", "mountPath": "/cache"}],
     "env": [{"name": "A", "value": "1"}],
@@ -71,7 +73,9 @@ def test_the_example_is_read_into_values() -> None:
     assert run.spec.nodes == Nodes(min=2, max=4)
     assert run.spec.workers_per_node == 1
     assert run.spec.resources == Resources(requests={"cpu": "2"}, limits={"memory": "4Gi"})
-    assert run.spec.storage == Storage(size="20Gi", storage_class_name="shared", access_modes=(), claim_name=None, path=None)
+    assert run.spec.storage == Storage(
+        size="20Gi", storage_class_name="shared", access_modes=(), claim_name=None, path=None
+    )
     assert run.spec.suspend is False
     assert run.spec.failure_policy == FailurePolicy(max_failures_without_progress=3)
     assert run.spec.training is not None and run.spec.training["recipe"] == "pretrain"
@@ -158,7 +162,11 @@ def test_values_are_frozen() -> None:
         ("spec", {"script": {"command": "train.py"}}, "spec.script.command: is not a list of texts"),
         ("spec", {"script": {"command": ["a", 3]}}, "spec.script.command: is not a list of texts"),
         ("spec", {"script": {"command": ["a"], "env": {"A": 1}}}, "spec.script.env.A: is not a text"),
-        ("spec", {"script": {"command": ["a"], "gracePeriodSeconds": "soon"}}, "spec.script.gracePeriodSeconds: is not a whole"),
+        (
+            "spec",
+            {"script": {"command": ["a"], "gracePeriodSeconds": "soon"}},
+            "spec.script.gracePeriodSeconds: is not a whole",
+        ),
         ("spec", [], "spec: is not a mapping"),
         ("spec.training", [], "spec.training: is not a mapping"),
         ("spec.nodes", [1], "spec.nodes: is not a mapping"),
@@ -221,7 +229,9 @@ def asked_for() -> set[str]:
 
 def test_every_field_of_the_envelope_is_read() -> None:
     asked = asked_for()
-    envelope = {field.path for field in walk_fields(model.TrainingRun) if not field.path.startswith("spec.training.")}
+    envelope = {
+        field.path for field in walk_fields(model.TrainingRun) if not field.path.startswith("spec.training.")
+    }
     assert envelope - asked == {"apiVersion", "kind"}
 
 
@@ -243,7 +253,11 @@ def test_defaults_are_the_same_on_both_sides() -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [{"command": ["a"]}, FULL_SCRIPT, {"command": ["-m", "a"], "env": None, "metrics": None, "gracePeriodSeconds": None}],
+    [
+        {"command": ["a"]},
+        FULL_SCRIPT,
+        {"command": ["-m", "a"], "env": None, "metrics": None, "gracePeriodSeconds": None},
+    ],
     ids=["command alone", "all", "nulls"],
 )
 def test_both_sides_read_the_same_script(script: dict[str, Any]) -> None:
@@ -267,7 +281,9 @@ def _without_training(run: TrainingRun) -> TrainingRun:
         (model.Spec, RunSpec),
     ],
 )
-def test_each_section_has_the_same_fields_in_the_same_order(section: type[model.Section], counterpart: type[Any]) -> None:
+def test_each_section_has_the_same_fields_in_the_same_order(
+    section: type[model.Section], counterpart: type[Any]
+) -> None:
     assert list(section.model_fields) == [field.name for field in dataclasses.fields(counterpart)]
 
 
@@ -286,10 +302,22 @@ def test_every_section_of_the_envelope_has_a_counterpart() -> None:
         {"nodes": {"min": 3}},
         {"nodes": {"min": 2.0, "max": "1_0"}},
         {"nodes": {"min": "1e1", "max": "1.2e1"}},
-        {"nodes": None, "template": None, "storage": None, "resources": None, "suspend": None, "workersPerNode": None},
+        {
+            "nodes": None,
+            "template": None,
+            "storage": None,
+            "resources": None,
+            "suspend": None,
+            "workersPerNode": None,
+        },
         {"workersPerNode": " 2 "},
         {"failurePolicy": {"maxFailuresWithoutProgress": "0.1k"}},
-        {"resources": {"requests": {"cpu": "0.5"}, "limits": {"cpu": 2, "memory": "1e9", "nvidia.com/gpu": 1}}},
+        {
+            "resources": {
+                "requests": {"cpu": "0.5"},
+                "limits": {"cpu": 2, "memory": "1e9", "nvidia.com/gpu": 1},
+            }
+        },
         {"storage": {"size": 10**9}},
         {"storage": {"claimName": "mine"}},
         {"storage": {"claimName": "mine", "path": "runs/first"}},

@@ -102,7 +102,9 @@ def test_a_resumed_run_is_not_late_before_it_has_had_its_time() -> None:
     world.progress = None
     world.set_spec(suspend=False)
     world.settle()
-    assert "updatedAt" not in world.status["progress"], "alerts on the age of the last step would tell of the pause"
+    assert "updatedAt" not in world.status["progress"], (
+        "alerts on the age of the last step would tell of the pause"
+    )
     world.start()
     for step in (10, 11):
         world.train(step)
@@ -155,8 +157,17 @@ def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() ->
     world.start()
     causes = {f"cause_{number}": number for number in range(40)}
     message = "😀" * 5000
-    failure = {"cause": "worker_crash", "node": "1023", "rank": 8191, "step": 10**9, "exitCode": -11, "message": message}
-    world.train(10**9, totalSteps=10**9, restarts=causes, lostSeconds=causes, lastFailure={**failure, "secondsAgo": 1})
+    failure = {
+        "cause": "worker_crash",
+        "node": "1023",
+        "rank": 8191,
+        "step": 10**9,
+        "exitCode": -11,
+        "message": message,
+    }
+    world.train(
+        10**9, totalSteps=10**9, restarts=causes, lostSeconds=causes, lastFailure={**failure, "secondsAgo": 1}
+    )
     for name, pod in list(world.pods.items()):
         if "coordinator" not in name and rng.random() < 0.5:
             attempt = str(rng.randrange(1000))
@@ -168,7 +179,10 @@ def test_a_status_of_a_thousand_nodes_in_the_worst_disorder_is_below_16_kib() ->
     world.reconcile()
     size = len(json.dumps(world.status, ensure_ascii=False).encode())
     assert size < 16 * 1024, size
-    assert parse_memory(world.status).attempts == world.decision.memory.attempts or len(world.decision.nodes_to_create) > 0
+    assert (
+        parse_memory(world.status).attempts == world.decision.memory.attempts
+        or len(world.decision.nodes_to_create) > 0
+    )
 
 
 def test_a_long_message_with_many_bytes_a_character_stays_within_bounds_everywhere() -> None:
@@ -205,16 +219,32 @@ COUNTERS = st.dictionaries(st.text(max_size=100), NUMBERS, max_size=40)
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes(data: st.DataObject) -> None:
-    whole = ("generation", "step", "totalSteps", "loss", "tokensPerSecond", "etaSeconds", "checkpointStep", "updatedSecondsAgo")
+    whole = (
+        "generation",
+        "step",
+        "totalSteps",
+        "loss",
+        "tokensPerSecond",
+        "etaSeconds",
+        "checkpointStep",
+        "updatedSecondsAgo",
+    )
     said = {key: data.draw(NUMBERS, label=key) for key in (*whole, "worldSize", "maxFailures")}
     said["nodes"] = {key: data.draw(NUMBERS, label=key) for key in ("min", "max", "ready", "connected")}
-    failure = {key: data.draw(NUMBERS, label=key) for key in ("rank", "step", "exitCode", "secondsAgo", "withoutProgress")}
-    failure |= {key: data.draw(st.text() | st.integers().map(str), label=key) for key in ("cause", "node", "message")}
+    failure = {
+        key: data.draw(NUMBERS, label=key)
+        for key in ("rank", "step", "exitCode", "secondsAgo", "withoutProgress")
+    }
+    failure |= {
+        key: data.draw(st.text() | st.integers().map(str), label=key) for key in ("cause", "node", "message")
+    }
     said |= {"restarts": data.draw(COUNTERS), "lostSeconds": data.draw(COUNTERS), "lastFailure": failure}
     world = Simulation()
     world.reconcile()
     world.start()
-    world.progress = make_progress(0, phase=data.draw(st.sampled_from(["Running", "Failed", "Waiting", "Complete"])), **said)
+    world.progress = make_progress(
+        0, phase=data.draw(st.sampled_from(["Running", "Failed", "Waiting", "Complete"])), **said
+    )
     for _ in range(2):
         world.reconcile()
         assert problems_with(world.status, status_schema()) == []
@@ -224,9 +254,19 @@ def test_whatever_a_coordinator_says_the_status_is_one_that_the_api_server_takes
 
 def test_every_status_fits_the_crds_schema() -> None:
     world = Simulation(make_run(activeDeadlineSeconds=600, restartNonce="a")).run()
-    failure = {"cause": "worker_crash", "node": "0", "rank": 0, "step": 3, "exitCode": 1, "message": "x", "secondsAgo": 1}
+    failure = {
+        "cause": "worker_crash",
+        "node": "0",
+        "rank": 0,
+        "step": 3,
+        "exitCode": 1,
+        "message": "x",
+        "secondsAgo": 1,
+    }
     fields = {"loss": 2.0, "tokensPerSecond": 3.0, "etaSeconds": 9, "checkpointStep": 1, "generation": 3}
-    world.train(20, restarts={"worker_crash": 1}, lostSeconds={"worker_crash": 1.5}, lastFailure=failure, **fields)
+    world.train(
+        20, restarts={"worker_crash": 1}, lostSeconds={"worker_crash": 1.5}, lastFailure=failure, **fields
+    )
     world.reconcile()
     seen = [world.status]
     world.age(100)
@@ -340,7 +380,11 @@ def test_the_status_is_written_seldom_while_a_run_trains() -> None:
         world.age(1)
         world.raw["status"] = stored
         world.train(
-            10 + second, loss=3 - second / 100, tokensPerSecond=1000.0 + second, etaSeconds=500 - second, updatedSecondsAgo=0.3
+            10 + second,
+            loss=3 - second / 100,
+            tokensPerSecond=1000.0 + second,
+            etaSeconds=500 - second,
+            updatedSecondsAgo=0.3,
         )
         world.reconcile()
         if should_write(stored, world.status, now=world.now, last_progress_write=written_at).write:
@@ -388,7 +432,9 @@ def test_many_ends_at_once_are_told_together() -> None:
     for name in world.live():
         world.end(name, 75)
     world.reconcile()
-    assert [event.message for event in world.events if event.type == "Warning"] == ["10 pods and more ended: Stopped"]
+    assert [event.message for event in world.events if event.type == "Warning"] == [
+        "10 pods and more ended: Stopped"
+    ]
 
 
 # ---- what is packed --------------------------------------------------------------------------------------------------
@@ -415,7 +461,11 @@ def test_ranges_nobody_packed_are_nothing(text: str) -> None:
 
 
 def test_a_status_that_somebody_has_broken_counts_as_unknown() -> None:
-    for status in ({"memory": 3, "conditions": 4}, {"memory": {"attempts": "x"}, "coordinator": [], "progress": "1/2"}, {}):
+    for status in (
+        {"memory": 3, "conditions": 4},
+        {"memory": {"attempts": "x"}, "coordinator": [], "progress": "1/2"},
+        {},
+    ):
         assert parse_memory(status).attempts == ()
 
 
@@ -430,7 +480,8 @@ def test_a_rate_is_shown_the_same_after_it_was_read_back(rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0s"), (59, "59s"), (60, "1m"), (200, "3m20s"), (18734, "5h12m"), (187200, "2d4h"), (86400, "1d")]
+    ("seconds", "text"),
+    [(0, "0s"), (59, "59s"), (60, "1m"), (200, "3m20s"), (18734, "5h12m"), (187200, "2d4h"), (86400, "1d")],
 )
 def test_a_duration_has_two_units_at_most(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
@@ -454,7 +505,10 @@ def test_progress_of_an_older_coordinator_is_not_believed() -> None:
 
 
 def test_the_fleet_is_counted_whole_and_single_runs_leave_the_metrics_a_day_after_their_end() -> None:
-    over = {"metadata": {"name": "old"}, "status": {"phase": "Complete", "completionTime": format_time(START)}}
+    over = {
+        "metadata": {"name": "old"},
+        "status": {"phase": "Complete", "completionTime": format_time(START)},
+    }
     runs = {("ns", "old"): over, ("ns", "new"): {"metadata": {"name": "new"}}}
     assert [fact.name for fact in read_runs(runs, now=START + 90_000)] == ["new"]
     counts = count_phases(runs.values())

@@ -153,7 +153,9 @@ def test_a_namesake_that_was_deleted_a_moment_ago_leaves_no_token_behind(simulat
     simulation.reconcile()
     simulation.create_run()
     simulation.settle()
-    assert {mounted(pod) for pod in simulation.store.list("pods")} == {token_secret_name("run", token_of(simulation))}
+    assert {mounted(pod) for pod in simulation.store.list("pods")} == {
+        token_secret_name("run", token_of(simulation))
+    }
     assert len(secrets_of(simulation)) == 2
 
 
@@ -175,7 +177,9 @@ def test_a_secret_that_is_deleted_before_a_pod_has_mounted_it_is_made_again(simu
     simulation.settle()
     (secret,) = secrets_of(simulation)
     simulation.store.remove("secrets", "ns", secret["metadata"]["name"])
-    waiting = {"containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}]}
+    waiting = {
+        "containerStatuses": [{"name": "trainer", "state": {"waiting": {"reason": "ContainerCreating"}}}]
+    }
     simulation.store.change("pods", "ns", "run-0-0", {"spec": {"nodeName": "n1"}, "status": waiting})
     delay = simulation.settle()
     assert delay is not None and delay <= 30.0, "the next look comes by itself"
@@ -222,7 +226,9 @@ def test_a_quota_that_is_used_up_does_not_keep_a_run_from_replacing_its_pods(sim
 
 @pytest.mark.parametrize("is_before", [True, False])
 @pytest.mark.parametrize("number", range(7))
-def test_an_operator_killed_between_any_two_writes_makes_no_second_secret(number: int, is_before: bool) -> None:
+def test_an_operator_killed_between_any_two_writes_makes_no_second_secret(
+    number: int, is_before: bool
+) -> None:
     world = Simulation()
     world.create_run()
     world.store.before, world.store.after = crash_at(number, is_before=is_before)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from evergrad_trainer.config.training import Optimizer
+from evergrad_manifest.training import Optimizer
 from evergrad_trainer.optim.adamw import build_adamw, set_learning_rate, set_updates, state_tensors
 
 SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
@@ -36,7 +36,13 @@ def test_matrices_are_decayed_and_vectors_are_not() -> None:
     optimizer = build_adamw(model, SETTINGS)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     by_name = {name: decay[id(parameter)] for name, parameter in model.named_parameters()}
-    assert by_name == {"embedding.weight": 0.5, "norm.weight": 0.0, "norm.bias": 0.0, "head.weight": 0.5, "head.bias": 0.0}
+    assert by_name == {
+        "embedding.weight": 0.5,
+        "norm.weight": 0.0,
+        "norm.bias": 0.0,
+        "head.weight": 0.5,
+        "head.bias": 0.0,
+    }
 
 
 def test_a_frozen_parameter_is_not_updated_and_has_no_moments() -> None:
@@ -96,7 +102,9 @@ def test_without_the_step_count_the_bias_correction_would_differ() -> None:
 def test_updates_are_torchs_own() -> None:
     model, other = Small(), Small()
     ours = build_adamw(model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0}))
-    theirs = torch.optim.AdamW(other.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True)
+    theirs = torch.optim.AdamW(
+        other.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, fused=True
+    )
     train(model, ours, 3)
     train(other, theirs, 3)
     assert all(map(torch.equal, model.parameters(), other.parameters()))

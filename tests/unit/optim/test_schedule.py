@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.config.training import Schedule
+from evergrad_manifest.training import Schedule
 from evergrad_trainer.optim.schedule import LearningRate, build_schedule
 
 
@@ -19,9 +19,15 @@ def schedule(total: int = 100, **settings: Any) -> LearningRate:
         ({"type": "constant"}, {1: 2.0, 50: 2.0, 100: 2.0, 1000: 2.0}),
         ({"type": "constant", "warmup": 4}, {1: 0.5, 2: 1.0, 4: 2.0, 5: 2.0, 100: 2.0}),
         ({"type": "linear"}, {1: 2.0, 2: 1.98, 51: 1.0, 100: 0.02, 101: 0.0, 500: 0.0}),
-        ({"type": "linear", "warmup": 20, "minimumRatio": 0.5}, {10: 1.0, 20: 2.0, 21: 2.0, 61: 1.5, 101: 1.0}),
+        (
+            {"type": "linear", "warmup": 20, "minimumRatio": 0.5},
+            {10: 1.0, 20: 2.0, 21: 2.0, 61: 1.5, 101: 1.0},
+        ),
         ({"type": "cosine"}, {1: 2.0, 51: 1.0, 26: 1 + math.sqrt(0.5), 101: 0.0}),
-        ({"type": "cosine", "warmup": "10%", "minimumRatio": 0.1}, {5: 1.0, 10: 2.0, 11: 2.0, 56: 1.1, 101: 0.2}),
+        (
+            {"type": "cosine", "warmup": "10%", "minimumRatio": 0.1},
+            {5: 1.0, 10: 2.0, 11: 2.0, 56: 1.1, 101: 0.2},
+        ),
         (
             {"type": "wsd", "warmup": 10, "decay": "20%"},
             {1: 0.2, 10: 2.0, 50: 2.0, 80: 2.0, 81: 2.0, 91: 1.0, 100: 0.1, 101: 0.0},

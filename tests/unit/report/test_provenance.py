@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_manifest.envelope import TrainingRun
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.provenance.record import describe_process, read_processes, record_process
 from evergrad_trainer.provenance.redaction import hide_home, is_secret, redact_command
@@ -40,23 +40,37 @@ def run() -> TrainingRun:
 def test_each_process_appends_its_entry(tmp_path: Path, run: TrainingRun) -> None:
     directory = RunDirectory(tmp_path)
     for generation in (1, 2):
-        entry = record_process(directory, run=run, command=["evergrad", "run", "a b.yaml"], world_size=2, generation=generation)
+        entry = record_process(
+            directory, run=run, command=["evergrad", "run", "a b.yaml"], world_size=2, generation=generation
+        )
         assert entry["command"] == "evergrad run 'a b.yaml'"
     first, second = read_processes(directory)
-    assert (first["generation"], second["generation"], second["world_size"], second["seed"]) == (1, 2, 2, 20251)
+    assert (first["generation"], second["generation"], second["world_size"], second["seed"]) == (
+        1,
+        2,
+        2,
+        20251,
+    )
     assert json.loads(directory.provenance.read_text())["format"] == 1
 
 
 def test_a_script_has_an_entry_without_a_seed(tmp_path: Path) -> None:
     run = TrainingRun.model_validate({**_RUN, "spec": {"script": {"command": ["train.py"]}}})
-    assert record_process(RunDirectory(tmp_path), run=run, command=[], world_size=1, generation=1)["seed"] is None
+    assert (
+        record_process(RunDirectory(tmp_path), run=run, command=[], world_size=1, generation=1)["seed"]
+        is None
+    )
 
 
 def test_the_entry_names_versions_and_hardware_and_nothing_private() -> None:
     entry = describe_process(command=["evergrad"], seed=0, world_size=1, generation=1)
     assert entry["versions"]["python"] == platform.python_version()
     assert entry["versions"]["torch"] and entry["versions"]["evergrad"]
-    assert entry["hardware"]["cores"] >= 1 and entry["hardware"]["memory_bytes"] > 2**20 and entry["hardware"]["cpu"]
+    assert (
+        entry["hardware"]["cores"] >= 1
+        and entry["hardware"]["memory_bytes"] > 2**20
+        and entry["hardware"]["cpu"]
+    )
     text = json.dumps(entry)
     assert platform.node() not in text or len(platform.node()) < 4
     assert not text.count(str(Path.home()) + "/")
@@ -65,11 +79,15 @@ def test_the_entry_names_versions_and_hardware_and_nothing_private() -> None:
 def test_the_commit_of_the_working_directory_is_recorded_with_its_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity = {f"GIT_{who}_{what}": "someone" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    identity = {
+        f"GIT_{who}_{what}": "someone" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
+    }
     environment = os.environ | identity | {"GIT_CONFIG_GLOBAL": os.devnull}
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *words], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        ).stdout
 
     git("init", "-q")
     (tmp_path / "a").write_text("1")
@@ -77,12 +95,20 @@ def test_the_commit_of_the_working_directory_is_recorded_with_its_changes(
     git("commit", "-q", "-m", "one")
     monkeypatch.chdir(tmp_path)
     commit = git("rev-parse", "HEAD").strip()
-    assert describe_process(command=[], seed=0, world_size=1, generation=1)["git"] == {"commit": commit, "has_changes": False}
+    assert describe_process(command=[], seed=0, world_size=1, generation=1)["git"] == {
+        "commit": commit,
+        "has_changes": False,
+    }
     (tmp_path / "a").write_text("2")
-    assert describe_process(command=[], seed=0, world_size=1, generation=1)["git"] == {"commit": commit, "has_changes": True}
+    assert describe_process(command=[], seed=0, world_size=1, generation=1)["git"] == {
+        "commit": commit,
+        "has_changes": True,
+    }
 
 
-def test_outside_a_checkout_or_without_git_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_checkout_or_without_git_there_is_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert describe_process(command=[], seed=0, world_size=1, generation=1)["git"] is None
@@ -100,14 +126,31 @@ def test_a_broken_file_is_refused_and_not_overwritten(tmp_path: Path, run: Train
 
 
 @pytest.mark.parametrize(
-    "key", ["token", "hf_token", "HF_TOKEN", "spec.registryPassword", "--api-key", "clientSecret", "awsSecretAccessKey"]
+    "key",
+    [
+        "token",
+        "hf_token",
+        "HF_TOKEN",
+        "spec.registryPassword",
+        "--api-key",
+        "clientSecret",
+        "awsSecretAccessKey",
+    ],
 )
 def test_keys_of_secrets_are_recognised(key: str) -> None:
     assert is_secret(key)
 
 
 @pytest.mark.parametrize(
-    "key", ["spec.training.tokenizer.type", "horizon.tokens", "tokensPerStep", "keep", "monkey", "data.sources[0].key"]
+    "key",
+    [
+        "spec.training.tokenizer.type",
+        "horizon.tokens",
+        "tokensPerStep",
+        "keep",
+        "monkey",
+        "data.sources[0].key",
+    ],
 )
 def test_keys_that_only_look_like_secrets_are_not(key: str) -> None:
     assert not is_secret(key)

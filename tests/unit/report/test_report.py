@@ -66,7 +66,9 @@ def _report(directory: RunDirectory) -> tuple[Page, str]:
 
 def _check_self_contained(html: str) -> None:
     page = Page(html)
-    assert not [tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object", "embed", "base", "form")]
+    assert not [
+        tag for tag, _ in page.tags if tag in ("script", "img", "iframe", "object", "embed", "base", "form")
+    ]
     for tag, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")], tag
         for name in ("src", "href", "xlink:href", "srcset", "action"):
@@ -94,7 +96,14 @@ def test_a_finished_run_shows_its_numbers_tables_and_plots(tmp_path: Path, synth
         "30.0s",
     ):
         assert text in page.text, text
-    for title in ("Training loss", "Evaluation loss", "Learning rate", "Throughput", "Gradient norm", "What a step consists of"):
+    for title in (
+        "Training loss",
+        "Evaluation loss",
+        "Learning rate",
+        "Throughput",
+        "Gradient norm",
+        "What a step consists of",
+    ):
         assert title in page.text
     assert "lost and trained again" in page.text
     assert sum(tag == "svg" for tag, _ in page.tags) == 8
@@ -149,7 +158,9 @@ def test_markdown_special_characters_and_line_breaks_are_neutralised() -> None:
     assert escape("a|b\n# *c* <d> `e` [f](g) \\") == "a\\|b \\# \\*c\\* &lt;d&gt; \\`e\\` \\[f\\](g) \\\\"
 
 
-def test_the_configuration_is_folded_and_a_fence_inside_it_does_not_end_its_block(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_the_configuration_is_folded_and_a_fence_inside_it_does_not_end_its_block(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=3, ended="killed"))
     run.directory.write_resolved({"manifest": {"metadata": {"name": "x"}, "note": "```` and ```"}})
     page, markdown = _report(run.directory)
@@ -174,7 +185,9 @@ def test_a_run_directory_with_nothing_but_a_configuration_has_a_report(tmp_path:
     assert markdown.startswith("# waiting\n")
 
 
-def test_a_live_run_whose_last_line_is_half_written_has_a_report(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_live_run_whose_last_line_is_half_written_has_a_report(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=20, ended="killed"))
     with run.directory.metrics.open("a") as file:
         file.write('{"step":21,')
@@ -193,13 +206,17 @@ def test_a_live_run_whose_last_line_is_half_written_has_a_report(tmp_path: Path,
         ("complete", "Complete", "reached step 60"),
     ],
 )
-def test_the_status_says_how_the_run_stands(tmp_path: Path, synthetic: ModuleType, ended: str, label: str, detail: str) -> None:
+def test_the_status_says_how_the_run_stands(
+    tmp_path: Path, synthetic: ModuleType, ended: str, label: str, detail: str
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=60, ended=ended))
     status = gather_facts(run.directory).status
     assert (status.label, status.detail) == (label, detail)
 
 
-def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
     run.go_on(synthetic.World(last=90, cause="node 0 lost", world_size=1, ended="killed"))
     run.go_on(synthetic.World(last=200, cause="node <0> joined", world_size=3, paused_seconds=60.0))
@@ -220,7 +237,9 @@ def test_a_run_in_one_world_says_nothing_of_changes(tmp_path: Path, synthetic: M
     assert "World size" not in page.text
 
 
-def test_steps_lost_in_a_kill_and_not_yet_trained_again_are_no_progress(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_steps_lost_in_a_kill_and_not_yet_trained_again_are_no_progress(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
     run.write(synthetic.Process(last=53, resumed_from=50, ended="killed"))
     facts = gather_facts(run.directory)
@@ -233,7 +252,11 @@ def test_values_that_are_no_numbers_leave_gaps_and_a_warning(tmp_path: Path, syn
     directory = RunDirectory(tmp_path)
     log = RunLog(directory)
     for step in range(1, 200):
-        log.step_end(synthetic.step_record(step, loss=math.nan if step % 5 == 0 else 2.0, grad_norm=math.nan, step_seconds=0.0))
+        log.step_end(
+            synthetic.step_record(
+                step, loss=math.nan if step % 5 == 0 else 2.0, grad_norm=math.nan, step_seconds=0.0
+            )
+        )
     log.evaluation_end(EvaluationRecord(50, 1, "heldOut", math.nan, math.nan, 1, 1.0, synthetic.BEGIN))
     log.close()
     page, _ = _report(directory)
@@ -245,7 +268,9 @@ def test_a_run_whose_every_loss_is_no_number_has_a_report(tmp_path: Path, synthe
     directory = RunDirectory(tmp_path)
     log = RunLog(directory)
     for step in range(1, 30):
-        log.step_end(synthetic.step_record(step, loss=math.nan, learning_rate=math.nan, step_seconds=math.nan))
+        log.step_end(
+            synthetic.step_record(step, loss=math.nan, learning_rate=math.nan, step_seconds=math.nan)
+        )
     log.close()
     page, markdown = _report(directory)
     assert "29" in page.text and "Training loss" in page.text
@@ -256,7 +281,9 @@ def test_an_exploding_loss_is_drawn_on_a_logarithmic_axis(tmp_path: Path, synthe
     directory = RunDirectory(tmp_path)
     log = RunLog(directory)
     for step in range(1, 100):
-        log.step_end(synthetic.step_record(step, loss=2.0 if step < 95 else 10.0**step, grad_norm=10.0 ** (step % 7)))
+        log.step_end(
+            synthetic.step_record(step, loss=2.0 if step < 95 else 10.0**step, grad_norm=10.0 ** (step % 7))
+        )
     log.close()
     page, _ = _report(directory)
     assert "Training loss" in page.text and "99" in page.text
@@ -284,7 +311,9 @@ def test_a_hundred_thousand_steps_make_a_page_of_ordinary_size(tmp_path: Path, s
 
 
 def test_long_tables_show_their_ends_and_say_what_is_left_out(tmp_path: Path, synthetic: ModuleType) -> None:
-    run = synthetic.RunWriter(tmp_path, total_steps=300, save_every=2, evaluate_every=3).write(synthetic.Process(last=300))
+    run = synthetic.RunWriter(tmp_path, total_steps=300, save_every=2, evaluate_every=3).write(
+        synthetic.Process(last=300)
+    )
     facts = gather_facts(run.directory)
     markdown, html = render_markdown(facts, created=""), render_html(facts, (), created="")
     assert "100 rows are left out here" in Page(html).text
@@ -292,7 +321,9 @@ def test_long_tables_show_their_ends_and_say_what_is_left_out(tmp_path: Path, sy
     assert "| 300 |" in markdown and "| 3 | heldOut |" in markdown
 
 
-def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(tmp_path: Path, synthetic: ModuleType) -> None:
+def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=30))
     log = RunLog(run.directory)
     for index in range(9):
@@ -328,11 +359,16 @@ def test_the_command_prints_where_the_report_is(
 ) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=60))
     assert _run_command(str(run.directory.path)) == 0
-    assert capsys.readouterr().out == f"report: {run.directory.report_html}\n        {run.directory.report_markdown}\n"
+    assert (
+        capsys.readouterr().out
+        == f"report: {run.directory.report_html}\n        {run.directory.report_markdown}\n"
+    )
     assert run.directory.report_html.exists() and run.directory.report_markdown.exists()
 
 
-def test_the_command_gives_the_figures_as_json(tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_gives_the_figures_as_json(
+    tmp_path: Path, synthetic: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = synthetic.RunWriter(tmp_path / "run").write(synthetic.Process(last=57, ended="killed"))
     run.write(synthetic.Process(last=60, resumed_from=50))
     assert _run_command(str(run.directory.path), "--json", "--output", str(tmp_path / "out")) == 0

@@ -14,7 +14,16 @@ def root() -> Path:
 @pytest.fixture(scope="session")
 def tracked(root: Path) -> list[Path]:
     """Every file git tracks or would add, so that a problem shows before the commit."""
-    command = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     files = [root / name for name in listed.split("\0") if name]
     return [file for file in files if file.is_file()]

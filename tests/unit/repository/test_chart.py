@@ -81,11 +81,19 @@ def as_text(value: object) -> str:
     """A setting as an environment variable has it."""
     if isinstance(value, tuple):
         return ",".join(value)
-    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        str(value).lower()
+        if isinstance(value, bool)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
 
 
 def test_the_charts_crd_is_the_one_in_crds(root: Path) -> None:
-    assert (root / "charts/evergrad/files/trainingrun.yaml").read_bytes() == (root / "crds/trainingrun.yaml").read_bytes()
+    assert (root / "charts/evergrad/files/trainingrun.yaml").read_bytes() == (
+        root / "crds/trainingrun.yaml"
+    ).read_bytes()
 
 
 def test_the_versions_of_chart_and_packages_agree(root: Path) -> None:
@@ -115,12 +123,15 @@ def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None
     (binding,) = of_kind(objects, "ClusterRoleBinding")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     (account,) = of_kind(objects, "ServiceAccount")
-    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": chart.NAMESPACE}]
+    assert binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": chart.NAMESPACE}
+    ]
 
 
 def test_the_operator_of_namespaces_has_the_same_rights_there_and_none_of_the_cluster() -> None:
     objects = chart.render(
-        chart.MATRIX["namespaces"] | {"rbac": {**chart.MATRIX["namespaces"]["rbac"], "aggregatedRoles": False}}
+        chart.MATRIX["namespaces"]
+        | {"rbac": {**chart.MATRIX["namespaces"]["rbac"], "aggregatedRoles": False}}
     )
     assert of_kind(objects, "ClusterRole", "ClusterRoleBinding") == []
     roles = {
@@ -142,7 +153,10 @@ def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
     (role,) = [one for one in of_kind(objects, "Role") if one["metadata"]["name"].endswith("-lease")]
     create, change, *_ = role["rules"]
     assert (create["verbs"], create.get("resourceNames")) == (["create"], None)
-    assert (change["verbs"], change["resourceNames"]) == (["get", "update"], [environment(objects)["EVERGRAD_LEASE_NAME"]])
+    assert (change["verbs"], change["resourceNames"]) == (
+        ["get", "update"],
+        [environment(objects)["EVERGRAD_LEASE_NAME"]],
+    )
 
 
 def test_the_installations_key_is_the_only_secret_the_operator_may_read() -> None:
@@ -163,21 +177,35 @@ def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(rendering: list[Ob
             assert "*" not in {group, resource, *verbs}
             assert group != "rbac.authorization.k8s.io"
             assert resource != "secrets" or verbs <= {"create", "get"}
-            assert resource not in {"nodes", "serviceaccounts", "namespaces", "pods/exec", "pods/log", "pods/attach"}
+            assert resource not in {
+                "nodes",
+                "serviceaccounts",
+                "namespaces",
+                "pods/exec",
+                "pods/log",
+                "pods/attach",
+            }
 
 
 @pytest.mark.parametrize(
     ("switch", "kind"),
-    [("disruptionBudgets", ("policy", "poddisruptionbudgets")), ("networkPolicies", ("networking.k8s.io", "networkpolicies"))],
+    [
+        ("disruptionBudgets", ("policy", "poddisruptionbudgets")),
+        ("networkPolicies", ("networking.k8s.io", "networkpolicies")),
+    ],
 )
-def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(switch: str, kind: tuple[str, str]) -> None:
+def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(
+    switch: str, kind: tuple[str, str]
+) -> None:
     objects = chart.render({"rbac": {"aggregatedRoles": False}, "runs": {switch: False}})
     (role,) = of_kind(objects, "ClusterRole")
     assert rights_of(role) == RIGHTS | REVIEWS | {kind: {"list", "delete"}}
 
 
 def test_viewers_read_runs_editors_change_them_and_nobody_gets_pods_by_it() -> None:
-    roles = {one["metadata"]["name"].rpartition("-")[2]: one for one in of_kind(chart.render({}), "ClusterRole")}
+    roles = {
+        one["metadata"]["name"].rpartition("-")[2]: one for one in of_kind(chart.render({}), "ClusterRole")
+    }
     aggregated: dict[str, set[str]] = {"view": set(), "edit": set(), "admin": set()}
     for role, verbs in aggregated.items():
         for one in roles.values():
@@ -194,7 +222,9 @@ def test_every_pod_of_the_chart_passes_pod_security_restricted(rendering: list[O
         assert spec["securityContext"]["runAsUser"] > 0
         assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & set(spec)
-        assert {next(key for key in volume if key != "name") for volume in spec.get("volumes", ())} <= {"emptyDir"}
+        assert {next(key for key in volume if key != "name") for volume in spec.get("volumes", ())} <= {
+            "emptyDir"
+        }
         for container in spec["containers"]:
             context = container["securityContext"]
             assert context["allowPrivilegeEscalation"] is False
@@ -220,7 +250,9 @@ def test_the_operator_understands_the_settings_it_is_given(rendering: list[Objec
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     settings = parse_settings(container.get("args", []), given)
     understood = (
-        vars(settings) | vars(settings.config) | {"all_namespaces": not settings.namespaces, "namespace": settings.namespaces}
+        vars(settings)
+        | vars(settings.config)
+        | {"all_namespaces": not settings.namespaces, "namespace": settings.namespaces}
     )
     for name, value in given.items():
         if name.startswith("EVERGRAD_"):
@@ -233,13 +265,17 @@ def test_the_operator_understands_the_settings_it_is_given(rendering: list[Objec
 
 def test_whom_runs_run_as_and_their_shared_memory_reach_the_operator_as_they_are_written() -> None:
     assert "EVERGRAD_SHARED_MEMORY_SIZE" not in environment(chart.render({}))
-    given = environment(chart.render({"runs": {"sharedMemorySize": "8Gi", "userId": 1000660000, "groupId": 0}}))
+    given = environment(
+        chart.render({"runs": {"sharedMemorySize": "8Gi", "userId": 1000660000, "groupId": 0}})
+    )
     config = parse_settings([], given).config
     assert (config.shared_memory_size, config.user_id, config.group_id) == ("8Gi", 1000660000, 0)
 
 
 def test_the_operators_pods_carry_the_label_by_which_runs_let_them_in_under_any_name() -> None:
-    (deployment,) = of_kind(chart.render({"nameOverride": "trainings", "podLabels": {"a": "b"}}), "Deployment")
+    (deployment,) = of_kind(
+        chart.render({"nameOverride": "trainings", "podLabels": {"a": "b"}}), "Deployment"
+    )
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert labels["app.kubernetes.io/name"] == "trainings"
     assert labels["evergrad.dev/role"] == "operator"
@@ -255,7 +291,11 @@ def test_a_digest_wins_over_a_tag() -> None:
 def test_selectors_never_change_with_a_version_and_match_the_pods(rendering: list[Object]) -> None:
     (deployment,) = of_kind(rendering, "Deployment")
     selector = deployment["spec"]["selector"]["matchLabels"]
-    assert set(selector) == {"app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/component"}
+    assert set(selector) == {
+        "app.kubernetes.io/name",
+        "app.kubernetes.io/instance",
+        "app.kubernetes.io/component",
+    }
     assert selector.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
     for service in of_kind(rendering, "Service"):
         assert service["spec"]["selector"] == selector
@@ -267,7 +307,9 @@ def test_every_object_carries_the_usual_labels_and_stands_in_a_namespace(renderi
     for one in rendering:
         if "extra" in one["metadata"]["name"]:
             continue
-        assert {"app.kubernetes.io/managed-by", "app.kubernetes.io/instance", "helm.sh/chart"} <= set(one["metadata"]["labels"])
+        assert {"app.kubernetes.io/managed-by", "app.kubernetes.io/instance", "helm.sh/chart"} <= set(
+            one["metadata"]["labels"]
+        )
         assert ("namespace" in one["metadata"]) == (one["kind"] not in CLUSTER_SCOPED)
 
 
@@ -287,7 +329,10 @@ def test_the_longest_names_stay_within_their_bounds() -> None:
 
 def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces() -> None:
     objects = chart.render(
-        {"rbac": {"scope": "namespaced", "watchNamespaces": ["team-a"]}, "admissionPolicy": {"enabled": True, "maxNodes": 3}}
+        {
+            "rbac": {"scope": "namespaced", "watchNamespaces": ["team-a"]},
+            "admissionPolicy": {"enabled": True, "maxNodes": 3},
+        }
     )
     (binding,) = of_kind(objects, "ValidatingAdmissionPolicyBinding")
     (expression,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
@@ -297,7 +342,9 @@ def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces()
 
 
 def test_the_admission_policy_reads_numbers_of_nodes_with_the_units_the_crd_allows() -> None:
-    (policy,) = of_kind(chart.render({"admissionPolicy": {"enabled": True, "maxNodes": 3}}), "ValidatingAdmissionPolicy")
+    (policy,) = of_kind(
+        chart.render({"admissionPolicy": {"enabled": True, "maxNodes": 3}}), "ValidatingAdmissionPolicy"
+    )
     (crd,) = of_kind(chart.render({}), "CustomResourceDefinition")
     (chosen, number) = policy["spec"]["variables"]
     (version,) = crd["spec"]["versions"]
@@ -317,7 +364,9 @@ def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -
 
 def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> None:
     assert chart.template(chart.MATRIX["everything"]) == chart.template(chart.MATRIX["everything"])
-    templates = "".join(file.read_text() for file in (root / "charts/evergrad/templates").rglob("*") if file.is_file())
+    templates = "".join(
+        file.read_text() for file in (root / "charts/evergrad/templates").rglob("*") if file.is_file()
+    )
     assert re.findall(r"\b(?:lookup|rand\w+|now|genCA|uuidv4|latest)\b", templates) == []
 
 

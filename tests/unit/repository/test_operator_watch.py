@@ -21,7 +21,9 @@ CRASH = 'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\
 
 @pytest.fixture(scope="module")
 def watching() -> Any:
-    spec = importlib.util.spec_from_file_location("operator_watch_under_test", ROOT / "tests/e2e/operator_watch.py")
+    spec = importlib.util.spec_from_file_location(
+        "operator_watch_under_test", ROOT / "tests/e2e/operator_watch.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -37,7 +39,12 @@ class Operator:
         self.name, self.restarts, self.log, self.previous = "evergrad-a", 0, READY, ""
 
     def pods(self) -> list[dict[str, Any]]:
-        return [{"metadata": {"name": self.name}, "status": {"containerStatuses": [{"restartCount": self.restarts}]}}]
+        return [
+            {
+                "metadata": {"name": self.name},
+                "status": {"containerStatuses": [{"restartCount": self.restarts}]},
+            }
+        ]
 
     def log_of(self, pod: str, *, previous: bool = False) -> str:
         assert pod == self.name
@@ -74,7 +81,9 @@ def test_a_replaced_pod_is_an_end_unless_the_test_declares_it(watching: Any) -> 
     assert found.without([], may_end=True) == []
 
 
-def test_only_errors_that_a_test_names_are_expected_and_each_is_judged_with_its_traceback(watching: Any) -> None:
+def test_only_errors_that_a_test_names_are_expected_and_each_is_judged_with_its_traceback(
+    watching: Any,
+) -> None:
     operator = Operator()
     watch = watching.OperatorWatch(operator)
     watch.look()

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import yaml
 
-from evergrad_trainer.config.manifest import TrainingRun
+from evergrad_manifest.envelope import TrainingRun
 
 
 def write_documents(root: Path, path: Path) -> str:
     script = root / "examples" / "pydoc" / "make_documents.py"
-    return subprocess.run([sys.executable, str(script), str(path)], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, str(script), str(path)], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_the_documents_are_one_topic_a_line_in_a_fixed_order(root: Path, tmp_path: Path) -> None:
@@ -25,7 +27,9 @@ def test_the_documents_are_one_topic_a_line_in_a_fixed_order(root: Path, tmp_pat
     assert f"{len(topics)} documents" in said
 
 
-def test_writing_the_documents_twice_gives_the_same_bytes_and_leaves_nothing_else(root: Path, tmp_path: Path) -> None:
+def test_writing_the_documents_twice_gives_the_same_bytes_and_leaves_nothing_else(
+    root: Path, tmp_path: Path
+) -> None:
     write_documents(root, tmp_path / "a.jsonl")
     write_documents(root, tmp_path / "b.jsonl")
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()

@@ -48,7 +48,10 @@ def test_every_pin_is_exact_and_carries_hashes(lock: str, root: Path, locks: Mod
 def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operator_and_trainer_share(
     root: Path, locks: ModuleType
 ) -> None:
-    pins = [{pin.name: pin for pin in locks.parse_lock((root / "requirements" / lock).read_text())} for lock in LOCKS]
+    pins = [
+        {pin.name: pin for pin in locks.parse_lock((root / "requirements" / lock).read_text())}
+        for lock in LOCKS
+    ]
     trainer, torch, torch_cpu, operator, dev = (set(one) for one in pins)
     assert torch & torch_cpu == {"torch"} == torch_cpu
     assert trainer & (torch | dev) == torch & dev == operator & (torch | dev) == set()
@@ -56,24 +59,37 @@ def test_no_package_stands_in_two_locks_except_torchs_two_builds_and_what_operat
 
 
 def test_both_builds_of_torch_are_the_same_release(root: Path, locks: ModuleType) -> None:
-    (index,) = (pin for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text()) if pin.name == "torch")
+    (index,) = (
+        pin
+        for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text())
+        if pin.name == "torch"
+    )
     (cpu,) = locks.parse_lock((root / "requirements" / "torch-cpu.txt").read_text())
     assert cpu.version == f"{index.version}+cpu"
     assert locks.hashes(cpu.text).isdisjoint(locks.hashes(index.text))
 
 
 def test_what_only_cuda_needs_stands_apart_and_only_for_linux(root: Path, locks: ModuleType) -> None:
-    cuda = [pin for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text()) if pin.name != "torch"]
+    cuda = [
+        pin
+        for pin in locks.parse_lock((root / "requirements" / "torch.txt").read_text())
+        if pin.name != "torch"
+    ]
     assert {"triton", "nvidia-nccl-cu13"} <= {pin.name for pin in cuda}
     assert [pin.name for pin in cuda if "sys_platform == 'linux'" not in pin.text.splitlines()[0]] == []
-    other = (root / "requirements" / "trainer.txt").read_text() + (root / "requirements" / "dev.txt").read_text()
+    other = (root / "requirements" / "trainer.txt").read_text() + (
+        root / "requirements" / "dev.txt"
+    ).read_text()
     assert not re.search(r"^(?:nvidia-|cuda-|triton)", other, re.MULTILINE)
 
 
 @pytest.mark.parametrize(
-    ("source", "own_locks"), [("trainer.in", ("trainer.txt", "torch.txt")), ("operator.in", ("operator.txt",)), ("dev.in", LOCKS)]
+    ("source", "own_locks"),
+    [("trainer.in", ("trainer.txt", "torch.txt")), ("operator.in", ("operator.txt",)), ("dev.in", LOCKS)],
 )
-def test_what_an_in_file_names_is_locked(source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType) -> None:
+def test_what_an_in_file_names_is_locked(
+    source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType
+) -> None:
     pinned: dict[str, set[str]] = {}
     for lock in own_locks:
         for pin in locks.parse_lock((root / "requirements" / lock).read_text()):
@@ -85,15 +101,21 @@ def test_what_an_in_file_names_is_locked(source: str, own_locks: tuple[str, ...]
 
 
 @pytest.mark.parametrize(
-    ("folder", "source", "own_locks"),
-    [("trainer_image", "trainer.in", ("trainer.txt", "torch.txt")), ("operator", "operator.in", ("operator.txt",))],
+    ("folders", "source", "own_locks"),
+    [
+        (("trainer_image", "manifest", "cli"), "trainer.in", ("trainer.txt", "torch.txt")),
+        (("operator", "manifest"), "operator.in", ("operator.txt",)),
+    ],
 )
 def test_a_package_and_its_in_file_name_the_same_and_the_locks_keep_its_bounds(
-    folder: str, source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType
+    folders: tuple[str, ...], source: str, own_locks: tuple[str, ...], root: Path, locks: ModuleType
 ) -> None:
-    project = tomllib.loads((root / folder / "pyproject.toml").read_text())["project"]
-    published = [Requirement(line) for line in project["dependencies"] if not line.startswith("evergrad-")]
-    assert {normalised(one.name) for one in published} == {normalised(one.name) for one in named(root / "requirements" / source)}
+    projects = [tomllib.loads((root / one / "pyproject.toml").read_text())["project"] for one in folders]
+    lines = [line for project in projects for line in project["dependencies"]]
+    published = [Requirement(line) for line in lines if not line.startswith("evergrad-")]
+    assert {normalised(one.name) for one in published} == {
+        normalised(one.name) for one in named(root / "requirements" / source)
+    }
     pins = [pin for lock in own_locks for pin in locks.parse_lock((root / "requirements" / lock).read_text())]
     for wanted in published:
         versions = {pin.version for pin in pins if normalised(pin.name) == normalised(wanted.name)}
@@ -136,7 +158,9 @@ torch==2.13.0 \\
 
 def test_one_resolution_is_cut_into_four_files_without_losing_a_pin(locks: ModuleType) -> None:
     parts = locks.split_lock(locks.parse_lock(LOCK))
-    names = {file: [f"{pin.name}=={pin.version}" for pin in locks.parse_lock(text)] for file, text in parts.items()}
+    names = {
+        file: [f"{pin.name}=={pin.version}" for pin in locks.parse_lock(text)] for file, text in parts.items()
+    }
     assert names == {
         "trainer.txt": ["numpy==2.4", "numpy==2.5", "sympy==1.14"],
         "torch.txt": ["cuda-toolkit==13.0", "nvidia-cublas==13.1", "torch==2.13.0"],
@@ -160,7 +184,12 @@ def test_a_folder_with_a_fitting_cpu_build_is_offered_to_pip(tmp_path: Path, loc
 
 
 @pytest.mark.parametrize(
-    "name", [wheel_name("2.12.0"), wheel_name("2.13.0", python="cp310"), "torch-2.13.0+cpu-cp311-cp311-linux_s390x.whl"]
+    "name",
+    [
+        wheel_name("2.12.0"),
+        wheel_name("2.13.0", python="cp310"),
+        "torch-2.13.0+cpu-cp311-cp311-linux_s390x.whl",
+    ],
 )
 def test_a_cpu_build_of_another_release_python_or_machine_is_left_alone_and_said(
     name: str, tmp_path: Path, locks: ModuleType, capsys: pytest.CaptureFixture[str]

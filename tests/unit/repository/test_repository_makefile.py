@@ -10,8 +10,12 @@ TARGETS = {"install", "run", "test", "verify", "lint", "generate", "bench", "loc
 
 def make(root: Path, *arguments: str) -> str:
     # Not a child of the make that runs these tests: its flags and job server are not ours.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"}
-    return subprocess.run(["make", *arguments], cwd=root, env=environment, check=True, capture_output=True, text=True).stdout
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("MAKE") and name != "MFLAGS"
+    }
+    return subprocess.run(
+        ["make", *arguments], cwd=root, env=environment, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def test_help_lists_every_target_with_its_duty(root: Path) -> None:
@@ -28,7 +32,14 @@ def test_make_alone_shows_the_help(root: Path) -> None:
 
 def test_verify_checks_generated_files_lint_types_directions_and_tests_in_this_order(root: Path) -> None:
     plan = make(root, "--dry-run", "verify")
-    steps = ["config.generate --check", "ruff check", "ruff format --check", "mypy", "lint-imports", "-m pytest"]
+    steps = [
+        "evergrad_manifest.generate --check",
+        "ruff check",
+        "ruff format --check",
+        "mypy",
+        "lint-imports",
+        "-m pytest",
+    ]
     places = [plan.index(step) for step in steps]
     assert places == sorted(places)
 

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = {"coordinator": "evergrad_coordinator", "operator": "evergrad_operator", "trainer_image": "evergrad_trainer"}
+PACKAGES = {
+    "coordinator": "evergrad_coordinator",
+    "manifest": "evergrad_manifest",
+    "cli": "evergrad_cli",
+    "operator": "evergrad_operator",
+    "trainer_image": "evergrad_trainer",
+}
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,9 @@ def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
                 str(place),
             ]
             environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-            subprocess.run([*command, str(place / "source")], check=True, capture_output=True, cwd=place, env=environment)
+            subprocess.run(
+                [*command, str(place / "source")], check=True, capture_output=True, cwd=place, env=environment
+            )
             (built[folder],) = place.glob("*.whl")
         return zipfile.ZipFile(built[folder])
 
@@ -71,11 +79,21 @@ def test_a_wheel_holds_its_package_and_nothing_else(
         assert f"{one}/py.typed" in names
 
 
-def test_the_operators_wheel_asks_for_the_coordinator_and_never_for_torch(wheel: Callable[[str], zipfile.ZipFile]) -> None:
+def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_torch(
+    wheel: Callable[[str], zipfile.ZipFile],
+) -> None:
     with wheel("operator") as archive:
         asked = requirements(archive)
     names = sorted(re.split(r"[^A-Za-z0-9-]", one)[0] for one in asked)
-    assert names == ["aiohttp", "evergrad-coordinator", "kopf", "kubernetes", "prometheus-client", "uvloop"]
+    assert names == [
+        "aiohttp",
+        "evergrad-coordinator",
+        "evergrad-manifest",
+        "kopf",
+        "kubernetes",
+        "prometheus-client",
+        "uvloop",
+    ]
     assert "evergrad-coordinator==0.1.0" in asked
 
 
@@ -84,18 +102,36 @@ def test_the_coordinators_wheel_asks_for_nothing(wheel: Callable[[str], zipfile.
         assert requirements(archive) == []
 
 
-def test_the_trainers_wheel_carries_its_data_files_and_the_command(root: Path, wheel: Callable[[str], zipfile.ZipFile]) -> None:
+def test_the_trainers_wheel_carries_its_data_files_and_its_commands(
+    root: Path, wheel: Callable[[str], zipfile.ZipFile]
+) -> None:
     package = root / "trainer_image"
-    data = {path.relative_to(package).as_posix() for path in (package / "evergrad_trainer").rglob("*") if path.is_file()}
+    data = {
+        path.relative_to(package).as_posix()
+        for path in (package / "evergrad_trainer").rglob("*")
+        if path.is_file()
+    }
     data = {name for name in data if not name.endswith((".py", ".pyc", ".md"))}
     with wheel("trainer_image") as archive:
         assert data - set(archive.namelist()) == set()
         (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "evergrad = evergrad_trainer.__main__:main" in archive.read(entry_points).decode()
+        assert "run = evergrad_trainer.cli.run" in archive.read(entry_points).decode()
 
 
-def test_all_three_carry_the_same_version_and_licence(root: Path) -> None:
-    projects = [tomllib.loads((root / folder / "pyproject.toml").read_text())["project"] for folder in PACKAGES]
+def test_the_command_lines_wheel_brings_the_command_and_never_asks_for_torch(
+    wheel: Callable[[str], zipfile.ZipFile],
+) -> None:
+    with wheel("cli") as archive:
+        (entry_points,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        assert "evergrad = evergrad_cli.main:main" in archive.read(entry_points).decode()
+        asked = requirements(archive)
+    assert [one for one in asked if one.startswith(("torch", "numpy", "transformers"))] == []
+
+
+def test_all_five_carry_the_same_version_and_licence(root: Path) -> None:
+    projects = [
+        tomllib.loads((root / folder / "pyproject.toml").read_text())["project"] for folder in PACKAGES
+    ]
     assert len({project["version"] for project in projects}) == 1
     assert {project["license"] for project in projects} == {"Apache-2.0"}
     assert {project["requires-python"] for project in projects} == {">=3.11"}

@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -45,7 +51,10 @@ class SnapshotPlanner(DefaultSavePlanner):
         self._failure = failure
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
     ) -> None:
         """Ignore ``state_dict``: everything is in the snapshot."""
         if self._failure is not None:
@@ -109,7 +118,9 @@ class StoreWriter(StorageWriter):
         written = [result for of_rank in results for result in of_rank]
         table = build_table(metadata, ((result.index.fqn, result.storage_data[0]) for result in written))
         entries = {result.storage_data[1].name: result.storage_data[1] for result in written}
-        self.outcome = self._publish(str(self.attempt), table, tuple(entries[name] for name in sorted(entries)))
+        self.outcome = self._publish(
+            str(self.attempt), table, tuple(entries[name] for name in sorted(entries))
+        )
         metadata.storage_data = self.outcome
 
     @classmethod
@@ -134,7 +145,9 @@ class StoreReader(StorageReader):
         self._library = library
         self._name = name
         self._table = table
-        self._places = {(key, chunk.offsets): chunk for key, tensor in table.items() for chunk in tensor.chunks}
+        self._places = {
+            (key, chunk.offsets): chunk for key, tensor in table.items() for chunk in tensor.chunks
+        }
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing to reset: a reader is used once."""
@@ -143,7 +156,9 @@ class StoreReader(StorageReader):
         """DCP's view of the table."""
         return build_metadata(self._table)
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Nothing to set up."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -165,7 +180,9 @@ class StoreReader(StorageReader):
                     shards[place.file] = stack.enter_context(self._library.open_shard(self._name, place.file))
                 target = planner.resolve_tensor(item).detach()
                 dtype = self._table[item.storage_index.fqn].dtype
-                _read_box(shards[place.file], place, dtype=dtype, starts=tuple(item.storage_offsets), target=target)
+                _read_box(
+                    shards[place.file], place, dtype=dtype, starts=tuple(item.storage_offsets), target=target
+                )
                 planner.commit_tensor(item, target)
         future: Future[None] = Future()
         future.set_result(None)
@@ -188,7 +205,9 @@ def _plan_write(key: str, tensor: StagedTensor) -> WriteItem:
     return WriteItem(
         index=MetadataIndex(key, tensor.offsets),
         type=WriteItemType.SHARD if tensor.is_shard else WriteItemType.TENSOR,
-        tensor_data=TensorWriteData(chunk, properties=TensorProperties(dtype=tensor.data.dtype), size=tensor.shape),
+        tensor_data=TensorWriteData(
+            chunk, properties=TensorProperties(dtype=tensor.data.dtype), size=tensor.shape
+        ),
     )
 
 
@@ -208,7 +227,12 @@ def _describe(item: WriteItem, offset: int, entry: FileEntry) -> WriteResult:
 
 
 def _read_box(
-    shard: ShardReader, place: StoredChunk, *, dtype: torch.dtype, starts: tuple[int, ...], target: torch.Tensor
+    shard: ShardReader,
+    place: StoredChunk,
+    *,
+    dtype: torch.dtype,
+    starts: tuple[int, ...],
+    target: torch.Tensor,
 ) -> None:
     """Fill ``target`` with the box of its shape that begins at ``starts`` within the stored chunk ``place``."""
     if target.numel() == 0:

@@ -116,7 +116,9 @@ class FilesystemAttempts:
         """Create ``rank``'s file."""
         path = self._path(attempt) / layout.shard_name(rank)
         descriptor = _open_seen(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._medium.stale_seconds)
-        return ShardFile(descriptor, path, rank=rank, faults=self._faults, block_bytes=self._medium.block_bytes)
+        return ShardFile(
+            descriptor, path, rank=rank, faults=self._faults, block_bytes=self._medium.block_bytes
+        )
 
     def write_document(self, attempt: str, name: str, data: bytes) -> FileEntry:
         """Add a small file."""
@@ -184,7 +186,9 @@ class FilesystemLibrary:
         hint = self.latest()
         if hint is not None and (self._directory / hint).is_dir():
             names.add(hint)  # a listing on a network volume may be older than the hint
-        return sorted((self.describe(name) for name in names), key=lambda candidate: candidate.version, reverse=True)
+        return sorted(
+            (self.describe(name) for name in names), key=lambda candidate: candidate.version, reverse=True
+        )
 
     def describe(self, name: str) -> Candidate:
         """One published name, whether or not it is among those a scan finds."""
@@ -260,7 +264,9 @@ class FilesystemLibrary:
         trashed = self._rename_into(layout.TRASH, name)
         self._faults.reached(RETENTION, 0)
         if not files.remove_tree(self._directory / trashed):
-            _log.warning("%s: could not be removed entirely; the next start tries again", self._directory / trashed)
+            _log.warning(
+                "%s: could not be removed entirely; the next start tries again", self._directory / trashed
+            )
 
     def mark_latest(self, name: str, version: Version) -> None:
         """Write ``latest``."""

@@ -8,9 +8,11 @@ import time
 from pathlib import Path
 from typing import Final
 
+from evergrad_manifest.errors import Problem
+
 from evergrad_trainer.checkpoint.files import fsync_directory, write_new
 from evergrad_trainer.checkpoint.layout import GENERATIONS, generation_name, parse_generation_name
-from evergrad_trainer.errors import FencedError, Problem, RunDirectoryError, VolumeError
+from evergrad_trainer.errors import FencedError, RunDirectoryError, VolumeError
 from evergrad_trainer.volume import retry, volume_error
 
 
@@ -104,7 +106,9 @@ def _create_next(claims: Path) -> int:
 
 
 def _claim() -> bytes:
-    return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode() + b"\n"
+    return (
+        json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}).encode() + b"\n"
+    )
 
 
 _NOT_RECORDED: Final = "this start cannot be recorded"

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evergrad_manifest.errors import Problem
 
 from evergrad_coordinator.contract import ErrorKind
+from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.generations import check_fence, claim_exactly, claim_generation
@@ -28,12 +30,19 @@ from evergrad_trainer.checkpoint.saving import (
 )
 from evergrad_trainer.checkpoint.staging import HostStager, Snapshot, require_tensors
 from evergrad_trainer.checkpoint.store import Store
-from evergrad_trainer.config.training import Checkpoint
-from evergrad_trainer.errors import FencedError, PeerLostError, Problem, SaveError
+from evergrad_trainer.errors import FencedError, PeerLostError, SaveError
 from evergrad_trainer.records import EventType
 from evergrad_trainer.world import Membership, World
 
-__all__ = ["CheckpointManager", "Identity", "Published", "Restored", "check_fence", "claim_exactly", "claim_generation"]
+__all__ = [
+    "CheckpointManager",
+    "Identity",
+    "Published",
+    "Restored",
+    "check_fence",
+    "claim_exactly",
+    "claim_generation",
+]
 
 FENCE_SECONDS = 5.0
 """How often rank 0 looks between saves whether a newer process has claimed the directory."""
@@ -111,7 +120,13 @@ class CheckpointManager:
         return self._failures
 
     def save(
-        self, step: int, state: Mapping[str, torch.Tensor], *, extra: dict[str, Any], best: bool = False, wait: bool = False
+        self,
+        step: int,
+        state: Mapping[str, torch.Tensor],
+        *,
+        extra: dict[str, Any],
+        best: bool = False,
+        wait: bool = False,
     ) -> float:
         """Save ``state`` and ``extra`` (JSON values) as they are now; seconds that training stood still.
 
@@ -162,7 +177,10 @@ class CheckpointManager:
             if found:
                 library.mark_best(found[0].name, found[0].version)
         except OSError as error:
-            self._on_event(EventType.WARNING, {"message": f"step {step} could not be marked as the best checkpoint: {error}"})
+            self._on_event(
+                EventType.WARNING,
+                {"message": f"step {step} could not be marked as the best checkpoint: {error}"},
+            )
 
     def poll(self) -> None:
         """Report a save that has ended since the last call. To be called each step; costs next to nothing.
@@ -194,14 +212,21 @@ class CheckpointManager:
             except OSError as error:
                 _log.warning("what an earlier process left behind could not be removed: %s", error)
         search = Search(
-            self._store.library, checksums=self._settings.verify == "always", identity=self._identity, may_quarantine=True
+            self._store.library,
+            checksums=self._settings.verify == "always",
+            identity=self._identity,
+            may_quarantine=True,
         )
         found = load_newest(search, state, world=world)
         if found is None:
             return None
         restored, rejected = found
         for passed in rejected:
-            fields = {"checkpoint": passed.checkpoint, "reason": passed.reason, "quarantined_as": passed.quarantined_as}
+            fields = {
+                "checkpoint": passed.checkpoint,
+                "reason": passed.reason,
+                "quarantined_as": passed.quarantined_as,
+            }
             self._on_event(EventType.FALLBACK, fields)
         self._on_event(EventType.RESTORED, {"checkpoint": restored.path.name, "seconds": restored.seconds})
         return restored
@@ -287,7 +312,11 @@ class CheckpointManager:
             # Else the world ends now, and the next one saves again.
             self._failures += 1
         self._fenced = self._fenced or outcome.fenced
-        fields = {"reason": outcome.reason, "failures": self._failures, "blocking_seconds": flight.blocking_seconds}
+        fields = {
+            "reason": outcome.reason,
+            "failures": self._failures,
+            "blocking_seconds": flight.blocking_seconds,
+        }
         self._on_event(EventType.SAVE_FAILED, fields)
         return outcome
 

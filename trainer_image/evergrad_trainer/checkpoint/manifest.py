@@ -4,9 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from evergrad_manifest.errors import EvergradError
+
 from evergrad_trainer.checkpoint.files import HASH_ALGORITHM, hash_bytes
 from evergrad_trainer.checkpoint.layout import MANIFEST, Version
-from evergrad_trainer.errors import EvergradError
 
 FORMAT = 1
 """Grows when an older program could not read what a newer one writes."""
@@ -71,7 +72,10 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of ``manifest.json``, with a checksum over all fields so that a flipped bit in them is seen."""
-    return json.dumps({**_to_json(manifest), "checksum": manifest.checksum}, indent=1, allow_nan=False).encode() + b"\n"
+    return (
+        json.dumps({**_to_json(manifest), "checksum": manifest.checksum}, indent=1, allow_nan=False).encode()
+        + b"\n"
+    )
 
 
 def decode_manifest(data: bytes) -> Manifest:
@@ -84,7 +88,9 @@ def decode_manifest(data: bytes) -> Manifest:
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidCheckpointError(f"file {MANIFEST}: is not a manifest ({error!r})") from error
     if isinstance(manifest_format, int) and manifest_format > FORMAT:
-        raise UnknownFormatError(f"file {MANIFEST}: has format {manifest_format}, this program knows up to {FORMAT}")
+        raise UnknownFormatError(
+            f"file {MANIFEST}: has format {manifest_format}, this program knows up to {FORMAT}"
+        )
     try:
         manifest = _from_json(raw)
     except (ValueError, TypeError, KeyError) as error:
@@ -99,7 +105,9 @@ def _encode(raw: dict[str, Any]) -> bytes:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    fields = {name: value for name, value in vars(manifest).items() if name not in ("version", "identity", "files")}
+    fields = {
+        name: value for name, value in vars(manifest).items() if name not in ("version", "identity", "files")
+    }
     return {
         "format": FORMAT,
         **asdict(manifest.version),
@@ -119,7 +127,10 @@ def _from_json(raw: dict[str, Any]) -> Manifest:
         identity=Identity(**{name: str(value) for name, value in raw["identity"].items()}),
         extra=dict(raw["extra"]),
         best=bool(raw["best"]),
-        files=tuple(FileEntry(_plain_name(file["name"]), _integer(file["bytes"]), str(file["hash"])) for file in raw["files"]),
+        files=tuple(
+            FileEntry(_plain_name(file["name"]), _integer(file["bytes"]), str(file["hash"]))
+            for file in raw["files"]
+        ),
         libraries={str(name): str(version) for name, version in raw["libraries"].items()},
         finished=float(raw["finished"]),
     )

@@ -8,17 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from evergrad_manifest.errors import Problem, raise_if
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from evergrad_trainer.checkpoint.dcp_storage import StoreReader
 from evergrad_trainer.checkpoint.layout import QUARANTINE, TENSORS
-from evergrad_trainer.checkpoint.manifest import Identity, InvalidCheckpointError, Manifest, UnknownFormatError
+from evergrad_trainer.checkpoint.manifest import (
+    Identity,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+)
 from evergrad_trainer.checkpoint.saving import ignore_solo_warning
 from evergrad_trainer.checkpoint.store import Candidate, Library
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
-from evergrad_trainer.errors import CheckpointError, Problem, VolumeError, raise_if
+from evergrad_trainer.errors import CheckpointError, VolumeError
 from evergrad_trainer.volume import retry, volume_error
 from evergrad_trainer.world import World
 
@@ -78,7 +84,9 @@ class _Choice:
     """Of the volume; it says nothing about the checkpoints."""
 
 
-def load_newest(search: Search, state: Mapping[str, torch.Tensor], *, world: World) -> tuple[Restored, list[Rejected]] | None:
+def load_newest(
+    search: Search, state: Mapping[str, torch.Tensor], *, world: World
+) -> tuple[Restored, list[Rejected]] | None:
     """Load the newest valid checkpoint into ``state`` in place; None if there never was one. Every rank calls this.
 
     Returns also what was passed over. Raises CheckpointError, the same on all ranks, if there are checkpoints and none
@@ -142,7 +150,9 @@ def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: s
         "types differ": dtypes,
     }
     remedy = "Use a checkpoint of the same model"
-    return [Problem(where, what, why=_shorten(names), remedy=remedy) for what, names in found.items() if names]
+    return [
+        Problem(where, what, why=_shorten(names), remedy=remedy) for what, names in found.items() if names
+    ]
 
 
 def _load_together(
@@ -160,7 +170,9 @@ def _load_together(
             _report_conversions(table, state)
             where, what = search.library.locate(choice.checkpoint), "the checkpoint cannot be read"
             shards = table
-            retry(lambda: read_state(search.library, choice.checkpoint, shards, state), where=where, what=what)
+            retry(
+                lambda: read_state(search.library, choice.checkpoint, shards, state), where=where, what=what
+            )
     except (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError) as error:
         failure = f"rank {world.rank}: {error}"
     answers = world.gather_json({"problems": [asdict(problem) for problem in problems], "failure": failure})
@@ -205,9 +217,18 @@ def _search(search: Search, tried: list[Rejected]) -> _Choice:
     library = search.library
     lost = {rejection.checkpoint: rejection.reason for rejection in tried}
     lost |= {candidate.name: str(error) for candidate, error in damaged}
-    lost |= {f"{QUARANTINE}/{name}": "was set aside as damaged" for name in library.set_aside() if search.only is None}
+    lost |= {
+        f"{QUARANTINE}/{name}": "was set aside as damaged"
+        for name in library.set_aside()
+        if search.only is None
+    }
     remedy = "Restore one of them from a copy, or remove the directory to begin at step 0"
-    return _refuse([Problem(library.locate(name), "cannot be loaded", why=why, remedy=remedy) for name, why in lost.items()])
+    return _refuse(
+        [
+            Problem(library.locate(name), "cannot be loaded", why=why, remedy=remedy)
+            for name, why in lost.items()
+        ]
+    )
 
 
 def _validate(search: Search, name: str) -> Manifest:
@@ -231,7 +252,9 @@ def _raise_problems(problems: list[dict[str, Any]]) -> None:
     raise_if([Problem(**problem) for problem in problems], CheckpointError)
 
 
-def _set_aside(search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError | VolumeError) -> Rejected:
+def _set_aside(
+    search: Search, candidate: Candidate, error: InvalidCheckpointError | OSError | VolumeError
+) -> Rejected:
     """Quarantine what is damaged; what could not be read this time may be fine and stays."""
     moved = None
     if search.may_quarantine and isinstance(error, InvalidCheckpointError):
@@ -258,7 +281,12 @@ def _compare_identity(search: Search, name: str, found: Identity) -> list[Proble
         return []
     where = search.library.locate(name)
     return [
-        Problem(where, f"{what} is {getattr(found, field_)!r}", f"this run's is {getattr(search.identity, field_)!r}", remedy)
+        Problem(
+            where,
+            f"{what} is {getattr(found, field_)!r}",
+            f"this run's is {getattr(search.identity, field_)!r}",
+            remedy,
+        )
         for field_, what, remedy in _IDENTITY
         if getattr(found, field_) != getattr(search.identity, field_)
     ]
@@ -267,12 +295,20 @@ def _compare_identity(search: Search, name: str, found: Identity) -> list[Proble
 _IDENTITY = (
     ("run", "the run's name", "Give every run a directory of its own"),
     ("config_hash", "the recipe's hash", "To change the recipe, start a new run with initFrom"),
-    ("data_fingerprint", "the data's fingerprint", "Restore the data this run began with, or start a new run with initFrom"),
+    (
+        "data_fingerprint",
+        "the data's fingerprint",
+        "Restore the data this run began with, or start a new run with initFrom",
+    ),
 )
 
 
 def _report_conversions(table: Table, state: Mapping[str, torch.Tensor]) -> None:
-    kinds = {(str(table[key].dtype), str(value.dtype)) for key, value in state.items() if table[key].dtype != value.dtype}
+    kinds = {
+        (str(table[key].dtype), str(value.dtype))
+        for key, value in state.items()
+        if table[key].dtype != value.dtype
+    }
     for stored, wanted in sorted(kinds):
         _log.warning("stored as %s, loaded as %s: values are converted", stored, wanted)
 

@@ -23,7 +23,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner, StoreWriter
 from evergrad_trainer.checkpoint.faults import AFTER_SHARDS
 from evergrad_trainer.checkpoint.layout import TENSORS, Version
-from evergrad_trainer.checkpoint.manifest import FileEntry, Identity, InvalidCheckpointError, Manifest, UnknownFormatError
+from evergrad_trainer.checkpoint.manifest import (
+    FileEntry,
+    Identity,
+    InvalidCheckpointError,
+    Manifest,
+    UnknownFormatError,
+)
 from evergrad_trainer.checkpoint.retention import choose_best, choose_removals
 from evergrad_trainer.checkpoint.store import Candidate, Store
 from evergrad_trainer.checkpoint.tensor_table import Table, encode_table
@@ -112,13 +118,17 @@ class BackgroundSave:
         if self._yields and sys.platform == "linux":  # elsewhere threads have no priority of their own
             with contextlib.suppress(OSError):
                 thread = threading.get_native_id()
-                os.setpriority(os.PRIO_PROCESS, thread, max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+                os.setpriority(
+                    os.PRIO_PROCESS, thread, max(BACKGROUND_NICENESS, os.getpriority(os.PRIO_PROCESS, thread))
+                )
         self._outcome = self._run()
 
 
 def ignore_solo_warning() -> None:
     """Silence DCP's advice that a world of one is a world of one. Main thread only: filters are the process's."""
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning)
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
+    )
 
 
 def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcome:
@@ -128,7 +138,9 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     writer = StoreWriter(store.attempts, version=order.version, rank=order.rank, publish=publish)
     failed = Outcome()
     try:
-        metadata = dcp_save({}, storage_writer=writer, planner=planner, process_group=order.group, no_dist=order.group is None)
+        metadata = dcp_save(
+            {}, storage_writer=writer, planner=planner, process_group=order.group, no_dist=order.group is None
+        )
         told = metadata.storage_data
     except CheckpointException as error:
         told, failed = writer.outcome, _describe_failures(error)
@@ -136,7 +148,10 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
         # A peer is gone. Rank 0 may have published before it noticed: then the checkpoint stands.
         lost = isinstance(error, RuntimeError)
         reason = f"rank {order.rank}: {error}"
-        told, failed = writer.outcome, Outcome(reason=reason, is_peer_lost=lost, is_of_host=is_host_trouble(error))
+        told, failed = (
+            writer.outcome,
+            Outcome(reason=reason, is_peer_lost=lost, is_of_host=is_host_trouble(error)),
+        )
     if told is None:
         if writer.attempt is not None:
             store.attempts.discard(writer.attempt)
@@ -151,7 +166,9 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
     return Outcome(published, kept=_settle(store, order, told["checkpoint"]) if order.rank == 0 else 0)
 
 
-def _publish(store: Store, order: SaveOrder, attempt: str, table: Table, shards: tuple[FileEntry, ...]) -> dict[str, Any]:
+def _publish(
+    store: Store, order: SaveOrder, attempt: str, table: Table, shards: tuple[FileEntry, ...]
+) -> dict[str, Any]:
     store.faults.reached(AFTER_SHARDS, order.rank)
     document = store.attempts.write_document(attempt, TENSORS, encode_table(table))
     manifest = Manifest(
@@ -183,7 +200,9 @@ def _settle(store: Store, order: SaveOrder, name: str) -> int:
 
 def _retire(store: Store, order: SaveOrder, published: str) -> int:
     candidates = store.library.scan()
-    valid = [candidate for candidate in candidates if candidate.name == published or _is_whole(store, candidate)]
+    valid = [
+        candidate for candidate in candidates if candidate.name == published or _is_whole(store, candidate)
+    ]
     pinned = {published, choose_best(valid, store.library.best())}
     removals = choose_removals(valid, keep=order.keep, pinned={name for name in pinned if name is not None})
     for name in removals:
@@ -201,7 +220,9 @@ def _is_whole(store: Store, candidate: Candidate) -> bool:
 
 def _describe_failures(error: CheckpointException) -> Outcome:
     failures = sorted(error.failures.items())
-    reason = "; ".join(f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, (failure, _) in failures[:3])
+    reason = "; ".join(
+        f"rank {rank}: {str(failure) or type(failure).__name__}" for rank, (failure, _) in failures[:3]
+    )
     if len(failures) > 3:
         reason += f"; and {len(failures) - 3} ranks more"
     fences = [failure for _, (failure, _) in failures if isinstance(failure, FencedError)]

@@ -25,7 +25,13 @@ class ShardFile:
     """
 
     def __init__(
-        self, descriptor: int, path: Path, *, rank: int, faults: FaultPoints, block_bytes: int = files.BLOCK_BYTES
+        self,
+        descriptor: int,
+        path: Path,
+        *,
+        rank: int,
+        faults: FaultPoints,
+        block_bytes: int = files.BLOCK_BYTES,
     ) -> None:
         """``descriptor`` is ``path``, newly created for writing; this object closes it. ``block_bytes``: whole memory pages."""
         self._descriptor = descriptor

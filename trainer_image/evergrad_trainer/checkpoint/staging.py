@@ -75,8 +75,12 @@ class HostStager:
         """
         replicated = {key: value.nbytes for key, value in state.items() if not isinstance(value, DTensor)}
         owners = assign_owners(replicated, world_size)
-        sources = {key: value for key, value in state.items() if owners.get(key, rank) == rank and _takes_part(value)}
-        locals_ = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in sources.items()}
+        sources = {
+            key: value for key, value in state.items() if owners.get(key, rank) == rank and _takes_part(value)
+        }
+        locals_ = {
+            key: value.to_local() if isinstance(value, DTensor) else value for key, value in sources.items()
+        }
         data = self._copy(locals_)
         tensors = {key: _describe(source, data[key]) for key, source in sources.items()}
         return Snapshot(tensors, _sign(state))
@@ -94,7 +98,9 @@ class HostStager:
         self._reserve(total, pinned=bool(devices))
         copies = {}
         for key, source in sources.items():
-            place = self._buffer[starts[key] : starts[key] + source.nbytes].view(source.dtype).view(source.shape)
+            place = (
+                self._buffer[starts[key] : starts[key] + source.nbytes].view(source.dtype).view(source.shape)
+            )
             copies[key] = _copy_into(place, source)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()

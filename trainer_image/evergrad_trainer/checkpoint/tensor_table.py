@@ -61,7 +61,10 @@ def build_metadata(table: Table) -> Metadata:
         key: TensorStorageMetadata(
             properties=TensorProperties(dtype=tensor.dtype),
             size=torch.Size(tensor.shape),
-            chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in tensor.chunks],
+            chunks=[
+                ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
+                for chunk in tensor.chunks
+            ],
         )
         for key, tensor in table.items()
     }

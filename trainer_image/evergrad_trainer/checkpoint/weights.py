@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from evergrad_manifest.errors import Problem
 
 from evergrad_coordinator.contract import RunFile
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.restoring import Restored, Search, load_newest, open_table, read_state
-from evergrad_trainer.errors import CheckpointError, Problem
+from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.world import World
 
 WEIGHTS = "model."

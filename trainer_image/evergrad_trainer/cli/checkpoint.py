@@ -8,12 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from evergrad_manifest.errors import Problem
+
 from evergrad_coordinator.contract import ExitCode, RunFile
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.retention import choose_best
 from evergrad_trainer.checkpoint.store import Candidate, Library
-from evergrad_trainer.errors import CheckpointError, Problem, RunDirectoryError
+from evergrad_trainer.errors import CheckpointError, RunDirectoryError
 
 NAME = "checkpoint"
 EXAMPLES = """\
@@ -41,12 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Three commands of their own."""
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
     _add_action(actions, "list", _list, "what there is, newest first")
-    verify = _add_action(actions, "verify", _verify, "check sizes and checksums; exit 64 unless all are whole")
+    verify = _add_action(
+        actions, "verify", _verify, "check sizes and checksums; exit 64 unless all are whole"
+    )
     verify.add_argument("--step", type=int, help="only the checkpoints of this step (default: all)")
     export = _add_action(actions, "export", _export, "write a transformers directory")
     export.add_argument("--step", type=int, help="which step (default: the newest that validates)")
-    export.add_argument("--output", type=Path, required=True, metavar="DIRECTORY", help="where to; must not exist")
-    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="convert (default: as trained)")
+    export.add_argument(
+        "--output", type=Path, required=True, metavar="DIRECTORY", help="where to; must not exist"
+    )
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="convert (default: as trained)"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -55,7 +63,9 @@ def execute(args: argparse.Namespace) -> int:
     return action(args)
 
 
-def _add_action(actions: Any, name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
+def _add_action(
+    actions: Any, name: str, action: Callable[[argparse.Namespace], int], text: str
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text)
     parser.add_argument("run_directory", type=Path, metavar="RUN_DIRECTORY")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
@@ -68,7 +78,10 @@ def _list(args: argparse.Namespace) -> int:
     found = library.scan()
     best = choose_best(found, library.best())
     latest = next((candidate.name for candidate in found if candidate.manifest), None)
-    rows = [_describe(candidate, is_best=candidate.name == best, is_latest=candidate.name == latest) for candidate in found]
+    rows = [
+        _describe(candidate, is_best=candidate.name == best, is_latest=candidate.name == latest)
+        for candidate in found
+    ]
     set_aside = library.set_aside()
     if args.json:
         print(json.dumps({"checkpoints": [asdict(row) for row in rows], "quarantine": set_aside}, indent=1))
@@ -85,13 +98,17 @@ def _verify(args: argparse.Namespace) -> int:
     found = [candidate for candidate in library.scan() if args.step in (None, candidate.version.step)]
     reasons = {candidate.name: _find_fault(library, candidate) for candidate in found}
     if args.json:
-        results = [{"checkpoint": name, "valid": not reason, "reason": reason} for name, reason in reasons.items()]
+        results = [
+            {"checkpoint": name, "valid": not reason, "reason": reason} for name, reason in reasons.items()
+        ]
         print(json.dumps({"checkpoints": results}, indent=1))
     else:
         for name, reason in reasons.items():
             print(f"{name}: {reason or 'valid'}")
     if not found:
-        what = "there is no checkpoint" if args.step is None else f"there is no checkpoint of step {args.step}"
+        what = (
+            "there is no checkpoint" if args.step is None else f"there is no checkpoint of step {args.step}"
+        )
         raise CheckpointError(Problem(str(args.run_directory), what))
     return ExitCode.USER_ERROR if any(reasons.values()) else ExitCode.DONE
 
@@ -114,7 +131,12 @@ def _open_library(run_directory: Path) -> Library:
     directory = run_directory / RunFile.CHECKPOINTS
     if not directory.is_dir():
         raise RunDirectoryError(
-            Problem(str(run_directory), "is not a run directory", f"it has no {RunFile.CHECKPOINTS}/", "Give a run's directory")
+            Problem(
+                str(run_directory),
+                "is not a run directory",
+                f"it has no {RunFile.CHECKPOINTS}/",
+                "Give a run's directory",
+            )
         )
     return filesystem_store(directory).library
 
@@ -145,9 +167,13 @@ def _describe(candidate: Candidate, *, is_best: bool, is_latest: bool) -> Row:
 def _render(rows: list[Row]) -> list[str]:
     if not rows:
         return ["no checkpoints"]
-    lines = [f"{'CHECKPOINT':<20} {'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20} MARKS"]
+    lines = [
+        f"{'CHECKPOINT':<20} {'STEP':>9} {'GENERATION':>10} {'WORLD':>5} {'SIZE':>10}  {'FINISHED':<20} MARKS"
+    ]
     for row in rows:
-        marks = " ".join(mark for mark, is_set in (("latest", row.is_latest), ("best", row.is_best)) if is_set)
+        marks = " ".join(
+            mark for mark, is_set in (("latest", row.is_latest), ("best", row.is_best)) if is_set
+        )
         if row.bytes is None or row.finished is None:
             lines.append(f"{row.checkpoint:<20} {row.step:>9} unreadable: {row.reason}")
             continue

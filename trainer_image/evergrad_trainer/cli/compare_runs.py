@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evergrad_manifest.errors import InputError, Problem
+
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from evergrad_trainer.observers.history import History
@@ -31,9 +32,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two runs and how closely they must agree."""
     parser.add_argument("a", type=Path, metavar="A", help="run directory")
     parser.add_argument("b", type=Path, metavar="B", help="run directory")
-    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference of losses (default: 1e-5)")
-    parser.add_argument("--exact", action="store_true", help="losses, gradient norms and learning rates must be equal bit by bit")
-    parser.add_argument("--steps", metavar="FROM:TO", help="compare only these steps, both included; either may be left out")
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-5, help="largest relative difference of losses (default: 1e-5)"
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="losses, gradient norms and learning rates must be equal bit by bit",
+    )
+    parser.add_argument(
+        "--steps", metavar="FROM:TO", help="compare only these steps, both included; either may be left out"
+    )
     parser.add_argument("--json", action="store_true", help="print the comparison as one JSON document")
 
 
@@ -46,7 +55,9 @@ def execute(args: argparse.Namespace) -> int:
     comparison = compare(_read(args.a), _read(args.b), rules)
     if not (comparison.num_compared or comparison.only_in_a or comparison.only_in_b):
         where = f"--steps {args.steps}" if args.steps else "both runs"
-        raise InputError(Problem(where, "there is no step to compare", "", "Compare runs that have trained these steps"))
+        raise InputError(
+            Problem(where, "there is no step to compare", "", "Compare runs that have trained these steps")
+        )
     if args.json:
         print(dumps_strict(_as_json(args, rules, comparison), indent=2))
     else:
@@ -58,7 +69,11 @@ def _rules(args: argparse.Namespace) -> "Rules":
     from evergrad_trainer.report.compare import Rules
 
     if not (math.isfinite(args.tolerance) and args.tolerance >= 0):
-        raise InputError(Problem("--tolerance", f"{args.tolerance} is not a finite number of at least 0", "", "Use e.g. 1e-5"))
+        raise InputError(
+            Problem(
+                "--tolerance", f"{args.tolerance} is not a finite number of at least 0", "", "Use e.g. 1e-5"
+            )
+        )
     if args.steps is None:
         return Rules(args.tolerance, args.exact)
     first, colon, last = args.steps.partition(":")
@@ -66,7 +81,12 @@ def _rules(args: argparse.Namespace) -> "Rules":
     is_wrong = any(text.strip() and bound is None for text, bound in zip((first, last), bounds, strict=True))
     if not colon or is_wrong or bounds == [None, None] or (None not in bounds and bounds[0] > bounds[1]):  # type: ignore[operator]
         raise InputError(
-            Problem("--steps", f"{args.steps!r} is no range of steps", "", "Use FROM:TO, e.g. 100:200, 100: or :200")
+            Problem(
+                "--steps",
+                f"{args.steps!r} is no range of steps",
+                "",
+                "Use FROM:TO, e.g. 100:200, 100: or :200",
+            )
         )
     return Rules(args.tolerance, args.exact, first=bounds[0], last=bounds[1])
 
@@ -79,7 +99,12 @@ def _read(path: Path) -> "History":
     directory.require_run()
     if not directory.metrics.exists():
         raise InputError(
-            Problem(str(directory.metrics), "does not exist", "the run has not trained a step", "Compare runs that have")
+            Problem(
+                str(directory.metrics),
+                "does not exist",
+                "the run has not trained a step",
+                "Compare runs that have",
+            )
         )
     return read_history(directory)
 
@@ -91,7 +116,11 @@ def _as_json(args: argparse.Namespace, rules: "Rules", comparison: "Comparison")
         "b": str(args.b),
         "tolerance": None if rules.exact else rules.tolerance,
         "exact": rules.exact,
-        "steps": {"compared": comparison.num_compared, "first": comparison.first_step, "last": comparison.last_step},
+        "steps": {
+            "compared": comparison.num_compared,
+            "first": comparison.first_step,
+            "last": comparison.last_step,
+        },
         "differences": [difference.__dict__ for difference in comparison.differences],
         "steps_only_in_a": comparison.only_in_a,
         "steps_only_in_b": comparison.only_in_b,
@@ -107,7 +136,11 @@ def _as_json(args: argparse.Namespace, rules: "Rules", comparison: "Comparison")
 def _as_text(args: argparse.Namespace, rules: "Rules", comparison: "Comparison") -> Iterable[str]:
     yield f"A  {args.a}"
     yield f"B  {args.b}"
-    span = f", {comparison.first_step:,} to {comparison.last_step:,}" if comparison.first_step is not None else ""
+    span = (
+        f", {comparison.first_step:,} to {comparison.last_step:,}"
+        if comparison.first_step is not None
+        else ""
+    )
     evaluations = _number(comparison.evaluations_compared, "evaluation")
     yield f"   {_number(comparison.num_compared, 'step')} compared{span}, and {evaluations}"
     for name, repeats in (("A", comparison.repeats_a), ("B", comparison.repeats_b)):
@@ -119,7 +152,10 @@ def _as_text(args: argparse.Namespace, rules: "Rules", comparison: "Comparison")
         if keys:
             shown = _shortened([f"{where} at {step:,}" for step, where in keys])
             yield f"differs  evaluations only in {name}: {shown}"
-    yield from (_difference(difference) for difference in sorted(comparison.differences, key=lambda one: not one.counts))
+    yield from (
+        _difference(difference)
+        for difference in sorted(comparison.differences, key=lambda one: not one.counts)
+    )
     yield _verdict(rules, comparison)
 
 
@@ -142,7 +178,11 @@ def _difference(difference: "Difference") -> str:
 def _repeats(name: str, repeats: "Repeats") -> Iterable[str]:
     if repeats.num_steps:
         others = repeats.num_with_other_samples
-        same = f"{_number(others, 'step')} of them on other samples" if others else "each time on the same samples"
+        same = (
+            f"{_number(others, 'step')} of them on other samples"
+            if others
+            else "each time on the same samples"
+        )
         yield f"   {name} trained {_number(repeats.num_steps, 'step')} more than once: {_ranges(repeats.ranges)}; {same}"
 
 

@@ -11,20 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
+
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.secret import read_token
-from evergrad_trainer.cli.manifest_arguments import load_from
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.reading.arguments import load_from
+from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.script_files import script_problems
 from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
-from evergrad_trainer.config.loader import LoadedManifest
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.errors import ConfigurationError, EvergradError, HostError, Problem, raise_if
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.node.failures import write_termination_message
 from evergrad_trainer.resume import Standing, inspect_directory, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.script_files import script_problems
 
 if TYPE_CHECKING:
     from evergrad_trainer.node.settings import NodeSettings
@@ -44,20 +46,39 @@ _FIRST_OWN_INDEX = 1000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the node belongs, and what it brings."""
     add_run_arguments(parser)
-    parser.add_argument("--join", required=True, metavar="HOST:PORT", help="where the run's coordinator listens")
-    parser.add_argument("--node", type=int, metavar="INDEX", help="number of this node; ranks follow it (default: a free one)")
-    parser.add_argument("--address", metavar="IP", help="where other nodes reach this one (default: as the coordinator does)")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="the file with the run's token, its coordinator's")
     parser.add_argument(
-        "--base-directory", type=Path, metavar="DIR", help="where relative paths of the manifest start (default: its own folder)"
+        "--join", required=True, metavar="HOST:PORT", help="where the run's coordinator listens"
     )
     parser.add_argument(
-        "--grace", type=float, metavar="SECONDS", help="from SIGTERM to leaving alone (25; of a script its own, if longer)"
+        "--node", type=int, metavar="INDEX", help="number of this node; ranks follow it (default: a free one)"
     )
     parser.add_argument(
-        "--start-method", choices=["auto", "fork", "forkserver", "spawn"], default="auto", help="how workers are started (auto)"
+        "--address", metavar="IP", help="where other nodes reach this one (default: as the coordinator does)"
     )
-    parser.add_argument("--termination-log", type=Path, metavar="FILE", help="gets the root cause of a failure, 4 KiB at most")
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="the file with the run's token, its coordinator's"
+    )
+    parser.add_argument(
+        "--base-directory",
+        type=Path,
+        metavar="DIR",
+        help="where relative paths of the manifest start (default: its own folder)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        metavar="SECONDS",
+        help="from SIGTERM to leaving alone (25; of a script its own, if longer)",
+    )
+    parser.add_argument(
+        "--start-method",
+        choices=["auto", "fork", "forkserver", "spawn"],
+        default="auto",
+        help="how workers are started (auto)",
+    )
+    parser.add_argument(
+        "--termination-log", type=Path, metavar="FILE", help="gets the root cause of a failure, 4 KiB at most"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -124,7 +145,9 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
 
     prepare_process()
     shared = fingerprint(run, loaded.base_directory)
-    settings = dataclasses.replace(settings, run=run.metadata.name, run_directory=directory.path, fingerprint=shared)
+    settings = dataclasses.replace(
+        settings, run=run.metadata.name, run_directory=directory.path, fingerprint=shared
+    )
     if run.spec.script is None:
         return _prepare_typed(args, loaded, settings, standing, machine, num_workers)
     return _prepare_script(args, loaded, settings, num_workers)
@@ -136,7 +159,9 @@ def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     # Elsewhere, as on a laptop with the same file, nobody has given any.
     if asked and not wants_cpu and machine.num_accelerators == 0 and "KUBERNETES_SERVICE_HOST" in os.environ:
-        raise HostError(f"no accelerator is visible; spec.resources.limits asks for {asked[0]}. Check the driver of this host.")
+        raise HostError(
+            f"no accelerator is visible; spec.resources.limits asks for {asked[0]}. Check the driver of this host."
+        )
 
 
 def _prepare_typed(
@@ -164,7 +189,9 @@ def _prepare_script(
     script, base, directory = loaded.run.script, loaded.base_directory, RunDirectory(settings.run_directory)
     raise_if(script_problems(script, base_directory=base), ConfigurationError)
     # Each node writes the same, so the directory tells whose it is whoever comes first, and that all is done whoever goes last.
-    directory.write_resolved(resolved_script_record(loaded.run, base_directory=os.path.relpath(base, directory.path)))
+    directory.write_resolved(
+        resolved_script_record(loaded.run, base_directory=os.path.relpath(base, directory.path))
+    )
     preload(script, base)
     if args.grace is None:
         settings = with_grace_of(script, settings)
@@ -185,9 +212,15 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
     host, _, port = args.join.rpartition(":")
     problems = []
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        problems.append(Problem("--join", f"{args.join!r} is not HOST:PORT", "", "Give the address that evergrad run prints"))
+        problems.append(
+            Problem(
+                "--join", f"{args.join!r} is not HOST:PORT", "", "Give the address that evergrad run prints"
+            )
+        )
     if args.node is not None and args.node < 0:
-        problems.append(Problem("--node", f"{args.node} is below 0", "", "Give the number of this node, from 0"))
+        problems.append(
+            Problem("--node", f"{args.node} is below 0", "", "Give the number of this node, from 0")
+        )
     if args.workers is not None and args.workers < 1:
         problems.append(Problem("--workers", f"{args.workers} is below 1", "", "Give a positive number"))
     token = ""
@@ -198,7 +231,9 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
             token = read_token(args.token_file)
         except (OSError, ValueError) as error:
             what, is_of_host = f"{args.token_file} cannot be read", is_host_trouble(error)
-            problems.append(Problem("--token-file", what, str(error), "Check the path", is_of_host=is_of_host))
+            problems.append(
+                Problem("--token-file", what, str(error), "Check the path", is_of_host=is_of_host)
+            )
     raise_if(problems, ConfigurationError)
     return NodeSettings(
         run="",

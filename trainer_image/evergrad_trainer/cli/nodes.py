@@ -7,13 +7,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from evergrad_manifest.errors import ConfigurationError, raise_if
+
 from evergrad_coordinator.contract import ExitCode, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.script_files import script_problems
 from evergrad_trainer.checkpoint.generations import newest_generation
 from evergrad_trainer.cli.run_arguments import machine_and_workers, run_directory_of
-from evergrad_trainer.config.loader import LoadedManifest
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.errors import ConfigurationError, raise_if
 from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
 from evergrad_trainer.node.fingerprint import fingerprint
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
@@ -31,27 +33,32 @@ from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.provenance.record import record_process
 from evergrad_trainer.resume import inspect_directory, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.script_files import script_problems
 
 if TYPE_CHECKING:
-    from evergrad_trainer.stages import SessionPlan
+    from evergrad_trainer.worker.stages import SessionPlan
 
 _SOFT_MARGIN_SECONDS = 10
 COORDINATOR = "coordinator"
 """Folder of a local coordinator's files in a run directory."""
 
 
-def run_nodes(args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int, num_accelerators: int) -> int:
+def run_nodes(
+    args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int, num_accelerators: int
+) -> int:
     """Train a typed run on ``args.nodes`` nodes of this machine; returns the exit code."""
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
-    coordinator = LocalCoordinator(coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=recovery_of(plan)))
+    coordinator = LocalCoordinator(
+        coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=recovery_of(plan))
+    )
 
     nodes: LocalNodes
 
     def be_node(index: int) -> int:
-        settings = _node_settings(plan.run, plan.base_directory, directory, coordinator, index, recovery=recovery_of(plan))
+        settings = _node_settings(
+            plan.run, plan.base_directory, directory, coordinator, index, recovery=recovery_of(plan)
+        )
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)
 
@@ -73,12 +80,18 @@ def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
         return int(ExitCode.DONE)
     _, num_workers = machine_and_workers(args, run, may_touch=False)
     directory.create()
-    directory.write_resolved(resolved_script_record(run, base_directory=os.path.relpath(base, directory.path)))
-    record_process(directory, run=run, command=tuple(sys.argv), world_size=num_workers * (args.nodes or 1), generation=0)
+    directory.write_resolved(
+        resolved_script_record(run, base_directory=os.path.relpath(base, directory.path))
+    )
+    record_process(
+        directory, run=run, command=tuple(sys.argv), world_size=num_workers * (args.nodes or 1), generation=0
+    )
     prepare_process()
     preload(run.script, base)
     num_nodes = args.nodes or 1
-    coordinator = LocalCoordinator(coordinator_settings(run, directory.path, num_nodes=num_nodes, recovery="fresh"))
+    coordinator = LocalCoordinator(
+        coordinator_settings(run, directory.path, num_nodes=num_nodes, recovery="fresh")
+    )
 
     def be_node(index: int) -> int:
         settings = _node_settings(run, base, directory.path, coordinator, index, recovery="fresh")
@@ -91,7 +104,9 @@ def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
     return code
 
 
-def coordinator_settings(run: TrainingRun, directory: Path, *, num_nodes: int, recovery: Recovery) -> CoordinatorSettings:
+def coordinator_settings(
+    run: TrainingRun, directory: Path, *, num_nodes: int, recovery: Recovery
+) -> CoordinatorSettings:
     """A local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the manifest's maximum."""
     bounds = run.spec.nodes
     most = max(num_nodes, bounds.max or bounds.min)
@@ -119,7 +134,13 @@ def _limits(run: TrainingRun) -> tuple[str, ...]:
 
 
 def _node_settings(
-    run: TrainingRun, base_directory: Path, directory: Path, coordinator: LocalCoordinator, index: int, *, recovery: Recovery
+    run: TrainingRun,
+    base_directory: Path,
+    directory: Path,
+    coordinator: LocalCoordinator,
+    index: int,
+    *,
+    recovery: Recovery,
 ) -> NodeSettings:
     return NodeSettings(
         run=run.metadata.name,

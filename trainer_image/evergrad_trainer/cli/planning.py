@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from evergrad_trainer.config.loader import LoadedManifest
-from evergrad_trainer.errors import InputError
+from evergrad_manifest.errors import InputError
+
+from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.machine import Machine, process_start_time
 from evergrad_trainer.resume import Standing, check_extension, check_model_unchanged
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from evergrad_trainer.models.build import ModelPlan
-    from evergrad_trainer.stages import SessionPlan
+    from evergrad_trainer.worker.stages import SessionPlan
 
 
 @contextmanager
@@ -38,13 +39,13 @@ def plan_session(
     num_workers: int,
 ) -> "SessionPlan":
     """Preflight and preparation, and what follows from them."""
-    from evergrad_trainer.build import threads_per_worker
+    from evergrad_manifest.derive import derive_steps
     from evergrad_trainer.cli.prepare import prepare_with_progress
-    from evergrad_trainer.config.derive import derive_steps
     from evergrad_trainer.data.prepare import check_unchanged
     from evergrad_trainer.data.tokenizers import load_tokenizer
     from evergrad_trainer.recipes import RECIPES
-    from evergrad_trainer.stages import SessionPlan
+    from evergrad_trainer.training.build import threads_per_worker
+    from evergrad_trainer.worker.stages import SessionPlan
 
     training, base = loaded.run.training, loaded.base_directory
     prepared_directory = directory.path.parent / ".prepared"
@@ -52,7 +53,9 @@ def plan_session(
     model = _examine(args, loaded, directory, machine, num_workers)
     check_model_unchanged(directory, standing, model.describe())
     if standing.recorded is not None:
-        check_unchanged(standing.recorded, training, base_directory=base, prepared_directory=prepared_directory)
+        check_unchanged(
+            standing.recorded, training, base_directory=base, prepared_directory=prepared_directory
+        )
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
     data = RECIPES[training.recipe].open_data(training, prepared, load_tokenizer(training.tokenizer, base))
     numbers = derive_steps(training, num_samples=data.train.num_samples)
@@ -74,7 +77,11 @@ def plan_session(
 
 
 def _examine(
-    args: argparse.Namespace, loaded: LoadedManifest, directory: RunDirectory, machine: Machine, num_workers: int
+    args: argparse.Namespace,
+    loaded: LoadedManifest,
+    directory: RunDirectory,
+    machine: Machine,
+    num_workers: int,
 ) -> "ModelPlan":
     """Preflight: errors stop, warnings are printed."""
     from evergrad_trainer.preflight import examine

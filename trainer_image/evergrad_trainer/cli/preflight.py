@@ -6,7 +6,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.cli.manifest_arguments import load_from
+from evergrad_manifest.reading.arguments import load_from
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
@@ -37,17 +37,32 @@ def execute(args: argparse.Namespace) -> int:
     inspect_directory(RunDirectory(run_directory), loaded.run, extend=True)
     machine, num_workers = machine_and_workers(args, loaded.run)
     findings = examine(
-        loaded.run, base_directory=loaded.base_directory, run_directory=run_directory, machine=machine, num_workers=num_workers
+        loaded.run,
+        base_directory=loaded.base_directory,
+        run_directory=run_directory,
+        machine=machine,
+        num_workers=num_workers,
     ).findings
     is_fine = all(finding.level != "error" for finding in findings)
     if args.json:
-        print(json.dumps({"fine": is_fine, "findings": [_to_json(finding) for finding in findings]}, indent=2))
+        print(
+            json.dumps({"fine": is_fine, "findings": [_to_json(finding) for finding in findings]}, indent=2)
+        )
     else:
         for finding in findings:
-            print(f"{_MARKS[finding.level]}  {finding.problem}", file=sys.stderr if finding.level == "error" else sys.stdout)
+            print(
+                f"{_MARKS[finding.level]}  {finding.problem}",
+                file=sys.stderr if finding.level == "error" else sys.stdout,
+            )
     return int(ExitCode.DONE if is_fine else ExitCode.USER_ERROR)
 
 
 def _to_json(finding: "Finding") -> dict[str, str]:
     problem = finding.problem
-    return {"level": finding.level, "path": problem.path, "what": problem.what, "why": problem.why, "remedy": problem.remedy}
+    return {
+        "level": finding.level,
+        "path": problem.path,
+        "what": problem.what,
+        "why": problem.why,
+        "remedy": problem.remedy,
+    }

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TextIO
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments, load_from
-from evergrad_trainer.config.training import Training
+from evergrad_coordinator.text import count, duration, short_count, size
+from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation.documents import HARMLESS, IN_WORDS, Reason
 from evergrad_trainer.data.prepare import PrepareProgress, prepare, resolve_prepared_directory
 from evergrad_trainer.data.prepared import Prepared, PreparedSource
-from evergrad_trainer.observers.formatting import count, duration, short_count, size
 
 NAME = "prepare"
 EXAMPLES = """\
@@ -26,7 +26,12 @@ EXAMPLES = """\
 
 DEFAULT_DIRECTORY: Final = Path("runs") / ".prepared"
 _SECONDS_BETWEEN_LINES: Final = 5.0
-_VERBS: Final = {"scan": "reading", "tokenize": "tokenising", "split": "holding out", "wait": "another process prepares"}
+_VERBS: Final = {
+    "scan": "reading",
+    "tokenize": "tokenising",
+    "split": "holding out",
+    "wait": "another process prepares",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIRECTORY",
         help="where token files are kept, unless data.preparedDirectory names a place (default: %(default)s)",
     )
-    parser.add_argument("--workers", type=_positive, metavar="N", help="helper processes (default: one a core)")
-    parser.add_argument("--json", action="store_true", help="print one JSON document: what was prepared, and where")
+    parser.add_argument(
+        "--workers", type=_positive, metavar="N", help="helper processes (default: one a core)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document: what was prepared, and where"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -53,12 +62,19 @@ def execute(args: argparse.Namespace) -> int:
     begun = time.monotonic()
     try:
         prepared = prepare_with_progress(
-            training, base_directory=base_directory, prepared_directory=args.prepared_directory, workers=args.workers
+            training,
+            base_directory=base_directory,
+            prepared_directory=args.prepared_directory,
+            workers=args.workers,
         )
     except KeyboardInterrupt:
-        print("interrupted; finished chunks are kept, and the next prepare goes on from there", file=sys.stderr)
+        print(
+            "interrupted; finished chunks are kept, and the next prepare goes on from there", file=sys.stderr
+        )
         return int(ExitCode.STOPPED_SAVED)
-    directory = resolve_prepared_directory(training, base_directory=base_directory, default=args.prepared_directory)
+    directory = resolve_prepared_directory(
+        training, base_directory=base_directory, default=args.prepared_directory
+    )
     if args.json:
         print(json.dumps(_summary(prepared, directory), indent=2))
         return int(ExitCode.DONE)
@@ -99,7 +115,9 @@ def prepare_with_progress(
     for source in (*prepared.sources, *prepared.evaluation):
         if source.malformed:
             lines = "malformed line was skipped" if source.malformed == 1 else "malformed lines were skipped"
-            reasons = _reasons({reason: number for reason, number in source.skipped.items() if reason not in HARMLESS})
+            reasons = _reasons(
+                {reason: number for reason, number in source.skipped.items() if reason not in HARMLESS}
+            )
             print(f"warning: {source.path}: {count(source.malformed)} {lines} ({reasons})", file=shown)
     return prepared
 
@@ -107,14 +125,20 @@ def prepare_with_progress(
 def describe_prepared(prepared: Prepared) -> list[str]:
     """One line a source."""
     width = max(len(source.name) for source in (*prepared.sources, *prepared.evaluation))
-    return [f"{source.name:<{width}}  {_describe(source)}" for source in (*prepared.sources, *prepared.evaluation)]
+    return [
+        f"{source.name:<{width}}  {_describe(source)}" for source in (*prepared.sources, *prepared.evaluation)
+    ]
 
 
 def _describe(source: PreparedSource) -> str:
     parts = [] if source.documents is None else [_plural(source.documents, "document")]
     parts.append(f"{short_count(source.train.tokens)} tokens")
     if source.held_out is not None:
-        within = "" if source.held_out_documents is None else f" in {_plural(source.held_out_documents, 'document')}"
+        within = (
+            ""
+            if source.held_out_documents is None
+            else f" in {_plural(source.held_out_documents, 'document')}"
+        )
         parts.append(f"{short_count(source.held_out.tokens)} tokens held out{within}")
     if source.skipped:
         parts.append(f"lines passed over: {_reasons(source.skipped)}")
@@ -124,7 +148,9 @@ def _describe(source: PreparedSource) -> str:
 
 
 def _reasons(skipped: Mapping[str, int]) -> str:
-    return ", ".join(f"{count(number)} {IN_WORDS[Reason(reason)]}" for reason, number in sorted(skipped.items()))
+    return ", ".join(
+        f"{count(number)} {IN_WORDS[Reason(reason)]}" for reason, number in sorted(skipped.items())
+    )
 
 
 def _plural(number: int, noun: str) -> str:
@@ -198,11 +224,20 @@ class _Bar:
 
     def __init__(self, stream: TextIO) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
         console = Console(file=stream, highlight=False)
-        self._progress = Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True)
+        self._progress = Progress(
+            *columns, TransferSpeedColumn(), TimeRemainingColumn(), console=console, transient=True
+        )
         self._task = self._progress.add_task("", total=None)
         self._phase = ""
 

@@ -19,8 +19,12 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run and where its report goes."""
     parser.add_argument("run", type=Path, metavar="RUN", help="run directory")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where to write (default: the run directory)")
-    parser.add_argument("--json", action="store_true", help="print the paths and the run's figures as one JSON document")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where to write (default: the run directory)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the paths and the run's figures as one JSON document"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:

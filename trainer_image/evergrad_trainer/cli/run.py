@@ -5,8 +5,11 @@ import functools
 import gc
 import sys
 
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.cli.manifest_arguments import load_from
+from evergrad_manifest.reading.arguments import load_from
+from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
     add_run_arguments,
@@ -14,8 +17,6 @@ from evergrad_trainer.cli.run_arguments import (
     machine_and_workers,
     run_directory_of,
 )
-from evergrad_trainer.config.loader import LoadedManifest
-from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
 from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
@@ -33,11 +34,21 @@ EXAMPLES = """\
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What decides how this process trains; what is trained stands in the manifest."""
     add_run_arguments(parser)
-    parser.add_argument("--nodes", type=int, metavar="N", help="an elastic run of N nodes, all of them on this machine")
-    parser.add_argument("--chaos", type=int, metavar="SEED", help="with --nodes: kill and freeze processes at random")
-    parser.add_argument("--stop-after-steps", type=int, metavar="N", help="stop, state saved, after N steps of this process")
-    parser.add_argument("--extend", action="store_true", help="let the manifest's horizon be longer than the run's was")
-    parser.add_argument("--no-preflight", action="store_true", help="train although preflight's estimates say it cannot work")
+    parser.add_argument(
+        "--nodes", type=int, metavar="N", help="an elastic run of N nodes, all of them on this machine"
+    )
+    parser.add_argument(
+        "--chaos", type=int, metavar="SEED", help="with --nodes: kill and freeze processes at random"
+    )
+    parser.add_argument(
+        "--stop-after-steps", type=int, metavar="N", help="stop, state saved, after N steps of this process"
+    )
+    parser.add_argument(
+        "--extend", action="store_true", help="let the manifest's horizon be longer than the run's was"
+    )
+    parser.add_argument(
+        "--no-preflight", action="store_true", help="train although preflight's estimates say it cannot work"
+    )
 
 
 def execute(args: argparse.Namespace) -> int:
@@ -57,15 +68,18 @@ def execute(args: argparse.Namespace) -> int:
     # Imports make hundreds of thousands of objects that stay: collecting among them costs a tenth of the start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
-    from evergrad_trainer.elastic.local import launch_workers
-    from evergrad_trainer.session import run_session
+    from evergrad_trainer.worker.local import launch_workers
+    from evergrad_trainer.worker.session import run_session
 
     machine, num_workers = machine_and_workers(args, loaded.run, may_touch=args.nodes is None)
     try:
         with sigterm_interrupts():
             plan = plan_session(args, loaded, directory, standing, machine, num_workers * (args.nodes or 1))
     except KeyboardInterrupt:
-        print("stopped before the first step: there is nothing to save, and prepared data is kept", file=sys.stderr)
+        print(
+            "stopped before the first step: there is nothing to save, and prepared data is kept",
+            file=sys.stderr,
+        )
         return int(ExitCode.STOPPED_SAVED)
     if args.nodes is not None:
         from evergrad_trainer.cli.nodes import run_nodes
@@ -74,7 +88,9 @@ def execute(args: argparse.Namespace) -> int:
     if num_workers == 1 or _is_launched():
         return run_session(plan)
     # A process that has touched an accelerator must not fork.
-    return launch_workers(functools.partial(run_session, plan), num_workers=num_workers, use_fork=machine.num_accelerators == 0)
+    return launch_workers(
+        functools.partial(run_session, plan), num_workers=num_workers, use_fork=machine.num_accelerators == 0
+    )
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -88,7 +104,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
         if value is not None and value < 1
     ]
     if args.chaos is not None and args.nodes is None:
-        problems.append(Problem("--chaos", "needs several nodes", "there is nobody to go on", "Add --nodes 3"))
+        problems.append(
+            Problem("--chaos", "needs several nodes", "there is nobody to go on", "Add --nodes 3")
+        )
     raise_if(problems, ConfigurationError)
 
 

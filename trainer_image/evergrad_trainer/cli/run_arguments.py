@@ -3,18 +3,24 @@
 import argparse
 from pathlib import Path
 
-from evergrad_trainer.cli.manifest_arguments import add_manifest_arguments
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.reading.arguments import add_manifest_arguments
 from evergrad_trainer.machine import Machine, observe_machine
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The manifest's arguments, ``--run-directory`` and ``--workers``."""
     add_manifest_arguments(parser)
-    parser.add_argument("--run-directory", type=Path, metavar="DIR", help="where everything is written (default: runs/<name>)")
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="training processes on this machine, instead of spec.workersPerNode"
+        "--run-directory", type=Path, metavar="DIR", help="where everything is written (default: runs/<name>)"
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="training processes on this machine, instead of spec.workersPerNode",
     )
 
 
@@ -22,7 +28,12 @@ def check_arguments_of_script(args: argparse.Namespace) -> None:
     """What only a typed run knows is refused, not passed over. Raises ConfigurationError."""
     why = "the steps of a script are its own"
     problems = [
-        Problem(option, "has no meaning for spec.script", why, "Leave it out, or give the script an argument of its own")
+        Problem(
+            option,
+            "has no meaning for spec.script",
+            why,
+            "Leave it out, or give the script an argument of its own",
+        )
         for option, is_given in (
             ("--stop-after-steps", args.stop_after_steps is not None),
             ("--extend", args.extend),
@@ -38,7 +49,9 @@ def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:
     return Path(args.run_directory) if args.run_directory is not None else Path("runs") / run.metadata.name
 
 
-def machine_and_workers(args: argparse.Namespace, run: TrainingRun, *, may_touch: bool = True) -> tuple[Machine, int]:
+def machine_and_workers(
+    args: argparse.Namespace, run: TrainingRun, *, may_touch: bool = True
+) -> tuple[Machine, int]:
     """This machine, and how many training processes it will run: as asked for, else one an accelerator, else 1.
 
     With ``may_touch`` accelerators are asked for their memory, after which this process must not fork workers.

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
-from evergrad_trainer.config.training import HELD_OUT, Training
+from evergrad_manifest.errors import Problem
+
+from evergrad_manifest.training import HELD_OUT, Training
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.prepared import Prepared, TokenSequence
 from evergrad_trainer.data.stream import Batching, TrainingStream
 from evergrad_trainer.data.tokenizers import TextTokenizer
-from evergrad_trainer.errors import DataError, Problem
+from evergrad_trainer.errors import DataError
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,11 @@ def build_data(training: Training, prepared: Prepared, tokenizer: TextTokenizer)
     """
     if prepared.tokenizer_identity != tokenizer.identity:
         what = f"the data was prepared with the tokenizer {prepared.tokenizer_identity}"
-        raise DataError(Problem("spec.training.tokenizer", what, f"this one is {tokenizer.identity}", "Prepare the data again"))
+        raise DataError(
+            Problem(
+                "spec.training.tokenizer", what, f"this one is {tokenizer.identity}", "Prepare the data again"
+            )
+        )
     batching = Batching(
         global_batch_size=training.batching.global_batch_size,
         micro_batch_size=training.batching.micro_batch_size,
@@ -57,4 +63,6 @@ def build_data(training: Training, prepared: Prepared, tokenizer: TextTokenizer)
         )
         for name, sequences in named
     )
-    return Data(train=train, evaluation=evaluation, fingerprint=train.fingerprint, vocab_size=tokenizer.vocab_size)
+    return Data(
+        train=train, evaluation=evaluation, fingerprint=train.fingerprint, vocab_size=tokenizer.vocab_size
+    )

@@ -27,7 +27,8 @@ class EvaluationSet:
     ) -> None:
         self.name = name
         self._readers = [
-            TokenReader(sequence, sequence_length=sequence_length, end_of_document=end_of_document) for sequence in sequences
+            TokenReader(sequence, sequence_length=sequence_length, end_of_document=end_of_document)
+            for sequence in sequences
         ]
         self._starts = [0, *accumulate(reader.num_windows for reader in self._readers)]
         self._total = self._starts[-1]
@@ -40,9 +41,13 @@ class EvaluationSet:
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch {index} of {self.num_batches} of {self.name}")
         first = index * self._micro_batch_size
-        samples = tuple(map(self._sample, range(first, min(first + self._micro_batch_size, self.num_samples))))
+        samples = tuple(
+            map(self._sample, range(first, min(first + self._micro_batch_size, self.num_samples)))
+        )
         parts = [self._readers[sample.source].read([sample.window]) for sample in samples]
-        windows = Windows(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]))
+        windows = Windows(
+            np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts])
+        )
         total = sum(sample_hash(first + place, sample) for place, sample in enumerate(samples)) % 2**64
         return build_batch(windows, step=0, slot=index, samples=samples, sample_hash=total)
 

@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 
 from evergrad_trainer.data.order import Integers, Permutation, SampleId
-from evergrad_trainer.errors import ConfigurationError, Problem, raise_if
 
 PERIOD: Final = 65536
 """Positions after which the pattern of sources repeats; weights are rounded to 1/65536."""

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.errors import Problem, raise_if
+
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation.durable import disk_errors
 from evergrad_trainer.data.preparation.pool import Pool, build_pool
 from evergrad_trainer.data.preparation.progress import OnProgress, PrepareProgress, Reporter
@@ -21,9 +23,17 @@ from evergrad_trainer.data.preparation.sources import (
     source_problems,
     training_files,
 )
-from evergrad_trainer.data.prepared import WIDTH, Prepared, PreparedSource, Published, Shard, TokenSequence, open_published
+from evergrad_trainer.data.prepared import (
+    WIDTH,
+    Prepared,
+    PreparedSource,
+    Published,
+    Shard,
+    TokenSequence,
+    open_published,
+)
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import DataError, Problem, raise_if
+from evergrad_trainer.errors import DataError
 
 __all__ = ["PrepareProgress", "check_unchanged", "prepare", "resolve_prepared_directory"]
 
@@ -51,7 +61,9 @@ def prepare(
     """
     root = resolve_prepared_directory(training, base_directory=base_directory, default=prepared_directory)
     sources, evaluation = training_files(training, base_directory), evaluation_files(training, base_directory)
-    raise_if([problem for source in (*sources, *evaluation) for problem in source_problems(source)], DataError)
+    raise_if(
+        [problem for source in (*sources, *evaluation) for problem in source_problems(source)], DataError
+    )
     tokenizer = load_tokenizer(training.tokenizer, base_directory)
     report = Reporter(on_progress)
     recipe = Recipe(tokenizer, training.data.malformed, training.data.held_out, training.reproducibility.seed)
@@ -59,9 +71,13 @@ def prepare(
         root.mkdir(parents=True, exist_ok=True)
         scans = _scan_all([*sources, *evaluation], root, report)
         whole = replace(recipe, held_out=None)
-        preparations = [_build_preparation(source, scan, recipe, root) for source, scan in zip(sources, scans, strict=False)]
+        preparations = [
+            _build_preparation(source, scan, recipe, root)
+            for source, scan in zip(sources, scans, strict=False)
+        ]
         preparations += [
-            _build_preparation(source, scan, whole, root) for source, scan in zip(evaluation, scans[len(sources) :], strict=True)
+            _build_preparation(source, scan, whole, root)
+            for source, scan in zip(evaluation, scans[len(sources) :], strict=True)
         ]
         prepared = _prepare_all(preparations, report, workers=workers or _count_cores())
     return Prepared(
@@ -73,7 +89,9 @@ def prepare(
     )
 
 
-def check_unchanged(recorded: Prepared, training: Training, *, base_directory: Path, prepared_directory: Path) -> None:
+def check_unchanged(
+    recorded: Prepared, training: Training, *, base_directory: Path, prepared_directory: Path
+) -> None:
     """Raise DataError naming each source whose content is not what ``recorded`` was prepared from.
 
     For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that look touched.
@@ -91,7 +109,9 @@ def check_unchanged(recorded: Prepared, training: Training, *, base_directory: P
         if now.content_hash != before.content_hash:
             what = "its content changed since this run was prepared"
             why = f"the fingerprint was {before.content_hash} and is {now.content_hash}"
-            remedy = "Restore the file to go on with this run, or train the new content under another run name"
+            remedy = (
+                "Restore the file to go on with this run, or train the new content under another run name"
+            )
             problems.append(Problem(str(source.path), what, why, remedy))
     raise_if(problems, DataError)
 
@@ -114,9 +134,15 @@ def _build_preparation(source: SourceFile, scan: Scan, recipe: Recipe, root: Pat
     return Preparation(source, scan, recipe, root, compute_fingerprint(source, scan, recipe))
 
 
-def _prepare_all(preparations: Sequence[Preparation], report: Reporter, *, workers: int) -> list[PreparedSource]:
+def _prepare_all(
+    preparations: Sequence[Preparation], report: Reporter, *, workers: int
+) -> list[PreparedSource]:
     found = {one.fingerprint: open_published(one.final) for one in preparations if one.source.type == "jsonl"}
-    missing = {one.fingerprint: one for one in preparations if one.source.type == "jsonl" and found[one.fingerprint] is None}
+    missing = {
+        one.fingerprint: one
+        for one in preparations
+        if one.source.type == "jsonl" and found[one.fingerprint] is None
+    }
     pending = list(missing.values())
     report.begin("tokenize", sum(one.scan.stat.size for one in pending))
     pool = _LazyPool(pending, workers)
@@ -125,7 +151,10 @@ def _prepare_all(preparations: Sequence[Preparation], report: Reporter, *, worke
             found[one.fingerprint] = publish(one, pool=pool.get, report=report)
     finally:
         pool.close()
-    return [_prepared_source(one, found.get(one.fingerprint), reused=one.fingerprint not in missing) for one in preparations]
+    return [
+        _prepared_source(one, found.get(one.fingerprint), reused=one.fingerprint not in missing)
+        for one in preparations
+    ]
 
 
 class _LazyPool:
@@ -141,7 +170,9 @@ class _LazyPool:
             chunks = max(len(one.scan.chunks) for one in self._pending)
             size = sum(one.scan.stat.size for one in self._pending)
             tokenizer = self._pending[0].recipe.tokenizer
-            self._pool = build_pool(tokenizer, workers=min(self._workers, chunks), pending_bytes=size, smallest=SMALLEST_CHUNK)
+            self._pool = build_pool(
+                tokenizer, workers=min(self._workers, chunks), pending_bytes=size, smallest=SMALLEST_CHUNK
+            )
         return self._pool
 
     def close(self) -> None:
@@ -149,7 +180,9 @@ class _LazyPool:
             self._pool.close()
 
 
-def _prepared_source(preparation: Preparation, published: Published | None, *, reused: bool) -> PreparedSource:
+def _prepared_source(
+    preparation: Preparation, published: Published | None, *, reused: bool
+) -> PreparedSource:
     source = preparation.source
     if published is None:
         train, held_out = _token_spans(preparation)
@@ -187,11 +220,20 @@ def _token_spans(preparation: Preparation) -> tuple[TokenSequence, TokenSequence
     if recipe.held_out.fraction is None:
         why = f"source {source.name!r} is a flat file of tokens, which has no documents"
         raise DataError(
-            Problem(f"{_HELD_OUT}.count", "cannot be kept", why, "Use heldOut.fraction, or a separate evaluation source")
+            Problem(
+                f"{_HELD_OUT}.count",
+                "cannot be kept",
+                why,
+                "Use heldOut.fraction, or a separate evaluation source",
+            )
         )
     held_out = max(2, int(recipe.held_out.fraction * total + 0.5))
     if total - held_out < 2:
         what = f"holds {total} tokens and {held_out} would be held out"
-        raise DataError(Problem(str(path), what, "none would remain for training", f"Lower {_HELD_OUT}.fraction"))
+        raise DataError(
+            Problem(str(path), what, "none would remain for training", f"Lower {_HELD_OUT}.fraction")
+        )
     cut = total - held_out
-    return TokenSequence(source.dtype, (Shard(path, 0, cut),)), TokenSequence(source.dtype, (Shard(path, cut, held_out),))
+    return TokenSequence(source.dtype, (Shard(path, 0, cut),)), TokenSequence(
+        source.dtype, (Shard(path, cut, held_out),)
+    )

@@ -7,9 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from evergrad_trainer.config.training import HELD_OUT
+from evergrad_manifest.errors import Problem, raise_if
+
+from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.data.preparation.documents import HARMLESS
-from evergrad_trainer.errors import DataError, Problem, raise_if
+from evergrad_trainer.errors import DataError
 
 INDEX: Final = "index.json"
 FORMAT: Final = 1
@@ -91,18 +93,29 @@ class Prepared:
     def from_json(value: dict[str, Any]) -> "Prepared":
         """The inverse of ``to_json``."""
         sources = tuple(map(_source_from_json, value["sources"]))
-        return Prepared(**{**value, "sources": sources, "evaluation": tuple(map(_source_from_json, value["evaluation"]))})
+        return Prepared(
+            **{**value, "sources": sources, "evaluation": tuple(map(_source_from_json, value["evaluation"]))}
+        )
 
 
 def _source_from_json(value: dict[str, Any]) -> PreparedSource:
     train, held_out = _sequence_from_json(value["train"]), value["held_out"]
-    changed = {"path": Path(value["path"]), "train": train, "held_out": held_out and _sequence_from_json(held_out)}
+    changed = {
+        "path": Path(value["path"]),
+        "train": train,
+        "held_out": held_out and _sequence_from_json(held_out),
+    }
     return PreparedSource(**{**value, **changed})
 
 
 def _sequence_from_json(value: dict[str, Any]) -> TokenSequence:
     shards = (
-        Shard(Path(shard["path"]), shard["start"], shard["tokens"], Path(shard["documents"]) if shard["documents"] else None)
+        Shard(
+            Path(shard["path"]),
+            shard["start"],
+            shard["tokens"],
+            Path(shard["documents"]) if shard["documents"] else None,
+        )
         for shard in value["shards"]
     )
     return TokenSequence(value["dtype"], tuple(shards))
@@ -143,7 +156,9 @@ def _parse_index(directory: Path, index: dict[str, Any]) -> Published:
     if index["format"] != FORMAT:
         raise ValueError(f"format {index['format']}, not {FORMAT}")
     dtype: Dtype = "uint16" if index["dtype"] == "uint16" else "uint32"
-    streams = {name: _parse_stream(directory, name, dtype, stream) for name, stream in index["streams"].items()}
+    streams = {
+        name: _parse_stream(directory, name, dtype, stream) for name, stream in index["streams"].items()
+    }
     held_out = index["streams"].get(HELD_OUT)
     return Published(
         directory=directory,
@@ -176,7 +191,9 @@ def documents_path(directory: Path, stream: str, number: int) -> Path:
 
 def sequence_problems(directory: Path, *sequences: TokenSequence | None) -> list[Problem]:
     """The first files of prepared data that are missing or have another size than the index says."""
-    files = ((shard, WIDTH[sequence.dtype]) for sequence in sequences if sequence for shard in sequence.shards)
+    files = (
+        (shard, WIDTH[sequence.dtype]) for sequence in sequences if sequence for shard in sequence.shards
+    )
     problems = (_shard_problem(directory, shard, shard.tokens * width) for shard, width in files)
     return list(islice(filter(None, problems), _MOST_PROBLEMS))
 
@@ -186,7 +203,11 @@ def _shard_problem(directory: Path, shard: Shard, wanted: int) -> Problem | None
         size = shard.path.stat().st_size
     except OSError as error:
         return _damaged(directory, shard.path, f"cannot be read ({error.strerror})")
-    return None if size == wanted else _damaged(directory, shard.path, f"has {size} bytes and should have {wanted}")
+    return (
+        None
+        if size == wanted
+        else _damaged(directory, shard.path, f"has {size} bytes and should have {wanted}")
+    )
 
 
 def _damaged(directory: Path, path: Path, what: str) -> Problem:

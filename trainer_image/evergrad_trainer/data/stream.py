@@ -63,7 +63,9 @@ class TrainingStream:
         self._sources = tuple(sources)
         self._batching = batching
         self._readers = [
-            TokenReader(source.train, sequence_length=batching.sequence_length, end_of_document=end_of_document)
+            TokenReader(
+                source.train, sequence_length=batching.sequence_length, end_of_document=end_of_document
+            )
             for source in sources
         ]
         self._mixture = Mixture([reader.num_windows for reader in self._readers], weights=weights, seed=seed)
@@ -73,7 +75,9 @@ class TrainingStream:
     def slot(self, step: int, slot: int) -> SlotBatch:
         """The micro-batch of a slot (from 0) of a step (from 1). Raises DataError if a file cannot be read any more."""
         if step < 1 or not 0 <= slot < self.slots_per_step:
-            raise IndexError(f"step {step}, slot {slot}: steps count from 1, slots from 0 to {self.slots_per_step - 1}")
+            raise IndexError(
+                f"step {step}, slot {slot}: steps count from 1, slots from 0 to {self.slots_per_step - 1}"
+            )
         size = self._batching.micro_batch_size
         first = (step - 1) * self._batching.global_batch_size + slot * size
         samples = tuple(map(self._mixture.locate, range(first, first + size)))
@@ -107,7 +111,9 @@ class TrainingStream:
         if len(self._readers) == 1:
             return self._readers[0].read([sample.window for sample in samples])
         parts = [self._readers[sample.source].read([sample.window]) for sample in samples]
-        return Windows(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]))
+        return Windows(
+            np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts])
+        )
 
     def _compute_fingerprint(self, seed: int, tokenizer_identity: str) -> str:
         """Equal exactly where every step has the same samples with the same tokens."""
@@ -125,7 +131,9 @@ class TrainingStream:
         return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
 
 
-def build_batch(windows: Windows, *, step: int, slot: int, samples: tuple[SampleId, ...], sample_hash: int) -> SlotBatch:
+def build_batch(
+    windows: Windows, *, step: int, slot: int, samples: tuple[SampleId, ...], sample_hash: int
+) -> SlotBatch:
     """Inputs and shifted labels of some windows; what is filled up has no label."""
     length = windows.tokens.shape[1] - 1
     # A copy in any case: of one row the slice is contiguous already, and marking its labels would change the inputs.

@@ -15,9 +15,10 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+from evergrad_manifest.errors import Problem
 
 from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
-from evergrad_trainer.errors import DataError, Problem
+from evergrad_trainer.errors import DataError
 from evergrad_trainer.volume import retry, volume_error
 
 _OPEN_FILES: Final = 128
@@ -116,7 +117,11 @@ class _Files:
             if size is None:
                 return
             if size == shortest:
-                raise DataError(_unreadable(path, f"ends at byte {size}; a sample needs those up to {offset + len(target)}"))
+                raise DataError(
+                    _unreadable(
+                        path, f"ends at byte {size}; a sample needs those up to {offset + len(target)}"
+                    )
+                )
             # A client of a network volume may know an old size until the file is opened again.
             shortest = size
             self._drop(path)

@@ -11,11 +11,12 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from evergrad_manifest.errors import Problem
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from evergrad_trainer.config.training import Tokenizer
-from evergrad_trainer.errors import DataError, Problem
+from evergrad_manifest.training import Tokenizer
+from evergrad_trainer.errors import DataError
 
 Tokens = npt.NDArray[np.uint16] | npt.NDArray[np.uint32]
 
@@ -73,7 +74,14 @@ def load_tokenizer(config: Tokenizer, base_directory: Path) -> TextTokenizer:
     if config.type == "byte":
         return ByteTokenizer()
     if config.path is None:
-        raise DataError(Problem(f"{_FIELD}.path", "is missing", "type: transformers needs a directory", "Name a local directory"))
+        raise DataError(
+            Problem(
+                f"{_FIELD}.path",
+                "is missing",
+                "type: transformers needs a directory",
+                "Name a local directory",
+            )
+        )
     return load_directory(base_directory / config.path)
 
 
@@ -137,9 +145,15 @@ def _utf8(texts: Sequence[str]) -> list[bytes]:
 
 def _byte_names() -> dict[int, str]:
     """The printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)."""
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(256 + place) for place, byte in enumerate(others)
+    }
 
 
 class BackendTokenizer:
@@ -150,7 +164,13 @@ class BackendTokenizer:
     """
 
     def __init__(
-        self, backend: Backend, *, end_of_document: int, identity: str, files: Sequence[Path] = (), in_batches: bool = False
+        self,
+        backend: Backend,
+        *,
+        end_of_document: int,
+        identity: str,
+        files: Sequence[Path] = (),
+        in_batches: bool = False,
     ) -> None:
         self._backend = backend
         self._in_batches = in_batches
@@ -195,7 +215,10 @@ class BackendTokenizer:
             # One at a time: a batch would start the library's threads in this process, which may fork later.
             return [self._backend.encode(text, add_special_tokens=False).ids for text in texts]
         encode = self._backend.encode_batch_fast
-        parts = (encode(list(texts[first : first + _BATCH]), add_special_tokens=False) for first in range(0, len(texts), _BATCH))
+        parts = (
+            encode(list(texts[first : first + _BATCH]), add_special_tokens=False)
+            for first in range(0, len(texts), _BATCH)
+        )
         return [encoding.ids for part in parts for encoding in part]
 
 
@@ -204,7 +227,10 @@ def load_directory(directory: Path) -> BackendTokenizer:
     if not directory.is_dir():
         what = "is not a directory" if directory.exists() else "does not exist"
         raise _problem(
-            directory, what, "a transformers tokenizer is a local directory", "Check the path; nothing is ever downloaded"
+            directory,
+            what,
+            "a transformers tokenizer is a local directory",
+            "Check the path; nothing is ever downloaded",
         )
     path = directory / _FILE
     if not path.is_file():
@@ -216,30 +242,47 @@ def load_directory(directory: Path) -> BackendTokenizer:
     except Exception as error:
         # The library raises plain Exception for a file it cannot use.
         raise _problem(
-            path, "is not a tokenizer", str(error), "Copy the file again, or save it with a current transformers"
+            path,
+            "is not a tokenizer",
+            str(error),
+            "Copy the file again, or save it with a current transformers",
         ) from error
     return _build(backend, directory=directory, end_token=_read_end_token(directory), decisive=[path])
 
 
 def load_json(text: str, *, end_of_document: int, identity: str) -> BackendTokenizer:
     """The tokenizer written by ``to_json``, for a helper process without the library's threads."""
-    return BackendTokenizer(Backend.from_str(text), end_of_document=end_of_document, identity=identity, in_batches=True)
+    return BackendTokenizer(
+        Backend.from_str(text), end_of_document=end_of_document, identity=identity, in_batches=True
+    )
 
 
-def _build(backend: Backend, *, directory: Path, end_token: str | None, decisive: Sequence[Path]) -> BackendTokenizer:
+def _build(
+    backend: Backend, *, directory: Path, end_token: str | None, decisive: Sequence[Path]
+) -> BackendTokenizer:
     """``decisive``: the files that the ids depend on."""
     end = backend.token_to_id(end_token) if end_token is not None else None
     if end is None:
-        why = "no eos_token is named there" if end_token is None else f"its eos_token {end_token!r} is not in the vocabulary"
-        raise _problem(directory, "the tokenizer has no end of document", why, "Set eos_token in tokenizer_config.json")
+        why = (
+            "no eos_token is named there"
+            if end_token is None
+            else f"its eos_token {end_token!r} is not in the vocabulary"
+        )
+        raise _problem(
+            directory, "the tokenizer has no end of document", why, "Set eos_token in tokenizer_config.json"
+        )
     # Saved settings of some other use: a document is never cut or filled up.
     backend.no_truncation()
     backend.no_padding()
     digest = xxhash.xxh3_128()
     for path in decisive:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
-    files = [directory / name for name in (_FILE, *_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()]
-    return BackendTokenizer(backend, end_of_document=end, identity=f"files-{digest.hexdigest()}-{end}", files=files)
+    files = [
+        directory / name for name in (_FILE, *_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()
+    ]
+    return BackendTokenizer(
+        backend, end_of_document=end, identity=f"files-{digest.hexdigest()}-{end}", files=files
+    )
 
 
 def _read_end_token(directory: Path) -> str | None:
@@ -262,18 +305,28 @@ def _load_with_transformers(directory: Path) -> BackendTokenizer:
     """Older directories without a tokenizer.json: transformers converts them, offline and without their code."""
     found = [directory / name for name in (*_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()]
     if not found:
-        raise _problem(directory, "holds no tokenizer", f"there is no {_FILE}", "Name a directory written by save_pretrained")
+        raise _problem(
+            directory,
+            "holds no tokenizer",
+            f"there is no {_FILE}",
+            "Name a directory written by save_pretrained",
+        )
     from transformers import AutoTokenizer
 
     remedy = f"Load it with transformers once and save it again with save_pretrained, which writes a {_FILE}"
     try:
         loaded = AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise _problem(directory, "transformers cannot load this tokenizer", str(error).partition("\n")[0], remedy) from error
+        raise _problem(
+            directory, "transformers cannot load this tokenizer", str(error).partition("\n")[0], remedy
+        ) from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Backend):
         raise _problem(
-            directory, "the tokenizer is written in Python", f"it has no {_FILE} form, which preparation needs", remedy
+            directory,
+            "the tokenizer is written in Python",
+            f"it has no {_FILE} form, which preparation needs",
+            remedy,
         )
     return _build(backend, directory=directory, end_token=loaded.eos_token, decisive=found)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from evergrad_manifest.errors import Problem
 
-from evergrad_trainer.config.training import Model
-from evergrad_trainer.errors import ModelError, Problem
+from evergrad_manifest.training import Model
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 
 if TYPE_CHECKING:
@@ -20,7 +21,15 @@ _FIELD = "spec.training.model"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 DTYPES = {"fp32": torch.float32, "bf16-autocast": torch.float32, "bf16": torch.bfloat16}
 """Type of the weights by ``runtime.precision``."""
-_NO_PART_OF_THE_MODEL = ("transformers_version", "architectures", "dtype", "torch_dtype", "use_cache", "id2label", "label2id")
+_NO_PART_OF_THE_MODEL = (
+    "transformers_version",
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+    "id2label",
+    "label2id",
+)
 """Keys of a configuration that do not change what is computed, or that this program sets itself."""
 
 
@@ -41,7 +50,11 @@ class ModelPlan:
         The manifest and the path of a directory do not: defaults change with transformers, and files by hand.
         """
         config = self.config.to_dict()
-        kept = {key: value for key, value in config.items() if key not in _NO_PART_OF_THE_MODEL and not key.startswith("_")}
+        kept = {
+            key: value
+            for key, value in config.items()
+            if key not in _NO_PART_OF_THE_MODEL and not key.startswith("_")
+        }
         values: dict[str, Any] = json.loads(json.dumps(kept, default=str))
         return {"transformers": str(config.get("transformers_version", "")), "config": values}
 
@@ -67,7 +80,9 @@ def plan_model(settings: Model, *, base_directory: Path, vocab_size: int) -> Mod
     return plan
 
 
-def build_model(plan: ModelPlan, *, seed: int, precision: str, with_weights: bool = True) -> "PreTrainedModel":
+def build_model(
+    plan: ModelPlan, *, seed: int, precision: str, with_weights: bool = True
+) -> "PreTrainedModel":
     """The model on the CPU, in training mode, its initial weights a function of ``seed`` alone.
 
     ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them. Raises ModelError.
@@ -97,7 +112,9 @@ def count_parameters(plan: ModelPlan) -> int:
             model = AutoModelForCausalLM.from_config(plan.config)
     except Exception as error:
         # Shapes that do not fit show only when the layers are made.
-        raise ModelError(Problem(f"{_FIELD}.config", _one_line(error), f"a {plan.name} model cannot be built from it")) from error
+        raise ModelError(
+            Problem(f"{_FIELD}.config", _one_line(error), f"a {plan.name} model cannot be built from it")
+        ) from error
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -109,12 +126,19 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     model_type = str(values.pop("model_type", ""))
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
-            _unknown(f"{_FIELD}.config.model_type", model_type, list(CONFIG_MAPPING), "transformers has no such model")
+            _unknown(
+                f"{_FIELD}.config.model_type",
+                model_type,
+                list(CONFIG_MAPPING),
+                "transformers has no such model",
+            )
         )
     values.setdefault("vocab_size", vocab_size)
     known = set(CONFIG_MAPPING[model_type]().to_dict())
     problems = [
-        _unknown(f"{_FIELD}.config.{key}", key, sorted(known), f"a {model_type} configuration has no such key")
+        _unknown(
+            f"{_FIELD}.config.{key}", key, sorted(known), f"a {model_type} configuration has no such key"
+        )
         for key in values
         if key not in known
     ]
@@ -125,7 +149,9 @@ def _read_config(values: dict[str, Any], vocab_size: int) -> "PreTrainedConfig":
     except Exception as error:
         # transformers raises whatever its model's own checks raise: all of it is about the user's values.
         raise ModelError(
-            Problem(f"{_FIELD}.config", _one_line(error), f"transformers refuses this {model_type} configuration")
+            Problem(
+                f"{_FIELD}.config", _one_line(error), f"transformers refuses this {model_type} configuration"
+            )
         ) from error
     return config
 
@@ -142,7 +168,9 @@ def _read_directory(directory: Path) -> "PreTrainedConfig":
             )
         )
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise ModelError(
             Problem(
@@ -172,7 +200,9 @@ def find_weights(directory: Path) -> Path | None:
     return None
 
 
-def load_directory(directory: Path, dtype: torch.dtype, *, config: "PreTrainedConfig | None" = None) -> "PreTrainedModel":
+def load_directory(
+    directory: Path, dtype: torch.dtype, *, config: "PreTrainedConfig | None" = None
+) -> "PreTrainedModel":
     """Model and weights of a transformers directory, with ``config`` instead of its own.
 
     Raises ModelError unless every weight is there and fits.

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from evergrad_trainer.errors import Problem
+from evergrad_manifest.errors import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,4 +37,6 @@ def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem
 
 
 def _coefficient(config: Any) -> float | None:
-    return next((float(value) for name in _COEFFICIENTS if (value := getattr(config, name, None)) is not None), None)
+    return next(
+        (float(value) for name in _COEFFICIENTS if (value := getattr(config, name, None)) is not None), None
+    )

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from evergrad_manifest.errors import Problem
 
-from evergrad_trainer.errors import NonFiniteError, Problem
+from evergrad_trainer.errors import NonFiniteError
 from evergrad_trainer.transports import Pending
 from evergrad_trainer.world import World
 
@@ -52,7 +53,11 @@ def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> l
     size = 0
     for parameter in reversed(parameters):
         item = parameter.numel() * parameter.element_size()
-        same = bool(buckets) and buckets[-1][0].dtype == parameter.dtype and buckets[-1][0].device == parameter.device
+        same = (
+            bool(buckets)
+            and buckets[-1][0].dtype == parameter.dtype
+            and buckets[-1][0].device == parameter.device
+        )
         if not same or size + item > bucket_bytes:
             buckets.append([])
             size = 0
@@ -142,7 +147,9 @@ class ExactSum:
 
     GRID_BITS = 44
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int, slots_per_step: int) -> None:
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], *, bucket_bytes: int, slots_per_step: int
+    ) -> None:
         self._parameters = tuple(parameters)
         self._partition = _partition(self._parameters, bucket_bytes)
         self._sums: list[torch.Tensor] = []

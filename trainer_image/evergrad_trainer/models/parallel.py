@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum, GradientSum, ShardedSum
 from evergrad_trainer.world import World
 
@@ -26,7 +26,9 @@ def shard(model: nn.Module, world: World, *, precision: str) -> None:
         return
     mesh = DeviceMesh.from_group(world.group, world.device.type)
     # Products run in bf16 under autocast, as without sharding; FSDP2's own casting would reduce gradients in bf16 too.
-    policy = MixedPrecisionPolicy() if precision != "bf16" else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    policy = (
+        MixedPrecisionPolicy() if precision != "bf16" else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    )
     for block in transformer_blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -36,7 +38,9 @@ def shard(model: nn.Module, world: World, *, precision: str) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def build_gradient_sum(model: nn.Module, training: Training, *, slots_per_step: int, is_sharded: bool) -> GradientSum:
+def build_gradient_sum(
+    model: nn.Module, training: Training, *, slots_per_step: int, is_sharded: bool
+) -> GradientSum:
     """How this run sums its gradients."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     bucket_bytes = training.runtime.bucket_size

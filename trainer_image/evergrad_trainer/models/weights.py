@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from evergrad_manifest.errors import Problem
 
-from evergrad_trainer.errors import ModelError, Problem
+from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import find_weights, load_directory
 
 if TYPE_CHECKING:
@@ -14,11 +15,17 @@ if TYPE_CHECKING:
 _FIELD = "spec.training.initFrom.path"
 
 
-def load_model_directory(directory: Path, state: dict[str, torch.Tensor], *, config: "PreTrainedConfig") -> None:
+def load_model_directory(
+    directory: Path, state: dict[str, torch.Tensor], *, config: "PreTrainedConfig"
+) -> None:
     """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``. Raises ModelError unless all are there."""
     if find_weights(directory) is None:
         raise ModelError(
-            Problem(_FIELD, f"{directory} holds no weights", remedy="Give a directory with *.safetensors, or leave initFrom out")
+            Problem(
+                _FIELD,
+                f"{directory} holds no weights",
+                remedy="Give a directory with *.safetensors, or leave initFrom out",
+            )
         )
     source = load_directory(directory, torch.float32, config=config)
     tensors = {f"model.{name}": parameter.detach() for name, parameter in source.named_parameters()}

@@ -195,13 +195,17 @@ class Tally:
     def total_lost(self) -> dict[str, float]:
         """Seconds by cause."""
         causes = sorted({*self.lost_before, *self.lost_seconds})
-        return {cause: self.lost_before.get(cause, 0.0) + self.lost_seconds.get(cause, 0.0) for cause in causes}
+        return {
+            cause: self.lost_before.get(cause, 0.0) + self.lost_seconds.get(cause, 0.0) for cause in causes
+        }
 
 
 def describe_tally(tally: Tally, *, repeated: int) -> str:
     """The summary's line."""
     kinds = ", ".join(f"{count} {kind.replace('_', ' ')}" for kind, count in sorted(tally.kinds.items()))
-    lost = ", ".join(f"{cause.replace('_', ' ')} {seconds:.1f}" for cause, seconds in tally.total_lost().items())
+    lost = ", ".join(
+        f"{cause.replace('_', ' ')} {seconds:.1f}" for cause, seconds in tally.total_lost().items()
+    )
     return (
         f"chaos: {tally.num_events} events ({kinds or 'none'}), generation {tally.generation}, steps repeated: {repeated}, "
         f"longest recovery {tally.longest_seconds:.1f} s, seconds lost by cause: {lost or 'none'}"
@@ -277,10 +281,16 @@ class Chaos:
             self._ripe_at = now + self._event.pause_seconds
         elif now - self._began > _PATIENCE_SECONDS:
             self._has_given_up = True
-            _say(f"event {self.tally.num_events}: no recovery within {_PATIENCE_SECONDS:g} s; leaves the run alone. {status}")
+            _say(
+                f"event {self.tally.num_events}: no recovery within {_PATIENCE_SECONDS:g} s; leaves the run alone. {status}"
+            )
 
     def _look(self) -> dict[str, Any] | None:
-        status = fetch_status(self._coordinator.status_port, self._coordinator.token) if self._coordinator.is_running else None
+        status = (
+            fetch_status(self._coordinator.status_port, self._coordinator.token)
+            if self._coordinator.is_running
+            else None
+        )
         if status is not None:
             self.tally.note_status(status)
         return status
@@ -288,12 +298,18 @@ class Chaos:
     def _has_recovered(self, status: dict[str, Any]) -> bool:
         """Steps are reported, and not only such as were done before the disturbance: a newer generation's, or the third."""
         running = self._running(status)
-        if status["phase"] != "Running" or status["generation"] < self._needs_generation or status["step"] is None:
+        if (
+            status["phase"] != "Running"
+            or status["generation"] < self._needs_generation
+            or status["step"] is None
+        ):
             return False
         self._steps.add(int(status["step"]))
         alive = self._nodes.alive()
         if self._event.awaits_all:
-            is_whole = len(running) == min(len(alive), int(status["nodes"]["max"])) and len(alive) == len(self._nodes.nodes)
+            is_whole = len(running) == min(len(alive), int(status["nodes"]["max"])) and len(alive) == len(
+                self._nodes.nodes
+            )
         else:
             is_whole = len(running) >= min(2, self._nodes.num_nodes)
         if not is_whole or len(self._steps) < (2 if self._needs_generation else 3):
@@ -406,7 +422,9 @@ class Chaos:
             self._tell(f"freezes the supervisor of node {index} (pid {pid}) for {one.seconds:.1f} s")
             self._nodes.freeze([pid], seconds=one.seconds)
         elif one.kind == "freeze_node":
-            self._tell(f"freezes node {index} (pids {pid}, {', '.join(map(str, workers))}) for {one.seconds:.1f} s")
+            self._tell(
+                f"freezes node {index} (pids {pid}, {', '.join(map(str, workers))}) for {one.seconds:.1f} s"
+            )
             self._nodes.freeze([pid, *workers], seconds=one.seconds)
         elif workers:
             self._hit_worker(one, index, workers[int(one.pick * 1009) % len(workers)])
@@ -443,7 +461,9 @@ def run_disturbed(seed: int, coordinator: LocalCoordinator, nodes: DisturbedNode
     try:
         return run_local(coordinator, nodes, on_tick=chaos.tick)
     finally:
-        print(describe_tally(chaos.tally, repeated=count_repeated(RunDirectory(directory).metrics)), flush=True)
+        print(
+            describe_tally(chaos.tally, repeated=count_repeated(RunDirectory(directory).metrics)), flush=True
+        )
 
 
 def fetch_status(port: int, token: str) -> dict[str, Any] | None:

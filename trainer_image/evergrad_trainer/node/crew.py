@@ -13,9 +13,9 @@ from typing import Protocol
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Cause, Go
-from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node.ends import HostTrouble, WorkerEnd, describe_lasting_end
 from evergrad_trainer.node.workers import Worker
+from evergrad_trainer.worker import channel as say
 
 _log = logging.getLogger(__name__)
 LOCAL_GENERATION = 1 << 62
@@ -168,13 +168,27 @@ class InProcessCrew:
         """All nodes are ready: give the ranks out."""
         chosen = [worker for worker in self._warm() if worker.ready_generation == go.generation][: go.workers]
         if len(chosen) < go.workers:
-            self._listener.broken(BrokenGroup(go.generation, "setup_failed", message="a worker was lost before the group began"))
+            self._listener.broken(
+                BrokenGroup(go.generation, "setup_failed", message="a worker was lost before the group began")
+            )
             return
         self._inside = go
         for number, worker in enumerate(chosen):
-            worker.state, worker.inside_generation, worker.rank = "inside", go.generation, go.first_rank + number
+            worker.state, worker.inside_generation, worker.rank = (
+                "inside",
+                go.generation,
+                go.first_rank + number,
+            )
             worker.channel.send(
-                say.Begin(go.generation, worker.rank, go.world_size, go.address, go.port, self._setup_seconds, cause=self._cause),
+                say.Begin(
+                    go.generation,
+                    worker.rank,
+                    go.world_size,
+                    go.address,
+                    go.port,
+                    self._setup_seconds,
+                    cause=self._cause,
+                ),
                 wait=False,
             )
 
@@ -244,7 +258,13 @@ class InProcessCrew:
                     self._inside = None
                 cause: Cause = "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
                 self._listener.broken(
-                    BrokenGroup(record.generation, cause, worker.rank, record.step, message=record.text[: say.MAX_TEXT])
+                    BrokenGroup(
+                        record.generation,
+                        cause,
+                        worker.rank,
+                        record.step,
+                        message=record.text[: say.MAX_TEXT],
+                    )
                 )
             case say.Failed():
                 self._note_failure(worker, record)
@@ -316,7 +336,9 @@ class InProcessCrew:
                     patience = max(patience, self._timeout_seconds)
                 if now - self._asked_at > patience:
                     _log.warning(
-                        "worker %d (pid %d) does not leave a group that is gone: replaced", worker.local_rank, worker.pid
+                        "worker %d (pid %d) does not leave a group that is gone: replaced",
+                        worker.local_rank,
+                        worker.pid,
                     )
                     worker.kill()
 
@@ -341,12 +363,20 @@ class InProcessCrew:
             return
         self._answered = generation
         # Without a warm worker too: the others wait to hear that nobody of this node is in the old group.
-        self._listener.ready(generation, workers=len(warm), step=max((worker.step for worker in warm), default=-1))
+        self._listener.ready(
+            generation, workers=len(warm), step=max((worker.step for worker in warm), default=-1)
+        )
 
     def _check_up(self, record: say.Up) -> None:
-        inside = [worker for worker in self._workers.values() if worker.inside_generation == record.generation]
+        inside = [
+            worker for worker in self._workers.values() if worker.inside_generation == record.generation
+        ]
         is_whole = self._inside is not None and self._inside.generation == record.generation
-        if is_whole and self._told_up < record.generation and all(one.up_generation >= record.generation for one in inside):
+        if (
+            is_whole
+            and self._told_up < record.generation
+            and all(one.up_generation >= record.generation for one in inside)
+        ):
             self._told_up = record.generation
             self._listener.up(record.generation, record.step)
 
@@ -357,7 +387,11 @@ class InProcessCrew:
     def _describe(self, worker: Worker, exit_code: int) -> WorkerEnd:
         """How a worker ended that nobody had asked to."""
         step, slot = worker.pulse.step, worker.pulse.slot
-        place = f" in step {step}, slot {slot}; its samples are {self._describe_place(step, slot)}" if step >= 0 else ""
+        place = (
+            f" in step {step}, slot {slot}; its samples are {self._describe_place(step, slot)}"
+            if step >= 0
+            else ""
+        )
         end = describe_lasting_end(worker, exit_code, place=place)
         return dataclasses.replace(end, step=step)
 

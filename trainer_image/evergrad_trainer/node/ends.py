@@ -18,10 +18,10 @@ from enum import StrEnum
 from evergrad.board_file import LEASE_LOST
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS, ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Cause
-from evergrad_trainer.elastic.channel import MAX_TEXT, Failed
-from evergrad_trainer.elastic.lost_peers import is_lost_peer
 from evergrad_trainer.node.failures import describe_end
 from evergrad_trainer.node.workers import Worker
+from evergrad_trainer.worker.channel import MAX_TEXT, Failed
+from evergrad_trainer.worker.lost_peers import is_lost_peer
 
 _SAVED = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
 _RETRIES = 3
@@ -118,7 +118,9 @@ def _describe_failure(failure: Failed, exit_code: int, *, world_size: int) -> Wo
     if cause == "user_error" and is_lost_peer(text, world_size=world_size):
         cause = "peer_lost"
     # Trouble of a host ends no run, however many saw it: another host may do better.
-    is_final = (failure.is_final or failure.is_agreed or exit_code == ExitCode.USER_ERROR) and kind is not ErrorKind.ENVIRONMENT
+    is_final = (
+        failure.is_final or failure.is_agreed or exit_code == ExitCode.USER_ERROR
+    ) and kind is not ErrorKind.ENVIRONMENT
     return WorkerEnd(Why.FAILED, exit_code, cause, kind, _cut(text), failure.step, is_final)
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.identity import config_hash
+from evergrad_manifest.script import Script, program_path, working_directory_of
 from evergrad_trainer import __version__
-from evergrad_trainer.config.identity import config_hash
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.config.script import Script, program_path, working_directory_of
 from evergrad_trainer.distributed import count_accelerators
 
 IMAGE_DIGEST_VARIABLE = "EVERGRAD_IMAGE_DIGEST"

@@ -8,10 +8,10 @@ from typing import Protocol
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Broken as BrokenGroup
 from evergrad_coordinator.protocol import Done, Go, Result
-from evergrad_trainer.elastic import channel as say
 from evergrad_trainer.node.crew import Listener
 from evergrad_trainer.node.ends import HostTrouble, Why, WorkerEnd, describe_worker_end
 from evergrad_trainer.node.workers import Worker
+from evergrad_trainer.worker import channel as say
 
 _HARD_SECONDS = 0.3
 """A worker of a group that is gone has nothing to save: so long it may take to end by itself."""
@@ -100,7 +100,11 @@ class FreshCrew:
         for local_rank in range(go.workers):
             self._serial += 1
             worker = self._start_process(local_rank, self._serial, _variables(go, local_rank))
-            worker.state, worker.rank, worker.inside_generation = "inside", go.first_rank + local_rank, go.generation
+            worker.state, worker.rank, worker.inside_generation = (
+                "inside",
+                go.first_rank + local_rank,
+                go.generation,
+            )
             self._workers[local_rank] = worker
         self._listener.up(go.generation, -1)
 

@@ -18,18 +18,25 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
+from evergrad_manifest.errors import EvergradError
+
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.secret import obtain_token
-from evergrad_trainer.elastic.processes import die_with_parent, run_and_exit
-from evergrad_trainer.elastic.signals import StopCount
-from evergrad_trainer.errors import EvergradError
+from evergrad_trainer.worker.processes import die_with_parent, run_and_exit
+from evergrad_trainer.worker.signals import StopCount
 
 _START_SECONDS = 20.0
 _END_SECONDS = 10.0
 """After the end of the run: for its nodes to hear of it, and for the coordinator to tell the last of them."""
 _REPLACE_SECONDS = 1.0
 """Before a lost node is started again; a cluster takes about as long."""
-_FINAL = (ExitCode.DONE, ExitCode.USER_ERROR, ExitCode.INTERNAL, ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
+_FINAL = (
+    ExitCode.DONE,
+    ExitCode.USER_ERROR,
+    ExitCode.INTERNAL,
+    ExitCode.STOPPED_SAVED,
+    ExitCode.STOPPED_UNSAVED,
+)
 
 
 class _LeaveAtOnce(BaseException):
@@ -102,7 +109,9 @@ class LocalCoordinator:
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
                 tail = settings.log.read_text("utf-8", errors="replace").splitlines()[-3:]
-                raise CoordinatorFailedError(f"the coordinator did not start: {' '.join(tail)}. See {settings.log}")
+                raise CoordinatorFailedError(
+                    f"the coordinator did not start: {' '.join(tail)}. See {settings.log}"
+                )
             time.sleep(0.01)
         address = json.loads(self._file.read_text("utf-8"))
         self.port, self.status_port = int(address["port"]), int(address["statusPort"])
@@ -214,7 +223,9 @@ class _Stops:
         self.count = StopCount()
         self.is_told = False
         self._is_armed = True
-        self._previous = {number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._previous = {
+            number: signal.signal(number, self._take) for number in (signal.SIGTERM, signal.SIGINT)
+        }
 
     def disarm(self) -> None:
         """From here on nothing interrupts: the processes that are left are being ended."""
@@ -232,7 +243,9 @@ class _Stops:
             raise _LeaveAtOnce
 
 
-def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Callable[[], None] = lambda: None) -> int:
+def run_local(
+    coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Callable[[], None] = lambda: None
+) -> int:
     """Run a coordinator and its nodes to the end of the run; the run's exit code.
 
     SIGINT or SIGTERM asks all nodes to leave, which takes their grace period at most; a second one ends them at once.
@@ -250,12 +263,17 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
         )
         nodes.start()
         if not _follow(coordinator, nodes, stops, on_tick):
-            print("the nodes do not leave: ended, state since the last checkpoint is not saved", file=sys.stderr)
+            print(
+                "the nodes do not leave: ended, state since the last checkpoint is not saved", file=sys.stderr
+            )
             return int(ExitCode.STOPPED_UNSAVED)
         code = coordinator.wait(_END_SECONDS)
         return combine_node_codes(nodes.ended) if code is None or code < 0 else code
     except _LeaveAtOnce:
-        print("interrupted twice: leaving at once, state since the last checkpoint is not saved", file=sys.stderr)
+        print(
+            "interrupted twice: leaving at once, state since the last checkpoint is not saved",
+            file=sys.stderr,
+        )
         return int(ExitCode.STOPPED_UNSAVED)
     finally:
         stops.disarm()
@@ -264,7 +282,9 @@ def run_local(coordinator: LocalCoordinator, nodes: LocalNodes, *, on_tick: Call
         stops.restore()
 
 
-def _follow(coordinator: LocalCoordinator, nodes: LocalNodes, stops: _Stops, on_tick: Callable[[], None]) -> bool:
+def _follow(
+    coordinator: LocalCoordinator, nodes: LocalNodes, stops: _Stops, on_tick: Callable[[], None]
+) -> bool:
     """Look after both until no node is left, or a while after the run's end; False if nodes do not leave as they were asked."""
     over_at: float | None = None
     while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
@@ -293,7 +313,13 @@ def _follow(coordinator: LocalCoordinator, nodes: LocalNodes, stops: _Stops, on_
 def combine_node_codes(ended: dict[int, int]) -> int:
     """The run's exit code where the coordinator cannot say it any more."""
     codes = set(ended.values())
-    for code in (ExitCode.USER_ERROR, ExitCode.DONE, ExitCode.INTERNAL, ExitCode.STOPPED_UNSAVED, ExitCode.STOPPED_SAVED):
+    for code in (
+        ExitCode.USER_ERROR,
+        ExitCode.DONE,
+        ExitCode.INTERNAL,
+        ExitCode.STOPPED_UNSAVED,
+        ExitCode.STOPPED_SAVED,
+    ):
         if code in codes:
             return int(code)
     return int(ExitCode.INTERNAL)

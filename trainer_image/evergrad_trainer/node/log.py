@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-from evergrad_trainer.elastic.silence import SAY_SECONDS, describe_silence
+from evergrad_trainer.worker.silence import SAY_SECONDS, describe_silence
 
 _log = logging.getLogger(__name__)
 _logger = logging.getLogger("evergrad_trainer")
@@ -46,7 +46,9 @@ async def warn_of_silence(seconds_since_contact: Callable[[], float], *, address
         away = seconds_since_contact()
         if away >= SAY_SECONDS:
             was_there = math.isfinite(away)
-            _log.warning("%s", describe_silence(address, seconds=away if was_there else waited, was_there=was_there))
+            _log.warning(
+                "%s", describe_silence(address, seconds=away if was_there else waited, was_there=was_there)
+            )
 
 
 class _NodeHandler(logging.StreamHandler[TextIO]):

@@ -22,7 +22,12 @@ class NodeMetrics:
     """Hears what the node's workers and its supervisor tell; serves it where there is an exporter."""
 
     def __init__(
-        self, run: str, node: str, exporter: PrometheusExporter | None = None, *, hurry: threading.Event | None = None
+        self,
+        run: str,
+        node: str,
+        exporter: PrometheusExporter | None = None,
+        *,
+        hurry: threading.Event | None = None,
     ) -> None:
         """``hurry``: set as soon as the end must not linger; the exporter looks at it."""
         self._exporter = exporter
@@ -107,7 +112,11 @@ class NodeMetrics:
 
     def _describe(self, record: dict[str, Any]) -> Progress:
         step, per_second = int(record["step"]), self._rate.per_second
-        left = None if self._total_steps is None or not per_second else (self._total_steps - step) * record["tokens"] / per_second
+        left = (
+            None
+            if self._total_steps is None or not per_second
+            else (self._total_steps - step) * record["tokens"] / per_second
+        )
         return Progress(
             generation=int(record["generation"]),
             step=step,
@@ -139,14 +148,17 @@ class _Series:
     def __init__(self, exporter: PrometheusExporter, run: str, node: str) -> None:
         self.run, self.node = run, node
         labels, registry = ("run", "node"), exporter.registry
-        self.workers = Gauge("evergrad_node_workers", "Workers of this node that can train.", labels, registry=registry).labels(
-            run, node
-        )
+        self.workers = Gauge(
+            "evergrad_node_workers", "Workers of this node that can train.", labels, registry=registry
+        ).labels(run, node)
         self.generation = Gauge(
             "evergrad_node_generation", "Generation this node trained in last.", labels, registry=registry
         ).labels(run, node)
         self.starts = Counter(
-            "evergrad_node_worker_starts_total", "Worker processes this node has started.", labels, registry=registry
+            "evergrad_node_worker_starts_total",
+            "Worker processes this node has started.",
+            labels,
+            registry=registry,
         ).labels(run, node)
         self._script = {
             name: Gauge(f"evergrad_script_{name}", text, labels, registry=registry)
@@ -157,7 +169,10 @@ class _Series:
             )
         }
         self.breaks = Counter(
-            "evergrad_node_breaks_total", "Times a group broke, as this node saw it.", (*labels, "cause"), registry=registry
+            "evergrad_node_breaks_total",
+            "Times a group broke, as this node saw it.",
+            (*labels, "cause"),
+            registry=registry,
         )
 
     def show(self, values: Mapping[str, int | float]) -> None:

@@ -19,7 +19,9 @@ _LAST_LINES = 40
 class WorkerOutput:
     """Reads one worker's pipe to its end. ``rank`` is asked for each line: it changes with the group."""
 
-    def __init__(self, descriptor: int, *, path: Path, node: str, rank: Callable[[], int], is_forwarded: bool) -> None:
+    def __init__(
+        self, descriptor: int, *, path: Path, node: str, rank: Callable[[], int], is_forwarded: bool
+    ) -> None:
         """Must be made inside a running event loop. A file that cannot be opened is done without, since training can be."""
         self._file = _open(path)
         self._descriptor = descriptor
@@ -73,7 +75,9 @@ class WorkerOutput:
         if self._is_forwarded:
             rank = self._rank()
             where = f"node {self._node} rank {rank}" if rank >= 0 else f"node {self._node}"
-            with contextlib.suppress(OSError, ValueError):  # nobody reads this node's stderr any more: no reason to end
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # nobody reads this node's stderr any more: no reason to end
                 sys.stderr.write(f"[{where}] {text}\n")
                 sys.stderr.flush()
 

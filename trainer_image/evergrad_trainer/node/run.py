@@ -19,14 +19,10 @@ import torch
 from evergrad.board_file import STOP_SECONDS_VARIABLE
 from evergrad_coordinator.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat, Recovery
+from evergrad_manifest.script import Script
+from evergrad_manifest.training import Metrics
 from evergrad_trainer import torch_private
-from evergrad_trainer.config.script import Script
-from evergrad_trainer.config.training import Metrics
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.elastic.board import NodeBoard
-from evergrad_trainer.elastic.channel import Channel
-from evergrad_trainer.elastic.pulse import Pulse
-from evergrad_trainer.inprocess import run_worker
 from evergrad_trainer.node.crew import Bounds, Crew, InProcessCrew
 from evergrad_trainer.node.fresh import FreshCrew
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
@@ -39,8 +35,12 @@ from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.session import run_session
-from evergrad_trainer.stages import SessionPlan, open_data
+from evergrad_trainer.worker.board import NodeBoard
+from evergrad_trainer.worker.channel import Channel
+from evergrad_trainer.worker.inprocess import run_worker
+from evergrad_trainer.worker.pulse import Pulse
+from evergrad_trainer.worker.session import run_session
+from evergrad_trainer.worker.stages import SessionPlan, open_data
 
 _log = logging.getLogger(__name__)
 _MARGIN_SECONDS = 1.0
@@ -55,7 +55,9 @@ def prepare_process() -> None:
     torch_private.import_slow_parts()
 
 
-def choose_start_method(wanted: Literal["auto", "fork", "forkserver", "spawn"], *, num_accelerators: int) -> StartMethod:
+def choose_start_method(
+    wanted: Literal["auto", "fork", "forkserver", "spawn"], *, num_accelerators: int
+) -> StartMethod:
     """How workers are started. ``auto`` is fork, which is quickest, unless a forked process could not use the accelerators."""
     if wanted != "auto":
         return wanted
@@ -90,7 +92,9 @@ def recovery_of(plan: SessionPlan) -> Recovery:
     return "in-process" if plan.run.training.runtime.parallelism == "dataParallel" else "fresh"
 
 
-def run_node(plan: SessionPlan, settings: NodeSettings, *, num_workers: int, start_method: StartMethod) -> int:
+def run_node(
+    plan: SessionPlan, settings: NodeSettings, *, num_workers: int, start_method: StartMethod
+) -> int:
     """Be a node of a typed run until it is over; returns the exit code."""
     metrics = _build_metrics(plan.run.training.metrics, settings)
     serve = _serve_in_process if settings.recovery == "in-process" else _serve_fresh
@@ -123,7 +127,12 @@ async def _run(supervisor: Supervisor, crew: Crew, settings: NodeSettings) -> in
 
 
 async def _serve_in_process(
-    plan: SessionPlan, settings: NodeSettings, metrics: NodeMetrics, *, num_workers: int, start_method: StartMethod
+    plan: SessionPlan,
+    settings: NodeSettings,
+    metrics: NodeMetrics,
+    *,
+    num_workers: int,
+    start_method: StartMethod,
 ) -> int:
     supervisor = Supervisor(settings, metrics=metrics)
     # A bar is drawn by rank 0 itself, which needs the terminal.
@@ -146,7 +155,12 @@ async def _serve_in_process(
 
 
 async def _serve_fresh(
-    plan: SessionPlan, settings: NodeSettings, metrics: NodeMetrics, *, num_workers: int, start_method: StartMethod
+    plan: SessionPlan,
+    settings: NodeSettings,
+    metrics: NodeMetrics,
+    *,
+    num_workers: int,
+    start_method: StartMethod,
 ) -> int:
     supervisor = Supervisor(settings, metrics=metrics)
     captures: Captures = "stderr" if sys.stdout.isatty() else "both"
@@ -174,7 +188,9 @@ def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation:
 
 def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
     """A node that does not leave alone before its script has had its time to save."""
-    return dataclasses.replace(settings, grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds)))
+    return dataclasses.replace(
+        settings, grace_seconds=max(settings.grace_seconds, float(script.grace_period_seconds))
+    )
 
 
 def stop_seconds(grace_seconds: float) -> float:
@@ -208,9 +224,15 @@ async def _serve_script(
 
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
         announce()
-        target = functools.partial(run_script, script=script, base_directory=base_directory, is_warm=reason is None)
+        target = functools.partial(
+            run_script, script=script, base_directory=base_directory, is_warm=reason is None
+        )
         order = WorkerOrder(local_rank, serial, "fork", "both", f"{settings.node}.{local_rank}")
-        own = {**variables, **board.environment, STOP_SECONDS_VARIABLE: f"{stop_seconds(script.grace_period_seconds):g}"}
+        own = {
+            **variables,
+            **board.environment,
+            STOP_SECONDS_VARIABLE: f"{stop_seconds(script.grace_period_seconds):g}",
+        }
         return supervisor.adopt(start_worker(target, order, variables=own))
 
     supervisor = Supervisor(settings, metrics=metrics, on_tick=announce)
@@ -236,15 +258,23 @@ def _describe_place(stream: TrainingStream, step: int, slot: int) -> str:
 
 def _build_metrics(metrics: Metrics, settings: NodeSettings) -> NodeMetrics:
     hurry = threading.Event()
-    return NodeMetrics(settings.run, settings.node, _build_exporter(metrics, settings, hurry=hurry), hurry=hurry)
+    return NodeMetrics(
+        settings.run, settings.node, _build_exporter(metrics, settings, hurry=hurry), hurry=hurry
+    )
 
 
-def _build_exporter(metrics: Metrics, settings: NodeSettings, *, hurry: threading.Event) -> PrometheusExporter | None:
+def _build_exporter(
+    metrics: Metrics, settings: NodeSettings, *, hurry: threading.Event
+) -> PrometheusExporter | None:
     if metrics.port is None:
         return None
     # Nodes of one machine share its ports: each takes the next one.
     port = metrics.port + int(settings.node) if metrics.port and settings.shares_host else metrics.port
     before = read_before(RunDirectory(settings.run_directory))
     return PrometheusExporter(
-        settings.run, port=port, linger_seconds=metrics.linger_seconds, before=before, should_stop=hurry.is_set
+        settings.run,
+        port=port,
+        linger_seconds=metrics.linger_seconds,
+        before=before,
+        should_stop=hurry.is_set,
     )

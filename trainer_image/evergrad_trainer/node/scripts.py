@@ -13,10 +13,10 @@ import traceback
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.config.script import Script, program_path, worker_command, working_directory_of
-from evergrad_trainer.elastic.channel import MAX_TEXT, Channel, Failed
-from evergrad_trainer.elastic.pulse import Pulse
+from evergrad_manifest.script import Script, program_path, worker_command, working_directory_of
 from evergrad_trainer.host_trouble import kind_of_script_error
+from evergrad_trainer.worker.channel import MAX_TEXT, Channel, Failed
+from evergrad_trainer.worker.pulse import Pulse
 
 _log = logging.getLogger(__name__)
 _WORTH_PRELOADING = ("torch", "numpy", "transformers", "accelerate", "datasets", "torchvision", "lightning")

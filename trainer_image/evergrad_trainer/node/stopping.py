@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.elastic.signals import StopCount
+from evergrad_trainer.worker.signals import StopCount
 
 _ALONE_SECONDS = 3.0
 """For a node whose grace period is over to leave without a coordinator; a pod has five before its kubelet kills it."""
@@ -83,7 +83,9 @@ class StopRequests:
     def _end_at_once(self, why: str) -> None:
         if self._is_last:
             # The loop has not done it. Workers die with this process.
-            os.write(2, b"evergrad: the node does not answer; it is ended without a word to its coordinator\n")
+            os.write(
+                2, b"evergrad: the node does not answer; it is ended without a word to its coordinator\n"
+            )
             os._exit(int(ExitCode.STOPPED_UNSAVED))
         os.write(2, f"evergrad: the node leaves at once, since {why}; what was not saved is lost\n".encode())
         self._is_last, self._deadline = True, time.monotonic() + _LAST_SECONDS

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable
 
+from evergrad_manifest.errors import EvergradError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evergrad_coordinator.client import CoordinatorClient
@@ -34,8 +35,7 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_coordinator.wire import ProtocolError
-from evergrad_trainer.elastic import channel as say
-from evergrad_trainer.errors import EvergradError, HostError
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import is_host_trouble
 from evergrad_trainer.node.crew import LOCAL_GENERATION, Crew
 from evergrad_trainer.node.failures import kind_of, write_termination_message
@@ -48,6 +48,7 @@ from evergrad_trainer.node.tasks import TaskWatch
 from evergrad_trainer.node.workers import Worker, adopt_orphans, end_orphans, name_process
 from evergrad_trainer.observers.events import parse_event_row, saved_step
 from evergrad_trainer.records import EventType
+from evergrad_trainer.worker import channel as say
 
 _log = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
@@ -66,7 +67,9 @@ _KILLED_SECONDS = 1.0
 class Supervisor:
     """Runs until the node's part in the run is over. One event loop, one thread."""
 
-    def __init__(self, settings: NodeSettings, *, metrics: NodeMetrics, on_tick: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, settings: NodeSettings, *, metrics: NodeMetrics, on_tick: Callable[[], None] = lambda: None
+    ) -> None:
         """``on_tick`` is called some times a second, and after each change of the group."""
         self._settings = settings
         self._on_tick = on_tick
@@ -198,7 +201,9 @@ class Supervisor:
         try:
             self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
         except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
-            raise HostError(f"{self._settings.address}: no store of a group can be opened here; {error}") from error
+            raise HostError(
+                f"{self._settings.address}: no store of a group can be opened here; {error}"
+            ) from error
         self._progress.flush()
         self._send(Ready(generation, workers, self._store.port, step))
 
@@ -210,8 +215,12 @@ class Supervisor:
     def broken(self, message: Broken) -> None:
         self._metrics.broken(message.cause)
         if message.cause != "peer_lost":
-            self._note_cause(kind_of(message), f"node {self._settings.node}, rank {message.rank}: {message.message}")
-            self._say(f"rank {message.rank} {message.message}" if message.exit_code is not None else message.message)
+            self._note_cause(
+                kind_of(message), f"node {self._settings.node}, rank {message.rank}: {message.message}"
+            )
+            self._say(
+                f"rank {message.rank} {message.message}" if message.exit_code is not None else message.message
+            )
         self._broken = message
         self._send(message)
 
@@ -312,7 +321,11 @@ class Supervisor:
 
     def _hello(self) -> Hello:
         place, settings = self._crew.place, self._settings
-        self._said = had = None if place is None else Had(place.generation, place.first_rank, place.workers, place.world_size)
+        self._said = had = (
+            None
+            if place is None
+            else Had(place.generation, place.first_rank, place.workers, place.world_size)
+        )
         return Hello(
             run=settings.run,
             node=settings.node,
@@ -333,8 +346,14 @@ class Supervisor:
         place, said = self._crew.place, self._said
         if said is not None and (place is None or place.generation != said.generation):
             # A hello may wait long for a coordinator that stood still: the group that it named is left by now.
-            gone = Broken(said.generation, "peer_lost", message="the node left its group while the coordinator was away")
-            self._send(self._broken if self._broken is not None and self._broken.generation == said.generation else gone)
+            gone = Broken(
+                said.generation, "peer_lost", message="the node left its group while the coordinator was away"
+            )
+            self._send(
+                self._broken
+                if self._broken is not None and self._broken.generation == said.generation
+                else gone
+            )
         if self._up is not None and place is not None and place.generation == self._up.generation:
             self._send(self._up)
         self._progress.flush()
@@ -414,7 +433,9 @@ class Supervisor:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")
-                self._crew.change(say.Change(self._known_generation + 1, hard=False), cause="coordinator_lost")
+                self._crew.change(
+                    say.Change(self._known_generation + 1, hard=False), cause="coordinator_lost"
+                )
             self._leave_alone_if_due(away)
 
     def _leave_alone_if_due(self, away: float) -> None:
@@ -469,7 +490,9 @@ class Supervisor:
 
     async def _end_workers(self) -> None:
         began = time.monotonic()
-        while not self._crew.is_empty and time.monotonic() - began < (_KILLED_SECONDS if self._is_hurried else _KILL_SECONDS):
+        while not self._crew.is_empty and time.monotonic() - began < (
+            _KILLED_SECONDS if self._is_hurried else _KILL_SECONDS
+        ):
             await asyncio.sleep(0.01)
 
     def _say(self, text: str) -> None:

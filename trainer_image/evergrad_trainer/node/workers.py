@@ -14,11 +14,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal, Protocol
 
-from evergrad_trainer.elastic.channel import Channel, Failed, channel_pair
-from evergrad_trainer.elastic.processes import die_with_client, die_with_parent, run_and_exit
-from evergrad_trainer.elastic.pulse import Pulse
 from evergrad_trainer.node.failures import count_oom_kills
 from evergrad_trainer.node.log import fall_silent
+from evergrad_trainer.worker.channel import Channel, Failed, channel_pair
+from evergrad_trainer.worker.processes import die_with_client, die_with_parent, run_and_exit
+from evergrad_trainer.worker.pulse import Pulse
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
@@ -119,7 +119,9 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     theirs.close()
     if write_end is not None:
         os.close(write_end)
-    return Worker(order.local_rank, order.serial, process, ours, pulse, read_end, oom_kills_before=count_oom_kills())
+    return Worker(
+        order.local_rank, order.serial, process, ours, pulse, read_end, oom_kills_before=count_oom_kills()
+    )
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ def _worker_main(start: _Start) -> None:
     os.setpgid(0, 0)
     fall_silent()
     name_process(f"evergrad-w{start.order.name}")
-    _forget_parent(keep=(start.channel.socket.fileno(), None if start.output is None else start.output.number))
+    _forget_parent(
+        keep=(start.channel.socket.fileno(), None if start.output is None else start.output.number)
+    )
     os.environ.update(start.variables)
     run_and_exit(lambda: _run_target(start))
 

@@ -12,13 +12,22 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_coordinator.text import duration
 from evergrad_trainer.observers.events import seconds_of
-from evergrad_trainer.observers.formatting import duration
 from evergrad_trainer.observers.history import StepTable
 from evergrad_trainer.observers.worlds import WorldChange, is_positive, measure_changes
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
-CAUSES = ("startup", "restore", "recompute", "checkpoint", "evaluation", "reconfiguration", "downtime", "other")
+CAUSES = (
+    "startup",
+    "restore",
+    "recompute",
+    "checkpoint",
+    "evaluation",
+    "reconfiguration",
+    "downtime",
+    "other",
+)
 """What time is lost to.
 
 startup: process start → first step, less what restore, evaluation and checkpoint claim of it · restore: reading a checkpoint ·
@@ -119,7 +128,11 @@ class Goodput:
         for process in self.processes:
             if process.world_size is not None:
                 points.append((process.begin, process.world_size))
-            points += [(change.time, change.world_size) for change in process.changes if change.world_size is not None]
+            points += [
+                (change.time, change.world_size)
+                for change in process.changes
+                if change.world_size is not None
+            ]
             points.append((process.end, 0))
         return tuple(points)
 
@@ -142,9 +155,13 @@ def account(steps: StepTable, events: Sequence[Event], evaluations: Sequence[Eva
     notes: list[str] = []
     for index, part in enumerate(parts):
         previous_end = accounts[-1].end if accounts else None
-        accounts.append(_account_process(part, kept, previous_end=previous_end, is_last=index == len(parts) - 1))
+        accounts.append(
+            _account_process(part, kept, previous_end=previous_end, is_last=index == len(parts) - 1)
+        )
         notes.extend(_odd_clocks(part, previous_end))
-    restarts = tuple(_restart(parts[i], accounts[i], accounts[i - 1], parts[i - 1]) for i in range(1, len(parts)))
+    restarts = tuple(
+        _restart(parts[i], accounts[i], accounts[i - 1], parts[i - 1]) for i in range(1, len(parts))
+    )
     return Goodput(
         productive_seconds=math.fsum(one.seconds["productive"] for one in accounts),
         lost_seconds={cause: math.fsum(one.seconds[cause] for one in accounts) for cause in CAUSES},
@@ -180,7 +197,10 @@ class _Part:
             is_sane = isinstance(claimed, int | float) and 0 < claimed <= self.start.time
             return float(claimed) if is_sane and claimed is not None else self.start.time
         begins = [float(self.steps.time[row] - self.steps.step_seconds[row]) for row in self.rows[:1]]
-        begins += [*(event.time for event in self.events), *(one.time - one.seconds for one in self.evaluations)]
+        begins += [
+            *(event.time for event in self.events),
+            *(one.time - one.seconds for one in self.evaluations),
+        ]
         return min((begin for begin in begins if math.isfinite(begin)), default=0.0)
 
     @property
@@ -214,7 +234,9 @@ def _split(steps: StepTable, events: Sequence[Event], evaluations: Sequence[Eval
     return parts
 
 
-def _without_start(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> set[int]:
+def _without_start(
+    steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]
+) -> set[int]:
     """Generations of processes that left no start event: they failed before it, or the events are lost altogether."""
     started = {event.generation for event in events if event.type == EventType.START}
     trained = set(np.unique(steps.generation).tolist())
@@ -222,9 +244,17 @@ def _without_start(steps: StepTable, events: Sequence[Event], evaluations: Seque
         return trained | {event.generation for event in events} | {one.generation for one in evaluations}
     # A generation with steps, a world or a stop but no start goes on with the state of the one before; one that only failed is a
     # process of its own, unless its peers went on without it.
-    goes_on = {event.generation for event in events if event.type in (EventType.WORLD, EventType.STOP)} | trained
-    failed = {event.generation for event in events if event.type in (EventType.FAILED, EventType.END)} - started - goes_on
-    begins = sorted((event.generation, event.type) for event in events if event.type in (EventType.START, EventType.WORLD))
+    goes_on = {
+        event.generation for event in events if event.type in (EventType.WORLD, EventType.STOP)
+    } | trained
+    failed = (
+        {event.generation for event in events if event.type in (EventType.FAILED, EventType.END)}
+        - started
+        - goes_on
+    )
+    begins = sorted(
+        (event.generation, event.type) for event in events if event.type in (EventType.START, EventType.WORLD)
+    )
     return {one for one in failed if _next_begin(begins, one) != EventType.WORLD}
 
 
@@ -270,7 +300,9 @@ def _begin(part: _Part, previous_end: float | None) -> float:
     return max(part.begin, previous_end)
 
 
-def _account_process(part: _Part, kept: npt.NDArray[np.bool_], *, previous_end: float | None, is_last: bool) -> ProcessAccount:
+def _account_process(
+    part: _Part, kept: npt.NDArray[np.bool_], *, previous_end: float | None, is_last: bool
+) -> ProcessAccount:
     steps, rows, begin = part.steps, part.rows, _begin(part, previous_end)
     changes = measure_changes(part.events, steps, rows, part.evaluations)
     in_steps = steps.step_seconds[rows]

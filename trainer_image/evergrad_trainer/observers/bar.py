@@ -9,9 +9,9 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.text import Text
 
+from evergrad_coordinator.text import compact, count, duration, real, short_count
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import describe_event
-from evergrad_trainer.observers.formatting import compact, count, duration, real, short_count
 from evergrad_trainer.observers.live_state import State
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
@@ -38,7 +38,9 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
     """(importance, text, style), in the order they stand in."""
     share = state.step / state.total_steps if state.total_steps else 0.0
     is_over = state.step >= state.total_steps > 0
-    remaining = f"in {duration(state.elapsed_seconds)}" if is_over else f"ETA {duration(state.remaining_seconds)}"
+    remaining = (
+        f"in {duration(state.elapsed_seconds)}" if is_over else f"ETA {duration(state.remaining_seconds)}"
+    )
     parts = [
         (9, state.name, "bold"),
         (10, f"{count(state.step)}/{count(state.total_steps)}", ""),
@@ -48,7 +50,9 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
         (7, remaining, "green"),
     ]
     if state.num_processes > 1 or state.recent_change:
-        parts.append((2, f"{count(state.num_processes)} process{'' if state.num_processes == 1 else 'es'}", "dim"))
+        parts.append(
+            (2, f"{count(state.num_processes)} process{'' if state.num_processes == 1 else 'es'}", "dim")
+        )
     if state.recent_change:
         parts.append((6, state.recent_change, "yellow"))
     if state.saved_step is not None:
@@ -121,7 +125,9 @@ class ProgressBar(BaseObserver):
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
         state = self._state
-        better = math.isfinite(record.loss) and record.loss < state.best_evaluations.get(record.name, math.inf)
+        better = math.isfinite(record.loss) and record.loss < state.best_evaluations.get(
+            record.name, math.inf
+        )
         state.finish_evaluation(record)
         self._print(
             Text.assemble(
@@ -156,5 +162,12 @@ class ProgressBar(BaseObserver):
 
 
 _ALARMING = frozenset(
-    {EventType.WARNING, EventType.SAVE_FAILED, EventType.FALLBACK, EventType.WORLD, EventType.SKIPPED, EventType.NON_FINITE}
+    {
+        EventType.WARNING,
+        EventType.SAVE_FAILED,
+        EventType.FALLBACK,
+        EventType.WORLD,
+        EventType.SKIPPED,
+        EventType.NON_FINITE,
+    }
 )

@@ -128,7 +128,9 @@ class Observers(BaseObserver):
 
     def _switch_off(self, observer: Observer, name: str, error: Exception) -> None:
         self._active.remove(observer)
-        message = f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a row: {error}"
+        message = (
+            f"observer {name} is switched off after {FAILURES_BEFORE_DISABLED} failures in a row: {error}"
+        )
         _log.error("%s", message)
         try:
             observer.close()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TextIO
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.observers.base import Observer, Observers
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.jsonl import RunLog
@@ -37,7 +37,11 @@ def build_observers(
     ``relay`` the records go there, and the endpoint is somebody else's.
     Raises RunDirectoryError and ConfigurationError.
     """
-    observers: list[Observer] = [RunLog(directory), EventLog(), build_progress(stream, every=training.logging.every.steps)]
+    observers: list[Observer] = [
+        RunLog(directory),
+        EventLog(),
+        build_progress(stream, every=training.logging.every.steps),
+    ]
     address = None
     if relay is not None:
         observers.append(relay)

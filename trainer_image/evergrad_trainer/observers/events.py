@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from evergrad_trainer.observers.formatting import size
+from evergrad_coordinator.text import size
 from evergrad_trainer.records import Event, EventType
 
 _KEYS = ("type", "time", "step", "generation")
@@ -14,8 +14,16 @@ def event_row(event: Event) -> dict[str, Any]:
     """The line of an event: its fields beside type, time, step and generation. Raises ValueError where they collide."""
     taken = event.fields.keys() & set(_KEYS)
     if taken:
-        raise ValueError(f"event {event.type!r} has fields named {', '.join(sorted(taken))}, which every event has already")
-    return {"type": event.type, "time": event.time, "step": event.step, "generation": event.generation, **event.fields}
+        raise ValueError(
+            f"event {event.type!r} has fields named {', '.join(sorted(taken))}, which every event has already"
+        )
+    return {
+        "type": event.type,
+        "time": event.time,
+        "step": event.step,
+        "generation": event.generation,
+        **event.fields,
+    }
 
 
 def parse_event_row(row: dict[str, Any]) -> Event:
@@ -25,7 +33,11 @@ def parse_event_row(row: dict[str, Any]) -> Event:
         raise ValueError(f"has no {' and no '.join(missing)}")
     fields = {key: value for key, value in row.items() if key not in _KEYS}
     return Event(
-        type=str(row["type"]), time=float(row["time"]), step=int(row["step"]), generation=int(row["generation"]), fields=fields
+        type=str(row["type"]),
+        time=float(row["time"]),
+        step=int(row["step"]),
+        generation=int(row["generation"]),
+        fields=fields,
     )
 
 
@@ -48,25 +60,37 @@ def describe_event(event: Event) -> str | None:
     """A transition in one plain line, ``kind key=value …``; None for those that nobody needs to see."""
     fields = event.fields
     line = {
-        EventType.SAVE: lambda: f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={_size(fields)}",
-        EventType.SAVE_FAILED: lambda: f"step={event.step} failures={fields.get('failures')} reason={fields.get('reason')}",
+        EventType.SAVE: lambda: (
+            f"step={saved_step(event)} seconds={_get(fields, 'seconds')} size={_size(fields)}"
+        ),
+        EventType.SAVE_FAILED: lambda: (
+            f"step={event.step} failures={fields.get('failures')} reason={fields.get('reason')}"
+        ),
         EventType.FALLBACK: lambda: f"checkpoint={fields.get('checkpoint')} reason={fields.get('reason')}",
-        EventType.RESTORED: lambda: f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}",
+        EventType.RESTORED: lambda: (
+            f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}"
+        ),
         EventType.EXTENDED: lambda: f"from={fields.get('from_steps')} to={fields.get('to_steps')}",
         EventType.WARNING: lambda: str(fields.get("message")),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
         EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
         EventType.WORLD: lambda: _describe_world(fields),
-        EventType.STOP: lambda: f"step={event.step} reason={fields.get('reason')} saved={str(fields.get('saved')).lower()}",
+        EventType.STOP: lambda: (
+            f"step={event.step} reason={fields.get('reason')} saved={str(fields.get('saved')).lower()}"
+        ),
         EventType.COMPLETE: lambda: f"step={event.step}",
-        EventType.FAILED: lambda: f"step={event.step} error={fields.get('error')} message={fields.get('message')}",
+        EventType.FAILED: lambda: (
+            f"step={event.step} error={fields.get('error')} message={fields.get('message')}"
+        ),
     }.get(event.type)
     return None if line is None else " ".join(f"{event.type} {line()}".split())
 
 
 def _describe_world(fields: dict[str, object]) -> str:
     """``size=2 from=3 cause="node 0 lost" paused=0.12s``, without what is unknown."""
-    size, before, cause, paused = (fields.get(key) for key in ("world_size", "from_world_size", "cause", "paused_seconds"))
+    size, before, cause, paused = (
+        fields.get(key) for key in ("world_size", "from_world_size", "cause", "paused_seconds")
+    )
     parts = [f"size={size}"]
     if before is not None:
         parts.append(f"from={before}")

@@ -91,7 +91,9 @@ class _Columns:
 
     def extend(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows (at least one), or raise; after an exception the object is of no more use."""
-        for (name, column), values in zip(self._columns.items(), zip(*map(_VALUES, rows), strict=True), strict=True):
+        for (name, column), values in zip(
+            self._columns.items(), zip(*map(_VALUES, rows), strict=True), strict=True
+        ):
             if name == "sample_hash":
                 column.extend([int(value, 16) for value in values])
             elif name in _INTEGERS or None not in values:

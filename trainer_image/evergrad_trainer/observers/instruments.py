@@ -23,20 +23,42 @@ class Instruments:
                                 "framework_version", "image_version")  # fmt: skip
         self.step = self._gauge("step", "Last finished optimizer step")
         self.max_steps = self._gauge("max_steps", "Optimizer steps the run is to reach")
-        self.steps = self._counter("steps_total", "Optimizer steps this process has finished, repeated ones included")
-        self.tokens = self._counter("tokens_total", "Tokens trained on, over all processes of the run together")
-        self.samples = self._counter("samples_total", "Samples trained on, over all processes of the run together")
-        self.tokens_per_second = self._gauge("tokens_per_second", "Tokens a second of wall time, over the last minute")
-        self.loss = self._gauge("loss", "Nats a token: mean of the last 10 steps, or last evaluation", "split", "dataset")
-        self.eval_metric = self._gauge("eval_metric", "Last value of another evaluation metric", "dataset", "metric")
+        self.steps = self._counter(
+            "steps_total", "Optimizer steps this process has finished, repeated ones included"
+        )
+        self.tokens = self._counter(
+            "tokens_total", "Tokens trained on, over all processes of the run together"
+        )
+        self.samples = self._counter(
+            "samples_total", "Samples trained on, over all processes of the run together"
+        )
+        self.tokens_per_second = self._gauge(
+            "tokens_per_second", "Tokens a second of wall time, over the last minute"
+        )
+        self.loss = self._gauge(
+            "loss", "Nats a token: mean of the last 10 steps, or last evaluation", "split", "dataset"
+        )
+        self.eval_metric = self._gauge(
+            "eval_metric", "Last value of another evaluation metric", "dataset", "metric"
+        )
         self.grad_norm = self._gauge("grad_norm", "Global gradient norm of the last step, before clipping")
         self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step")
         self.world_size = self._gauge("world_size", "Processes that train together")
-        self.step_duration = self._histogram("step_duration_seconds", "Wall time of an optimizer step", STEP_BUCKETS)
-        self.phase_seconds = self._counter("step_phase_seconds_total", "Wall time since the first step, by its use", "phase")
-        self.rank_skew = self._gauge("rank_step_skew_seconds", "How much longer the slowest rank computed than the median one")
-        self.last_step_timestamp = self._gauge("last_step_timestamp_seconds", "Unix time of the end of the last step")
-        self.nonfinite = self._counter("nonfinite_total", "Steps refused because a loss or a gradient was not finite", "what")
+        self.step_duration = self._histogram(
+            "step_duration_seconds", "Wall time of an optimizer step", STEP_BUCKETS
+        )
+        self.phase_seconds = self._counter(
+            "step_phase_seconds_total", "Wall time since the first step, by its use", "phase"
+        )
+        self.rank_skew = self._gauge(
+            "rank_step_skew_seconds", "How much longer the slowest rank computed than the median one"
+        )
+        self.last_step_timestamp = self._gauge(
+            "last_step_timestamp_seconds", "Unix time of the end of the last step"
+        )
+        self.nonfinite = self._counter(
+            "nonfinite_total", "Steps refused because a loss or a gradient was not finite", "what"
+        )
         self.skipped_steps = self._counter("skipped_steps_total", "Steps that made no update", "why")
         self.checkpoint_duration = self._histogram(
             "checkpoint_duration_seconds",
@@ -45,17 +67,26 @@ class Instruments:
             "op",
             "mode",
         )
-        self.checkpoint_blocking = self._counter("checkpoint_blocking_seconds_total", "Seconds training stood still for saves")
+        self.checkpoint_blocking = self._counter(
+            "checkpoint_blocking_seconds_total", "Seconds training stood still for saves"
+        )
         self.checkpoint_size = self._gauge("checkpoint_size_bytes", "Size of the last checkpoint")
         self.checkpoint_last_success = self._gauge(
-            "checkpoint_last_success_timestamp_seconds", "Unix time at which the last checkpoint was published"
+            "checkpoint_last_success_timestamp_seconds",
+            "Unix time at which the last checkpoint was published",
         )
         self.checkpoint_last_step = self._gauge("checkpoint_last_step", "Step of the last checkpoint")
-        self.checkpoint_failures = self._counter("checkpoint_failures_total", "Checkpoint operations that failed", "op", "reason")
-        self.productive = self._counter("productive_seconds_total", "Seconds in steps that were not trained before")
+        self.checkpoint_failures = self._counter(
+            "checkpoint_failures_total", "Checkpoint operations that failed", "op", "reason"
+        )
+        self.productive = self._counter(
+            "productive_seconds_total", "Seconds in steps that were not trained before"
+        )
         self.lost = self._counter("lost_seconds_total", "Seconds not in such steps, by cause", "cause")
         self.world_changes = self._counter(
-            "world_changes_total", "Times training went on in another world without reading a checkpoint", "cause"
+            "world_changes_total",
+            "Times training went on in another world without reading a checkpoint",
+            "cause",
         )
         self.exit_code = self._gauge("exit_code", "Exit code of the trainer, once it has ended")
         self._begin_at_zero(run)
@@ -92,7 +123,9 @@ class Instruments:
         return Counter(f"evergrad_{name}", f"{text}.", ("run", *labels), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"evergrad_{name}", f"{text}.", ("run", *labels), buckets=buckets, registry=self._registry)
+        return Histogram(
+            f"evergrad_{name}", f"{text}.", ("run", *labels), buckets=buckets, registry=self._registry
+        )
 
 
 _REASON_WORDS = (

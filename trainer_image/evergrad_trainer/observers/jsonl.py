@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evergrad_trainer.errors import Problem, RunDirectoryError, VolumeError
+from evergrad_manifest.errors import Problem
+
+from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
@@ -121,7 +123,12 @@ class JsonLinesWriter:
             return
         self._is_closed = True
         try:
-            retry(self._finish, where=self._path, what="cannot be brought to the disk", patience_seconds=CLOSING_SECONDS)
+            retry(
+                self._finish,
+                where=self._path,
+                what="cannot be brought to the disk",
+                patience_seconds=CLOSING_SECONDS,
+            )
         except OSError as error:
             raise volume_error(error, self._path, "cannot be brought to the disk") from error
         finally:

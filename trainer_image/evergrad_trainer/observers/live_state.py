@@ -84,7 +84,9 @@ class State:
         self.activity = ""
         self.evaluations[record.name] = record.loss
         if math.isfinite(record.loss):
-            self.best_evaluations[record.name] = min(record.loss, self.best_evaluations.get(record.name, math.inf))
+            self.best_evaluations[record.name] = min(
+                record.loss, self.best_evaluations.get(record.name, math.inf)
+            )
 
     def see(self, event: Event) -> None:
         if event.type == EventType.SAVE:

@@ -43,7 +43,12 @@ class Logs:
 
 
 def setup_logging(
-    directory: RunDirectory, *, rank: int, node: int = 0, level: int = logging.INFO, on_terminal: bool | None = None
+    directory: RunDirectory,
+    *,
+    rank: int,
+    node: int = 0,
+    level: int = logging.INFO,
+    on_terminal: bool | None = None,
 ) -> Logs:
     """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and warnings to stderr if ``on_terminal`` (default: rank 0's).
 

@@ -4,9 +4,8 @@ import socketserver
 import threading
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from evergrad_manifest.errors import ConfigurationError, Problem
 from prometheus_client import CollectorRegistry, make_wsgi_app
-
-from evergrad_trainer.errors import ConfigurationError, Problem
 
 _FIELD = "spec.training.metrics.port"
 
@@ -36,7 +35,9 @@ class MetricsServer:
         except OSError as error:
             why = f"{error.strerror or error}".lower()
             remedy = "Choose another port, 0 for any free one, or leave it out for no endpoint"
-            raise ConfigurationError(Problem(_FIELD, f"port {port} cannot be listened on", why, remedy)) from error
+            raise ConfigurationError(
+                Problem(_FIELD, f"port {port} cannot be listened on", why, remedy)
+            ) from error
         self.port = self._server.server_port
         self.address = f"http://localhost:{self.port}/metrics"
         self._thread = threading.Thread(

@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from evergrad_coordinator.text import compact, duration, real, short_count
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.events import describe_event
-from evergrad_trainer.observers.formatting import compact, duration, real, short_count
 from evergrad_trainer.observers.live_state import State
 from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
 

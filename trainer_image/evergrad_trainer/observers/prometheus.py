@@ -5,7 +5,13 @@ from collections import deque
 from collections.abc import Callable
 from importlib import metadata
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    GCCollector,
+    PlatformCollector,
+    ProcessCollector,
+    disable_created_metrics,
+)
 
 from evergrad_trainer import __version__
 from evergrad_trainer.observers.base import BaseObserver
@@ -126,7 +132,9 @@ class PrometheusExporter(BaseObserver):
         if event.type == EventType.SAVE:
             self._saved(event)
         elif event.type == EventType.SAVE_FAILED:
-            metrics.checkpoint_failures.labels(run, "save", failure_reason(str(event.fields.get("reason", "")))).inc()
+            metrics.checkpoint_failures.labels(
+                run, "save", failure_reason(str(event.fields.get("reason", "")))
+            ).inc()
             metrics.checkpoint_blocking.labels(run).inc(seconds_of(event, "blocking_seconds"))
         elif event.type == EventType.FALLBACK:
             metrics.checkpoint_failures.labels(run, "load", "invalid").inc()
@@ -152,7 +160,9 @@ class PrometheusExporter(BaseObserver):
     def _saved(self, event: Event) -> None:
         metrics, run = self._metrics, self._run
         seconds, blocking = seconds_of(event, "seconds"), seconds_of(event, "blocking_seconds")
-        metrics.checkpoint_duration.labels(run, "save", "sync" if blocking >= 0.9 * seconds else "async").observe(seconds)
+        metrics.checkpoint_duration.labels(
+            run, "save", "sync" if blocking >= 0.9 * seconds else "async"
+        ).observe(seconds)
         metrics.checkpoint_blocking.labels(run).inc(blocking)
         metrics.checkpoint_size.labels(run).set(seconds_of(event, "bytes"))
         metrics.checkpoint_last_success.labels(run).set(event.time)

@@ -11,7 +11,15 @@ from evergrad_trainer.observers.events import saved_step, seconds_of
 from evergrad_trainer.observers.history import StepTable
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
-WORLD_CAUSES = ("node_lost", "node_joined", "node_left", "worker_lost", "capacity_changed", "coordinator_lost", "other")
+WORLD_CAUSES = (
+    "node_lost",
+    "node_joined",
+    "node_left",
+    "worker_lost",
+    "capacity_changed",
+    "coordinator_lost",
+    "other",
+)
 """Why a world gives way to another one.
 
 node_left: asked to go, as in a preemption · worker_lost: a process of a node that is still there · capacity_changed: a node
@@ -57,7 +65,10 @@ def is_positive(value: object) -> bool:
 
 
 def measure_changes(
-    events: Sequence[Event], steps: StepTable, rows: npt.NDArray[np.int64], evaluations: Sequence[EvaluationRecord]
+    events: Sequence[Event],
+    steps: StepTable,
+    rows: npt.NDArray[np.int64],
+    evaluations: Sequence[EvaluationRecord],
 ) -> tuple[WorldChange, ...]:
     """The changes among the ``events`` of one part of a run, which has these ``rows`` and evaluations.
 
@@ -68,7 +79,9 @@ def measure_changes(
     if not worlds:
         return ()
     order = rows[np.argsort(steps.generation[rows], kind="stable")]
-    places = np.searchsorted(steps.generation[order], [event.generation for event in worlds], side="left").tolist()
+    places = np.searchsorted(
+        steps.generation[order], [event.generation for event in worlds], side="left"
+    ).tolist()
     changes = []
     for index, world in enumerate(worlds):
         place = places[index]
@@ -120,7 +133,9 @@ def _row_before(rows: npt.NDArray[np.int64], steps: StepTable, time: float) -> i
 
 def _last_sign(world: Event, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> float:
     """Where no step was before a change: what was heard last before it."""
-    older = [event.time for event in events if event.generation < world.generation and event.time <= world.time]
+    older = [
+        event.time for event in events if event.generation < world.generation and event.time <= world.time
+    ]
     older += [one.time for one in evaluations if one.generation < world.generation and one.time <= world.time]
     return max(older, default=world.time)
 
@@ -137,9 +152,13 @@ def _saving(events: Sequence[Event], steps: StepTable, row: int, *, later: npt.N
     """
     step = int(steps.step[row])
     again = later[steps.step[later] == step][:1]
-    generation, time = (steps.generation[again[0]], steps.time[again[0]]) if len(again) else (math.inf, math.inf)
+    generation, time = (
+        (steps.generation[again[0]], steps.time[again[0]]) if len(again) else (math.inf, math.inf)
+    )
     saves = [event for event in events if event.type == EventType.SAVE and saved_step(event) == step]
     saves += [event for event in events if event.type == EventType.SAVE_FAILED and event.step == step]
     return math.fsum(
-        seconds_of(event, "blocking_seconds") for event in saves if event.generation < generation or event.time < time
+        seconds_of(event, "blocking_seconds")
+        for event in saves
+        if event.generation < generation or event.time < time
     )

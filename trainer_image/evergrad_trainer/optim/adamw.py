@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from evergrad_trainer.config.training import Optimizer
+from evergrad_manifest.training import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from evergrad_trainer.config.derive import steps_of
-from evergrad_trainer.config.training import Schedule
+from evergrad_manifest.derive import steps_of
+from evergrad_manifest.training import Schedule
 
 
 @dataclass(frozen=True)

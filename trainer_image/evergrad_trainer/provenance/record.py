@@ -12,9 +12,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from evergrad_manifest.errors import Problem
+
+from evergrad_manifest.envelope import TrainingRun
 from evergrad_trainer import __version__
-from evergrad_trainer.config.manifest import TrainingRun
-from evergrad_trainer.errors import Problem, RunDirectoryError
+from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.provenance.redaction import hide_home, redact_command
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict, read_json_object, write_atomically
 
@@ -45,12 +47,16 @@ def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
         return []
     processes = document.get("processes")
     if not isinstance(processes, list) or not all(isinstance(entry, dict) for entry in processes):
-        problem = Problem(str(directory.provenance), "has no list of processes", "", "Restore the file, or move it away")
+        problem = Problem(
+            str(directory.provenance), "has no list of processes", "", "Restore the file, or move it away"
+        )
         raise RunDirectoryError(problem)
     return processes
 
 
-def describe_process(*, command: Sequence[str], seed: int | None, world_size: int, generation: int) -> dict[str, Any]:
+def describe_process(
+    *, command: Sequence[str], seed: int | None, world_size: int, generation: int
+) -> dict[str, Any]:
     """This process in JSON values, without secrets, host name, user name or home directory. ``seed``: None for a script."""
     return {
         "time": time.time(),
@@ -90,7 +96,13 @@ def _ask_git(directory: Path, *words: str) -> str | None:
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_SECONDS, check=False
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_GIT_TIMEOUT_SECONDS,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

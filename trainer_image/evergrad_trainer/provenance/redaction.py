@@ -10,7 +10,9 @@ REDACTED = "<redacted>"
 _SECRET_WORDS = frozenset(
     {"password", "passwd", "passphrase", "token", "secret", "secrets", "credential", "credentials", "apikey"}
 )
-_SECRET_PAIRS = frozenset({("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "key")})
+_SECRET_PAIRS = frozenset(
+    {("api", "key"), ("access", "key"), ("private", "key"), ("secret", "key"), ("auth", "key")}
+)
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 

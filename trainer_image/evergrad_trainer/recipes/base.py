@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from evergrad_trainer.config.training import Training
+from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.data.tokenizers import TextTokenizer

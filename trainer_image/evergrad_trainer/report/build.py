@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_trainer.observers.formatting import utc
+from evergrad_coordinator.text import utc
 from evergrad_trainer.report.facts import Facts, gather_facts
 from evergrad_trainer.report.html import render_html
 from evergrad_trainer.report.markdown import render_markdown
@@ -32,7 +32,9 @@ def write_report(run_directory: Path, *, output: Path | None = None, now: float 
     target = output or run_directory
     with reported(target, what="cannot be created"):
         target.mkdir(parents=True, exist_ok=True)
-    paths = ReportPaths(html=target / RunFile.REPORT_HTML, markdown=target / RunFile.REPORT_MARKDOWN, facts=facts)
+    paths = ReportPaths(
+        html=target / RunFile.REPORT_HTML, markdown=target / RunFile.REPORT_MARKDOWN, facts=facts
+    )
     write_atomically(paths.html, render_html(facts, build_plots(facts), created=created))
     write_atomically(paths.markdown, render_markdown(facts, created=created))
     return paths

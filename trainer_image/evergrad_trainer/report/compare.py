@@ -119,8 +119,14 @@ def _counting(steps: StepTable, rules: Rules) -> StepTable:
 
 
 def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Difference]:
-    by_tolerance = {name: _disagree(getattr(a, name), getattr(b, name), rules) for name in ("loss", "learning_rate", "grad_norm")}
-    exactly = {name: getattr(a, name) != getattr(b, name) for name in ("sample_hash", *_RECIPE_COUNTS, *_INFORMATIONAL)}
+    by_tolerance = {
+        name: _disagree(getattr(a, name), getattr(b, name), rules)
+        for name in ("loss", "learning_rate", "grad_norm")
+    }
+    exactly = {
+        name: getattr(a, name) != getattr(b, name)
+        for name in ("sample_hash", *_RECIPE_COUNTS, *_INFORMATIONAL)
+    }
     only_told = set(_INFORMATIONAL) if rules.exact else {"grad_norm", *_INFORMATIONAL}
     masks = by_tolerance | exactly
     found = (_differing(name, a, b, masks[name], counts=name not in only_told) for name in _COLUMNS)
@@ -164,13 +170,17 @@ def _largest_relative(a: Reals, b: Reals) -> float:
     return float(finite.max()) if len(finite) else float("nan")
 
 
-def _evaluations(evaluations: Sequence[EvaluationRecord], rules: Rules) -> dict[tuple[int, str], EvaluationRecord]:
+def _evaluations(
+    evaluations: Sequence[EvaluationRecord], rules: Rules
+) -> dict[tuple[int, str], EvaluationRecord]:
     """The last row of each step and set, in order."""
     last = {(one.step, one.name): one for one in evaluations if rules.includes(one.step)}
     return {key: last[key] for key in sorted(last)}
 
 
-def _evaluation_differences(pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules) -> list[Difference]:
+def _evaluation_differences(
+    pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules
+) -> list[Difference]:
     found = []
     for name in dict.fromkeys(a.name for a, _ in pairs):
         own = [(a, b) for a, b in pairs if a.name == name]

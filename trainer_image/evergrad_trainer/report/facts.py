@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from evergrad_coordinator.text import count, duration, percent, real, short_count, size, utc
 from evergrad_trainer.observers.accounting import Goodput, account
-from evergrad_trainer.observers.formatting import count, duration, percent, real, short_count, size, utc
 from evergrad_trainer.observers.history import History, StepTable, read_history
 from evergrad_trainer.provenance.record import read_processes
 from evergrad_trainer.provenance.redaction import hide_home
@@ -143,7 +143,9 @@ def _started(history: History, resolved: Mapping[str, Any]) -> dict[str, Any]:
         "parallelism": _dig(training, "runtime", "parallelism"),
         "total_steps": _dig(resolved, "derived", "totalSteps"),
     }
-    return {key: value for key, value in from_manifest.items() if value is not None} | (starts[-1] if starts else {})
+    return {key: value for key, value in from_manifest.items() if value is not None} | (
+        starts[-1] if starts else {}
+    )
 
 
 def _dig(value: Any, *keys: str) -> Any:
@@ -162,13 +164,17 @@ def _subtitle(started: Mapping[str, Any], goodput: Goodput) -> tuple[str, ...]:
         _processes(started.get("world_size"), goodput),
     ]
     if goodput.processes:
-        facts.append(f"{utc(goodput.processes[0].begin)} – {utc(max(one.end for one in goodput.processes))} UTC")
+        facts.append(
+            f"{utc(goodput.processes[0].begin)} – {utc(max(one.end for one in goodput.processes))} UTC"
+        )
     return tuple(fact for fact in facts if fact)
 
 
 def _processes(at_start: Any, goodput: Goodput) -> str:
     """``2 processes``, or ``1–3 processes`` where training went on with another number of them."""
-    sizes = {change.world_size for change in goodput.changes} | {change.from_world_size for change in goodput.changes}
+    sizes = {change.world_size for change in goodput.changes} | {
+        change.from_world_size for change in goodput.changes
+    }
     known = sorted({size for size in (*sizes, at_start) if isinstance(size, int)})
     if not known:
         return ""
@@ -185,20 +191,34 @@ def _status(goodput: Goodput, *, is_complete: bool, step: int) -> Status:
     if last.ended == "failed":
         return Status("Failed", "bad", last.detail)
     if last.ended == "running or killed":
-        return Status("No end recorded", "quiet", f"running, or killed; last sign at {utc(last.end)} UTC, step {count(step)}")
+        return Status(
+            "No end recorded",
+            "quiet",
+            f"running, or killed; last sign at {utc(last.end)} UTC, step {count(step)}",
+        )
     return Status("Stopped", "warn", f"{ENDING_TEXTS.get(last.ended, last.ended)} after step {count(step)}")
 
 
-def _figures(history: History, steps: StepTable, goodput: Goodput, started: Mapping[str, Any]) -> tuple[Figure, ...]:
+def _figures(
+    history: History, steps: StepTable, goodput: Goodput, started: Mapping[str, Any]
+) -> tuple[Figure, ...]:
     total = started.get("total_steps")
     step = count(_current_step(history.steps))
     figures = [
         Figure("Steps", step, f"of {count(total)}" if isinstance(total, int) else "finished"),
         _loss_figure(steps),
         *_evaluation_figures(history),
-        Figure("Tokens", short_count(steps.tokens.sum()), f"{count(steps.valid_tokens.sum())} of them carried a loss"),
+        Figure(
+            "Tokens",
+            short_count(steps.tokens.sum()),
+            f"{count(steps.valid_tokens.sum())} of them carried a loss",
+        ),
         _speed_figure(steps),
-        Figure("Wall time", duration(goodput.elapsed_seconds), f"{duration(goodput.productive_seconds)} in steps that were kept"),
+        Figure(
+            "Wall time",
+            duration(goodput.elapsed_seconds),
+            f"{duration(goodput.productive_seconds)} in steps that were kept",
+        ),
         Figure("Goodput", percent(goodput.ratio), "of the time went into steps that were kept"),
         _restart_figure(goodput),
         *_world_figures(goodput),
@@ -214,7 +234,11 @@ def _loss_figure(steps: StepTable) -> Figure:
     last = real(float(steps.loss[-1]))
     if len(recent) < 2:
         return Figure("Training loss", last, "of the last step")
-    return Figure("Training loss", real(float(recent.mean())), f"mean of the last {len(recent)} steps; the last is {last}")
+    return Figure(
+        "Training loss",
+        real(float(recent.mean())),
+        f"mean of the last {len(recent)} steps; the last is {last}",
+    )
 
 
 def _evaluation_figures(history: History) -> list[Figure]:
@@ -235,31 +259,55 @@ def _speed_figure(steps: StepTable) -> Figure:
     if not seconds > 0:
         return Figure("Tokens per second", "–", "no step yet")
     median = duration(float(np.nanmedian(steps.step_seconds)))
-    return Figure("Tokens per second", short_count(float(steps.tokens.sum()) / seconds), f"while training; a step takes {median}")
+    return Figure(
+        "Tokens per second",
+        short_count(float(steps.tokens.sum()) / seconds),
+        f"while training; a step takes {median}",
+    )
 
 
 def _restart_figure(goodput: Goodput) -> Figure:
     causes = [f"{number} {cause.replace('_', ' ')}" for cause, number in goodput.restarts_by_cause.items()]
     repeated = sum(restart.repeated_steps for restart in goodput.restarts)
-    note = ", ".join(causes) + f"; {count(repeated)} step{'' if repeated == 1 else 's'} lost" if causes else "trained in one go"
+    note = (
+        ", ".join(causes) + f"; {count(repeated)} step{'' if repeated == 1 else 's'} lost"
+        if causes
+        else "trained in one go"
+    )
     return Figure("Restarts", count(len(goodput.restarts)), note)
 
 
 def _world_figures(goodput: Goodput) -> list[Figure]:
     if not goodput.changes:
         return []
-    causes = ", ".join(f"{number} × {WORLD_TEXTS[cause]}" for cause, number in goodput.changes_by_cause.items())
+    causes = ", ".join(
+        f"{number} × {WORLD_TEXTS[cause]}" for cause, number in goodput.changes_by_cause.items()
+    )
     lost = duration(goodput.lost_seconds["reconfiguration"])
-    return [Figure("Changes of the world", count(len(goodput.changes)), f"{causes}; training stood still for {lost}")]
+    return [
+        Figure(
+            "Changes of the world", count(len(goodput.changes)), f"{causes}; training stood still for {lost}"
+        )
+    ]
 
 
 def _shares(goodput: Goodput) -> tuple[Share, ...]:
     """Productive time first, then what was lost, the largest part first; causes that took nothing are left out."""
     elapsed = goodput.elapsed_seconds
     lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
-    parts = [("productive", goodput.productive_seconds), *((cause, seconds) for cause, seconds in lost if seconds > 0)]
+    parts = [
+        ("productive", goodput.productive_seconds),
+        *((cause, seconds) for cause, seconds in lost if seconds > 0),
+    ]
     return tuple(
-        Share(cause, CAUSE_TEXTS[cause], seconds, seconds / elapsed, duration(seconds), percent(seconds / elapsed))
+        Share(
+            cause,
+            CAUSE_TEXTS[cause],
+            seconds,
+            seconds / elapsed,
+            duration(seconds),
+            percent(seconds / elapsed),
+        )
         for cause, seconds in parts
         if elapsed > 0
     )
@@ -276,7 +324,10 @@ def _environment(processes: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]
     rows = [
         ("Command", entry.get("command")),
         ("Seed", entry.get("seed")),
-        *((key.capitalize(), versions.get(key)) for key in ("evergrad", "torch", "transformers", "python", "platform")),
+        *(
+            (key.capitalize(), versions.get(key))
+            for key in ("evergrad", "torch", "transformers", "python", "platform")
+        ),
         ("Commit", commit + (" with changes" if git.get("has_changes") else "")),
         ("CPU", hardware.get("cpu")),
         ("Cores", hardware.get("usable_cores")),

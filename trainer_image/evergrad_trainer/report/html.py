@@ -15,10 +15,19 @@ from evergrad_trainer.report.plots import Plot
 def render_html(facts: Facts, plots: Sequence[Plot], *, created: str) -> str:
     """The page. Everything from the run is escaped; only the plots' own markup is not."""
     safe = [
-        {"title": plot.title, "legend": plot.legend, "note": plot.note, "svgs": [(form, Markup(svg)) for form, svg in plot.svgs]}
+        {
+            "title": plot.title,
+            "legend": plot.legend,
+            "note": plot.note,
+            "svgs": [(form, Markup(svg)) for form, svg in plot.svgs],
+        }
         for plot in plots
     ]
-    return _environment().get_template("report.html.jinja").render(facts=facts, plots=safe, created=created, version=__version__)
+    return (
+        _environment()
+        .get_template("report.html.jinja")
+        .render(facts=facts, plots=safe, created=created, version=__version__)
+    )
 
 
 @cache

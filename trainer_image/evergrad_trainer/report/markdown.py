@@ -23,7 +23,9 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         f"# {escape(facts.name)}",
         f"**{escape(facts.status.label)}**: {escape(facts.status.detail)}",
         " · ".join(map(escape, facts.subtitle)),
-        _table(("", "", ""), [(figure.title, figure.value, figure.note) for figure in facts.figures], right={1}),
+        _table(
+            ("", "", ""), [(figure.title, figure.value, figure.note) for figure in facts.figures], right={1}
+        ),
     ]
     if facts.warnings:
         parts += ["## Worth knowing", "\n".join(f"- {escape(warning)}" for warning in facts.warnings)]
@@ -42,7 +44,9 @@ def render_markdown(facts: Facts, *, created: str) -> str:
         parts += ["## Environment", _table(("", ""), facts.environment, right=set())]
     if facts.configuration:
         parts += ["## Resolved configuration", _fenced(facts.configuration)]
-    parts.append(f"Written by evergrad {__version__} on {created} UTC. Loss is in nats per token; the last row of a step counts.")
+    parts.append(
+        f"Written by evergrad {__version__} on {created} UTC. Loss is in nats per token; the last row of a step counts."
+    )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

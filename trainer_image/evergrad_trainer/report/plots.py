@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from evergrad_trainer.observers.formatting import compact, duration, percent, real, short_count
+from evergrad_coordinator.text import compact, duration, percent, real, short_count
 from evergrad_trainer.records import EvaluationRecord
 from evergrad_trainer.report.facts import Facts
 from evergrad_trainer.report.series import Curve, broken, envelope, means, smooth
@@ -82,7 +82,12 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
         _draw(_evaluation_plot(evaluations), span) if evaluations else no_evaluation,
         *(
             _draw(draft, span)
-            for draft in (_learning_rate_plot(facts), _speed_plot(facts), _norm_plot(facts), _split_plot(facts))
+            for draft in (
+                _learning_rate_plot(facts),
+                _speed_plot(facts),
+                _norm_plot(facts),
+                _split_plot(facts),
+            )
         ),
         *([_draw(_world_plot(facts), span)] if facts.goodput.changes else []),
     )
@@ -98,7 +103,17 @@ def _draw(draft: _Draft, span: tuple[float, float]) -> Plot:
             axes.set_xlim(*span)
 
     svgs = tuple(
-        (form, draw(paint, size=size, key=f"{key}{form}", unit=draft.unit, label=draft.description, across=draft.across))
+        (
+            form,
+            draw(
+                paint,
+                size=size,
+                key=f"{key}{form}",
+                unit=draft.unit,
+                label=draft.description,
+                across=draft.across,
+            ),
+        )
         for form, size in forms
     )
     return Plot(draft.title, tuple(draft.legend), svgs)
@@ -145,7 +160,10 @@ def _evaluation_plot(evaluations: Sequence[EvaluationRecord]) -> _Draft:
     shown, legend, curves = names[:_MOST_SETS], [], []
     for index, name in enumerate(shown):
         own = [one for one in evaluations if one.name == name]
-        x, y = np.array([one.step for one in own], np.int64), _finite(np.array([one.loss for one in own], np.float64))
+        x, y = (
+            np.array([one.step for one in own], np.int64),
+            _finite(np.array([one.loss for one in own], np.float64)),
+        )
         curves.append((envelope(x, y), f"s{1 + index}"))
         legend.append(Legend(name, f"s{1 + index}", "dot", real(own[-1].loss)))
     if len(names) > len(shown):
@@ -173,7 +191,9 @@ def _learning_rate_plot(facts: Facts) -> _Draft:
 
     peak = compact(float(np.nanmax(curve.y))) if np.isfinite(curve.y).any() else "–"
     legend = [Legend("learning rate", "s1", "line", f"peak {peak}")]
-    return _Draft("Learning rate", f"Learning rate against the step; its peak is {peak}.", legend, paint, unit="")
+    return _Draft(
+        "Learning rate", f"Learning rate against the step; its peak is {peak}.", legend, paint, unit=""
+    )
 
 
 def _speed_plot(facts: Facts) -> _Draft:
@@ -200,7 +220,10 @@ def _speed_plot(facts: Facts) -> _Draft:
 def _norm_plot(facts: Facts) -> _Draft:
     norms = _finite(facts.steps.grad_norm)
     window = max(1, len(norms) // 50)
-    raw, smoothed = envelope(facts.steps.step, norms), means(facts.steps.step, smooth(norms, window), points=400)
+    raw, smoothed = (
+        envelope(facts.steps.step, norms),
+        means(facts.steps.step, smooth(norms, window), points=400),
+    )
     median = real(float(np.nanmedian(norms)), 3) if np.isfinite(norms).any() else "–"
 
     def paint(axes: "Axes") -> None:
@@ -212,14 +235,17 @@ def _norm_plot(facts: Facts) -> _Draft:
     label = f"mean of {window} steps" if window > 1 else "each step"
     legend = [Legend("each step", "s1", "faint")] if window > 1 else []
     legend.append(Legend(label, "s1", "line", f"median {median}"))
-    return _Draft("Gradient norm, before clipping", "Global gradient norm against the step.", legend, paint, unit="norm")
+    return _Draft(
+        "Gradient norm, before clipping", "Global gradient norm against the step.", legend, paint, unit="norm"
+    )
 
 
 def _split_plot(facts: Facts) -> _Draft:
     steps = facts.steps
     curves = [means(steps.step, _finite(getattr(steps, field)), points=150) for field, _ in PHASES]
     averages = [
-        float(np.nanmean(getattr(steps, field))) if np.isfinite(getattr(steps, field)).any() else 0.0 for field, _ in PHASES
+        float(np.nanmean(getattr(steps, field))) if np.isfinite(getattr(steps, field)).any() else 0.0
+        for field, _ in PHASES
     ]
     total = sum(averages) or 1.0
     scale, unit = (1.0, "seconds per step") if total >= 1 else (1e3, "milliseconds per step")
@@ -229,17 +255,31 @@ def _split_plot(facts: Facts) -> _Draft:
         colors = [COLORS[f"p{1 + index}"] for index in range(len(layers))]
         if len(x) < 3:
             for index, layer in enumerate(layers):
-                axes.bar(x, layer, width=0.5, bottom=np.sum(layers[:index], axis=0), color=colors[index], linewidth=0)
+                axes.bar(
+                    x,
+                    layer,
+                    width=0.5,
+                    bottom=np.sum(layers[:index], axis=0),
+                    color=colors[index],
+                    linewidth=0,
+                )
         else:
             axes.stackplot(x, *layers, colors=colors, linewidth=0)
         axes.set_ylim(bottom=0)
 
     legend = [
-        Legend(label, f"p{1 + index}", "area", f"{duration(averages[index])}, {percent(averages[index] / total)}")
+        Legend(
+            label, f"p{1 + index}", "area", f"{duration(averages[index])}, {percent(averages[index] / total)}"
+        )
         for index, (_, label) in enumerate(PHASES)
     ]
     return _Draft(
-        "What a step consists of", "Seconds of a step by phase, stacked, against the step.", legend, paint, unit=unit, wide=250
+        "What a step consists of",
+        "Seconds of a step by phase, stacked, against the step.",
+        legend,
+        paint,
+        unit=unit,
+        wide=250,
     )
 
 
@@ -261,10 +301,14 @@ def _world_plot(facts: Facts) -> _Draft:
     numbers = f"at most {int(y.max())}, {mean:.1f} on average"
     legend = [Legend("processes that train together", "s1", "line", numbers)]
     description = f"Processes that train together, against time: {numbers}."
-    return _Draft("World size", description, legend, paint, unit="processes", across=f"{unit} since the start", wide=200)
+    return _Draft(
+        "World size", description, legend, paint, unit="processes", across=f"{unit} since the start", wide=200
+    )
 
 
-def _line(axes: "Axes", curve: Curve, color: str, *, width: float, opacity: float = 1.0, marker: bool = False) -> None:
+def _line(
+    axes: "Axes", curve: Curve, color: str, *, width: float, opacity: float = 1.0, marker: bool = False
+) -> None:
     is_point = marker or int(np.count_nonzero(np.isfinite(curve.y))) == 1
     axes.plot(
         curve.x,

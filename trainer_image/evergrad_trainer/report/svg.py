@@ -7,7 +7,7 @@ from functools import cache
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from evergrad_trainer.observers.formatting import short_count
+from evergrad_coordinator.text import short_count
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,9 @@ _FONT_PIXELS = 10.5
 Paint = Callable[["Axes"], None]
 
 
-def draw(paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str, across: str = "step") -> str:
+def draw(
+    paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str, across: str = "step"
+) -> str:
     """Draw onto axes of ``size`` pixels and return the markup. ``across`` labels the x axis.
 
     ``key`` makes ids unique within the page and the output repeatable. ``unit`` labels the y axis. ``label`` tells screen
@@ -30,13 +32,18 @@ def draw(paint: Paint, *, size: tuple[int, int], key: str, unit: str, label: str
     """
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": key}):
-        figure = matplotlib.figure.Figure(figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH), layout="constrained")
+        figure = matplotlib.figure.Figure(
+            figsize=(size[0] / _PIXELS_PER_INCH, size[1] / _PIXELS_PER_INCH), layout="constrained"
+        )
         axes = figure.subplots()
         paint(axes)
         _dress(axes, unit, across, columns=size[0])
         buffer = io.StringIO()
         figure.savefig(
-            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+            buffer,
+            format="svg",
+            transparent=True,
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
         )
     return clean(buffer.getvalue(), key=key, label=label)
 
@@ -86,7 +93,9 @@ def _dress(axes: "Axes", unit: str, across: str, *, columns: int) -> None:
     """Ticks, labels and their formats, alike on all plots."""
     ticker = _matplotlib().ticker
     axes.xaxis.set_major_locator(
-        ticker.MaxNLocator(nbins=max(4, columns // 110), integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10])
+        ticker.MaxNLocator(
+            nbins=max(4, columns // 110), integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10]
+        )
     )
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,.0f}"))
     if axes.get_yscale() == "linear":

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from evergrad_coordinator.text import count, duration, real, size, utc
 from evergrad_trainer.observers.accounting import Goodput
 from evergrad_trainer.observers.events import saved_step, seconds_of
-from evergrad_trainer.observers.formatting import count, duration, real, size, utc
 from evergrad_trainer.observers.history import History
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
@@ -79,7 +79,14 @@ def checkpoint_table(events: Sequence[Event]) -> Table:
 def _checkpoint_row(event: Event) -> tuple[str, ...]:
     waited = duration(seconds_of(event, "blocking_seconds"))
     if event.type == EventType.SAVE_FAILED:
-        return (count(event.step), utc(event.time), "–", "–", waited, f"failed: {event.fields.get('reason', 'unknown')}")
+        return (
+            count(event.step),
+            utc(event.time),
+            "–",
+            "–",
+            waited,
+            f"failed: {event.fields.get('reason', 'unknown')}",
+        )
     took, num_bytes = seconds_of(event, "seconds"), seconds_of(event, "bytes")
     note = "best so far" if event.fields.get("best") is True else ""
     return (count(saved_step(event)), utc(event.time), size(num_bytes), duration(took), waited, note)
@@ -173,7 +180,9 @@ def warnings_of(history: History, goodput: Goodput) -> tuple[str, ...]:
     found = [text for event in history.events if (text := _warning(event)) is not None]
     non_finite = int(np.count_nonzero(~np.isfinite(history.steps.loss)))
     if non_finite:
-        found.append(f"{count(non_finite)} step{'s' if non_finite > 1 else ''} had a loss that is not a number")
+        found.append(
+            f"{count(non_finite)} step{'s' if non_finite > 1 else ''} had a loss that is not a number"
+        )
     return (*_folded(found), *history.notes, *goodput.notes)
 
 
@@ -199,7 +208,9 @@ def _folded(sentences: Sequence[str]) -> list[str]:
     times: dict[str, int] = {}
     for sentence in sentences:
         times[sentence] = times.get(sentence, 0) + 1
-    folded = [sentence if number == 1 else f"{sentence} ({number} times)" for sentence, number in times.items()]
+    folded = [
+        sentence if number == 1 else f"{sentence} ({number} times)" for sentence, number in times.items()
+    ]
     if len(folded) <= _MOST_WARNINGS:
         return folded
     return [f"{len(folded) - _MOST_WARNINGS:,} older warnings are in events.jsonl", *folded[-_MOST_WARNINGS:]]

@@ -10,14 +10,15 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
+from evergrad_manifest.errors import Problem
 
-from evergrad_trainer.config.training import HELD_OUT
+from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.data.preparation.documents import DocumentReader, Reason, Tally, read_blocks
 from evergrad_trainer.data.preparation.durable import unique_suffix, write_json
 from evergrad_trainer.data.preparation.sources import Chunk
 from evergrad_trainer.data.prepared import TRAIN, documents_path, tokens_path
 from evergrad_trainer.data.tokenizers import TextTokenizer
-from evergrad_trainer.errors import DataError, Problem
+from evergrad_trainer.errors import DataError
 
 WHOLE: Final = "whole"
 """Name of a chunk's token file while held-out documents are still in it."""
@@ -107,7 +108,12 @@ class Outcome:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
-        return {"number": self.number, "tokens": self.tokens, "documents": self.documents, "tally": self.tally.to_json()}
+        return {
+            "number": self.number,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "tally": self.tally.to_json(),
+        }
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Outcome":
@@ -152,7 +158,10 @@ def _texts(job: TokenizeJob, reader: DocumentReader) -> Iterator[tuple[list[str]
                 yield reader.read(block)
     except EOFError:
         problem = Problem(
-            str(job.source), "became shorter while it was being prepared", "", "Let its writer finish, and start again"
+            str(job.source),
+            "became shorter while it was being prepared",
+            "",
+            "Let its writer finish, and start again",
         )
         raise DataError(problem) from None
 
@@ -180,7 +189,11 @@ def _split(job: SplitJob) -> Outcome:
     dtype = np.dtype(job.dtype).newbyteorder("<")
     whole = tokens_path(attempt.chunks, WHOLE, number)
     documents = np.fromfile(documents_path(attempt.chunks, WHOLE, number), dtype="<i8").reshape(-1, 2)
-    ends = np.append(documents[1:, 0], whole.stat().st_size // dtype.itemsize) if len(documents) else documents[:, 0]
+    ends = (
+        np.append(documents[1:, 0], whole.stat().st_size // dtype.itemsize)
+        if len(documents)
+        else documents[:, 0]
+    )
     lengths, lines = ends - documents[:, 0], documents[:, 1]
     is_held_out = np.zeros(len(documents), dtype=np.bool_)
     is_held_out[list(job.held_out)] = True
@@ -192,7 +205,11 @@ def _split(job: SplitJob) -> Outcome:
         for first, last in _groups(ends):
             tokens = np.fromfile(file, dtype=dtype, count=int(lengths[first:last].sum()))
             for files, chosen in ((kept, ~is_held_out[first:last]), (held_out, is_held_out[first:last])):
-                files.add(tokens[np.repeat(chosen, lengths[first:last])], lengths[first:last][chosen], lines[first:last][chosen])
+                files.add(
+                    tokens[np.repeat(chosen, lengths[first:last])],
+                    lengths[first:last][chosen],
+                    lines[first:last][chosen],
+                )
     outcome = Outcome(
         number,
         {TRAIN: kept.num_tokens, HELD_OUT: held_out.num_tokens},
@@ -223,7 +240,9 @@ class _Files:
         self.num_tokens = 0
         self.num_documents = 0
 
-    def add(self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64], lines: npt.NDArray[np.int64]) -> None:
+    def add(
+        self, tokens: npt.NDArray[Any], lengths: npt.NDArray[np.int64], lines: npt.NDArray[np.int64]
+    ) -> None:
         """Some more documents, one after the other in ``tokens``."""
         starts = np.cumsum(lengths) - lengths + self.num_tokens
         self._tokens.write(np.ascontiguousarray(tokens, dtype=tokens.dtype.newbyteorder("<")).data)

@@ -67,7 +67,9 @@ class Tally:
         """Take in a later chunk's."""
         self.skipped.update(other.skipped)
         self.repaired += other.repaired
-        self.problems = sorted([*self.problems, *other.problems], key=lambda problem: problem.line)[:_MOST_PROBLEMS]
+        self.problems = sorted([*self.problems, *other.problems], key=lambda problem: problem.line)[
+            :_MOST_PROBLEMS
+        ]
 
     def to_json(self) -> dict[str, Any]:
         """JSON values only."""
@@ -80,7 +82,11 @@ class Tally:
     @staticmethod
     def from_json(value: dict[str, Any]) -> "Tally":
         """The inverse of ``to_json``."""
-        return Tally(Counter(value["skipped"]), value["repaired"], [LineProblem(**problem) for problem in value["problems"]])
+        return Tally(
+            Counter(value["skipped"]),
+            value["repaired"],
+            [LineProblem(**problem) for problem in value["problems"]],
+        )
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,9 @@ class DocumentReader:
         texts, numbers = [], []
         lines = _split(block.data)
         for number, line in enumerate(lines, self.line):
-            text = self._read_line(number, line, is_torn=block.is_torn and number == self.line + len(lines) - 1)
+            text = self._read_line(
+                number, line, is_torn=block.is_torn and number == self.line + len(lines) - 1
+            )
             if text:
                 texts.append(self._repair(text) if has_surrogates else text)
                 numbers.append(number)
@@ -140,7 +148,8 @@ class DocumentReader:
         value: Any = None
         if line is None:
             return self._pass_over(
-                LineProblem(number, "the line is not UTF-8", "a byte in it starts no character", is_torn), Reason.NOT_UTF8
+                LineProblem(number, "the line is not UTF-8", "a byte in it starts no character", is_torn),
+                Reason.NOT_UTF8,
             )
         try:
             value, end = _scan(line, 0)
@@ -154,20 +163,28 @@ class DocumentReader:
             try:
                 value = json.loads(line)
             except (ValueError, RecursionError) as error:
-                return self._pass_over(LineProblem(number, "the line is not JSON", _why(error), is_torn), Reason.NOT_JSON)
+                return self._pass_over(
+                    LineProblem(number, "the line is not JSON", _why(error), is_torn), Reason.NOT_JSON
+                )
         return self._text_of(number, value)
 
     def _text_of(self, number: int, value: Any) -> str:
         if type(value) is not dict:
-            problem = LineProblem(number, f"the line holds {_json_type(value)}", "each line is one JSON object")
+            problem = LineProblem(
+                number, f"the line holds {_json_type(value)}", "each line is one JSON object"
+            )
             return self._pass_over(problem, Reason.NOT_AN_OBJECT)
         text = value.get(self._text_field)
         if type(text) is str:
             return text or self._count(Reason.EMPTY_TEXT)
         if self._text_field not in value:
-            problem = LineProblem(number, f"the object has no field {self._text_field!r}", f"it has {_names(value)}")
+            problem = LineProblem(
+                number, f"the object has no field {self._text_field!r}", f"it has {_names(value)}"
+            )
         else:
-            problem = LineProblem(number, f"the field {self._text_field!r} holds {_json_type(text)}", "a text is a JSON string")
+            problem = LineProblem(
+                number, f"the field {self._text_field!r} holds {_json_type(text)}", "a text is a JSON string"
+            )
         return self._pass_over(problem, Reason.NO_TEXT)
 
     def _pass_over(self, problem: LineProblem, reason: Reason) -> str:
@@ -210,7 +227,14 @@ def _why(error: Exception) -> str:
 
 
 def _json_type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    names = {
+        dict: "an object",
+        list: "a list",
+        str: "a string",
+        bool: "a boolean",
+        int: "a number",
+        float: "a number",
+    }
     return names.get(type(value), "null")
 
 

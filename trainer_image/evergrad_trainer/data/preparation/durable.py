@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from evergrad_trainer.errors import DataError, Problem
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.errors import DataError
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
@@ -28,11 +29,13 @@ def disk_problem(error: OSError, path: Path) -> Problem:
     where = str(error.filename or path)
     reason = error.strerror or str(error)
     if error.errno in _FULL:
-        remedy = (
-            f"Free space on the file system of {path} (prepared data no run uses any more, unfinished .tmp-* attempts), or set"
-        )
+        remedy = f"Free space on the file system of {path} (prepared data no run uses any more, unfinished"
+        remedy += " .tmp-* attempts), or set"
         return Problem(
-            where, "could not be written", f"{reason}", f"{remedy} data.preparedDirectory to a larger one, and start again"
+            where,
+            "could not be written",
+            f"{reason}",
+            f"{remedy} data.preparedDirectory to a larger one, and start again",
         )
     if error.errno in _FORBIDDEN:
         return Problem(
@@ -41,7 +44,9 @@ def disk_problem(error: OSError, path: Path) -> Problem:
             reason,
             "Change its permissions, or set data.preparedDirectory to a directory that can be written",
         )
-    return Problem(where, "could not be read or written", reason, "Check the path and the file system, and start again")
+    return Problem(
+        where, "could not be read or written", reason, "Check the path and the file system, and start again"
+    )
 
 
 def fsync_directory(directory: Path) -> None:

@@ -3,28 +3,42 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
+from evergrad_manifest.errors import Problem
 
-from evergrad_trainer.config.training import HeldOut
+from evergrad_manifest.training import HeldOut
 from evergrad_trainer.data.order import Permutation
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, SplitJob
 from evergrad_trainer.data.preparation.sources import Scan, SourceFile
-from evergrad_trainer.errors import DataError, Problem
+from evergrad_trainer.errors import DataError
 
 
-def choose_held_out(source: SourceFile, scan: Scan, *, held_out: HeldOut, seed: int, documents: int) -> list[int]:
+def choose_held_out(
+    source: SourceFile, scan: Scan, *, held_out: HeldOut, seed: int, documents: int
+) -> list[int]:
     """The held-out documents by their order in the source, sorted. Raises DataError if none would remain for training."""
-    wanted = held_out.count if held_out.count is not None else max(1, int((held_out.fraction or 0) * documents + 0.5))
+    wanted = (
+        held_out.count
+        if held_out.count is not None
+        else max(1, int((held_out.fraction or 0) * documents + 0.5))
+    )
     if wanted >= documents:
         what = f"holds {documents} document{'s' if documents > 1 else ''} and {wanted} would be held out"
         why = "none would remain for training"
-        raise DataError(Problem(str(source.path), what, why, "Lower spec.training.data.heldOut, or give more documents"))
+        raise DataError(
+            Problem(str(source.path), what, why, "Lower spec.training.data.heldOut, or give more documents")
+        )
     # The content, not the source's place in the manifest, is the key: adding a source changes no other's split.
     order = Permutation(seed=seed, source=int(scan.content_hash[:16], 16), epoch=0, size=documents)
     return sorted(order.many(np.arange(wanted, dtype=np.uint64)).tolist())
 
 
 def split_jobs(
-    attempt: Attempt, outcomes: list[Outcome], chosen: list[int], *, dtype: str, is_done: Callable[[int], bool]
+    attempt: Attempt,
+    outcomes: list[Outcome],
+    chosen: list[int],
+    *,
+    dtype: str,
+    is_done: Callable[[int], bool],
 ) -> Iterator[SplitJob]:
     """A job a chunk, but for those that are done. ``chosen``: as ``choose_held_out`` gives them."""
     starts = np.cumsum([0, *(outcome.documents[WHOLE] for outcome in outcomes)]).tolist()

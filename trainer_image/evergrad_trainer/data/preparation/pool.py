@@ -9,10 +9,12 @@ from contextlib import suppress
 from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Final, Protocol
 
+from evergrad_manifest.errors import EvergradError, Problem
+
 from evergrad_trainer.data.preparation.chunk import Job, Outcome, execute
 from evergrad_trainer.data.preparation.worker import describe_tokenizer
 from evergrad_trainer.data.tokenizers import TextTokenizer
-from evergrad_trainer.errors import DataError, EvergradError, Problem
+from evergrad_trainer.errors import DataError
 
 _MODULE: Final = "evergrad_trainer.data.preparation.worker"
 
@@ -89,7 +91,12 @@ class _Worker:
         command = [sys.executable, "-P", "-m", _MODULE]
         # A process group of its own: Ctrl-C is for the parent, which decides what it means.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", process_group=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            process_group=0,
         )
         if self._process.stdin is None or self._process.stdout is None:
             raise EvergradError("a helper process of prepare has no pipes")
@@ -132,7 +139,9 @@ class _Worker:
             return EvergradError(
                 "a helper process of prepare was killed (signal 9), probably for memory. Use fewer with --workers"
             )
-        return EvergradError(f"a helper process of prepare ended with status {status}; its own message is above")
+        return EvergradError(
+            f"a helper process of prepare ended with status {status}; its own message is above"
+        )
 
 
 def build_pool(tokenizer: TextTokenizer, *, workers: int, pending_bytes: int, smallest: int) -> Pool:

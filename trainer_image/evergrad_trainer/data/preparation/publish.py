@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import xxhash
+from evergrad_manifest.errors import Problem
 
-from evergrad_trainer.config.training import HELD_OUT, HeldOut
+from evergrad_manifest.training import HELD_OUT, HeldOut
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Job, Outcome, TokenizeJob, finished
 from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally
 from evergrad_trainer.data.preparation.durable import fsync_directory, write_json
@@ -31,7 +32,7 @@ from evergrad_trainer.data.prepared import (
     tokens_path,
 )
 from evergrad_trainer.data.tokenizers import TextTokenizer
-from evergrad_trainer.errors import DataError, Problem
+from evergrad_trainer.errors import DataError
 
 _POLICY: Final = "spec.training.data.malformed"
 
@@ -104,7 +105,9 @@ def publish(preparation: Preparation, *, pool: Callable[[], Pool], report: Repor
     return published
 
 
-def _publish_attempt(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter, is_alone: bool) -> Published:
+def _publish_attempt(
+    preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter, is_alone: bool
+) -> Published:
     attempt, final = preparation.attempt, preparation.final
     if is_alone:
         # Half-written files of a killed attempt.
@@ -130,7 +133,12 @@ def _publish_attempt(preparation: Preparation, *, pool: Callable[[], Pool], repo
     published = open_published(final)
     if published is None:
         raise DataError(
-            Problem(str(final), "vanished as soon as it was published", "another process removed it", "Prepare again")
+            Problem(
+                str(final),
+                "vanished as soon as it was published",
+                "another process removed it",
+                "Prepare again",
+            )
         )
     return published
 
@@ -145,11 +153,15 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
         raise DataError(_no_documents(preparation, tally))
     outcomes = _split(preparation, outcomes, documents, pool=pool, report=report)
     write_json(
-        preparation.attempt.data / INDEX, _build_index(preparation, outcomes, tally, documents), aside=preparation.attempt.partial
+        preparation.attempt.data / INDEX,
+        _build_index(preparation, outcomes, tally, documents),
+        aside=preparation.attempt.partial,
     )
 
 
-def _tokenize(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> tuple[list[Outcome], Tally]:
+def _tokenize(
+    preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter
+) -> tuple[list[Outcome], Tally]:
     """The outcome of every chunk, in order, and what was passed over in all. What an earlier attempt finished is taken over."""
     source, chunks, tally = preparation.source, preparation.scan.chunks, Tally()
     outcomes: dict[int, Outcome] = {}
@@ -161,7 +173,9 @@ def _tokenize(preparation: Preparation, *, pool: Callable[[], Pool], report: Rep
                 only_check = preparation.recipe.malformed == "refuse" and tally.malformed > 0
                 is_whole = preparation.recipe.held_out is not None
                 directory = preparation.attempt.directory
-                yield TokenizeJob(source.path, directory, chunk, source.text_field, is_whole=is_whole, only_check=only_check)
+                yield TokenizeJob(
+                    source.path, directory, chunk, source.text_field, is_whole=is_whole, only_check=only_check
+                )
 
     report.show(source.name)
     recorded = filter(None, (_recorded(preparation, chunk.number) for chunk in chunks))
@@ -169,7 +183,11 @@ def _tokenize(preparation: Preparation, *, pool: Callable[[], Pool], report: Rep
         outcomes[outcome.number] = outcome
         tally.add(outcome.tally)
         chunk = chunks[outcome.number]
-        report.advance(chunk.end - chunk.start, documents=sum(outcome.documents.values()), tokens=sum(outcome.tokens.values()))
+        report.advance(
+            chunk.end - chunk.start,
+            documents=sum(outcome.documents.values()),
+            tokens=sum(outcome.tokens.values()),
+        )
     return [outcomes[chunk.number] for chunk in chunks], tally
 
 
@@ -198,7 +216,8 @@ def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
     try:
         return all(
             tokens_path(directory, stream, outcome.number).stat().st_size == outcome.tokens[stream] * width
-            and documents_path(directory, stream, outcome.number).stat().st_size == outcome.documents[stream] * 16
+            and documents_path(directory, stream, outcome.number).stat().st_size
+            == outcome.documents[stream] * 16
             for stream in outcome.tokens
             for directory in (attempt.chunks if stream == WHOLE else attempt.data,)
         )
@@ -207,7 +226,12 @@ def _is_intact(preparation: Preparation, outcome: Outcome) -> bool:
 
 
 def _split(
-    preparation: Preparation, outcomes: list[Outcome], documents: int, *, pool: Callable[[], Pool], report: Reporter
+    preparation: Preparation,
+    outcomes: list[Outcome],
+    documents: int,
+    *,
+    pool: Callable[[], Pool],
+    report: Reporter,
 ) -> list[Outcome]:
     """Every chunk's documents in two streams."""
     attempt, recipe = preparation.attempt, preparation.recipe
@@ -217,7 +241,11 @@ def _split(
         preparation.source, preparation.scan, held_out=recipe.held_out, seed=recipe.seed, documents=documents
     )
     recorded = (finished(attempt, "split", outcome.number) for outcome in outcomes)
-    split = {outcome.number: outcome for outcome in recorded if outcome is not None and _is_intact(preparation, outcome)}
+    split = {
+        outcome.number: outcome
+        for outcome in recorded
+        if outcome is not None and _is_intact(preparation, outcome)
+    }
     jobs = split_jobs(attempt, outcomes, chosen, dtype=preparation.dtype, is_done=split.__contains__)
     for outcome in _run_lazily(pool, jobs):
         split[outcome.number] = outcome
@@ -225,13 +253,17 @@ def _split(
     return [split[outcome.number] for outcome in outcomes]
 
 
-def _build_index(preparation: Preparation, outcomes: list[Outcome], tally: Tally, documents: int) -> dict[str, Any]:
+def _build_index(
+    preparation: Preparation, outcomes: list[Outcome], tally: Tally, documents: int
+) -> dict[str, Any]:
     """Only what follows from the content: two preparations of the same data write the same bytes."""
     tokenizer = preparation.recipe.tokenizer
     streams = {
         stream: {
             "documents": sum(outcome.documents[stream] for outcome in outcomes),
-            "shards": [[outcome.number, outcome.tokens[stream]] for outcome in outcomes if outcome.tokens[stream]],
+            "shards": [
+                [outcome.number, outcome.tokens[stream]] for outcome in outcomes if outcome.tokens[stream]
+            ],
         }
         for stream in ((TRAIN, HELD_OUT) if preparation.recipe.held_out else (TRAIN,))
     }
@@ -262,7 +294,12 @@ def _raise_if_malformed(preparation: Preparation, tally: Tally) -> None:
     if tally.malformed > len(problems):
         what = f"{tally.malformed} of {lines} lines are malformed"
         problems.append(
-            Problem(str(path), what, f"the first {len(problems)} are named above", f"Correct them, or set {_POLICY} to skip")
+            Problem(
+                str(path),
+                what,
+                f"the first {len(problems)} are named above",
+                f"Correct them, or set {_POLICY} to skip",
+            )
         )
     raise DataError(*problems)
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import xxhash
 
 from evergrad_trainer.data.preparation.durable import write_json
-from evergrad_trainer.data.preparation.sources import OnBytes, Scan, SourceFile, is_settled, observe_stat, scan_source
+from evergrad_trainer.data.preparation.sources import (
+    OnBytes,
+    Scan,
+    SourceFile,
+    is_settled,
+    observe_stat,
+    scan_source,
+)
 
 _FORMAT = 1
 

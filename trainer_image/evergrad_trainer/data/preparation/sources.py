@@ -10,9 +10,10 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import xxhash
+from evergrad_manifest.errors import Problem, raise_if
 
-from evergrad_trainer.config.training import Source, Training
-from evergrad_trainer.errors import DataError, Problem, raise_if
+from evergrad_manifest.training import Source, Training
+from evergrad_trainer.errors import DataError
 from evergrad_trainer.host_trouble import is_host_trouble
 
 OnBytes = Callable[[int], None]
@@ -90,17 +91,25 @@ class Scan:
 def training_files(training: Training, base_directory: Path) -> list[SourceFile]:
     """The files of ``data.sources``, in the manifest's order."""
     sources = enumerate(training.data.sources)
-    return [_source_file(source, f"spec.training.data.sources[{index}]", base_directory) for index, source in sources]
+    return [
+        _source_file(source, f"spec.training.data.sources[{index}]", base_directory)
+        for index, source in sources
+    ]
 
 
 def evaluation_files(training: Training, base_directory: Path) -> list[SourceFile]:
     """The files of ``evaluation.sources``, in the manifest's order."""
     sources = enumerate(training.evaluation.sources)
-    return [_source_file(source, f"spec.training.evaluation.sources[{index}]", base_directory) for index, source in sources]
+    return [
+        _source_file(source, f"spec.training.evaluation.sources[{index}]", base_directory)
+        for index, source in sources
+    ]
 
 
 def _source_file(source: Source, field: str, base_directory: Path) -> SourceFile:
-    return SourceFile(field, source.name, base_directory / source.path, source.type, source.text_field, source.dtype)
+    return SourceFile(
+        field, source.name, base_directory / source.path, source.type, source.text_field, source.dtype
+    )
 
 
 def source_problems(source: SourceFile) -> list[Problem]:
@@ -109,20 +118,42 @@ def source_problems(source: SourceFile) -> list[Problem]:
     try:
         found = source.path.stat()
     except FileNotFoundError:
-        return [Problem(str(source.path), "does not exist", named, "Check the path; it is relative to the manifest's directory")]
+        return [
+            Problem(
+                str(source.path),
+                "does not exist",
+                named,
+                "Check the path; it is relative to the manifest's directory",
+            )
+        ]
     except OSError as error:
         why, remedy = f"{error.strerror} ({named})", "Check the path and its permissions"
         return [Problem(str(source.path), "cannot be read", why, remedy, is_of_host=is_host_trouble(error))]
     if stat.S_ISDIR(found.st_mode):
-        return [Problem(str(source.path), "is a directory", named, "Name one file; several files are several sources")]
+        return [
+            Problem(
+                str(source.path), "is a directory", named, "Name one file; several files are several sources"
+            )
+        ]
     if not stat.S_ISREG(found.st_mode):
         return [
-            Problem(str(source.path), "is not a regular file", named, "Copy its content into a file; it is read more than once")
+            Problem(
+                str(source.path),
+                "is not a regular file",
+                named,
+                "Copy its content into a file; it is read more than once",
+            )
         ]
     if not os.access(source.path, os.R_OK):
-        return [Problem(str(source.path), "cannot be read", f"permission denied ({named})", "Change its permissions")]
+        return [
+            Problem(
+                str(source.path), "cannot be read", f"permission denied ({named})", "Change its permissions"
+            )
+        ]
     if found.st_size == 0:
-        return [Problem(str(source.path), "is empty", named, "Check how the file was made, or remove the source")]
+        return [
+            Problem(str(source.path), "is empty", named, "Check how the file was made, or remove the source")
+        ]
     return _size_problems(source, found.st_size) if source.type == "tokens" else []
 
 
@@ -139,7 +170,14 @@ def _size_problems(source: SourceFile, size: int) -> list[Problem]:
             )
         ]
     if size < 2 * width:
-        return [Problem(str(source.path), "holds a single token id", "one token predicts the next", "Give at least two tokens")]
+        return [
+            Problem(
+                str(source.path),
+                "holds a single token id",
+                "one token predicts the next",
+                "Give at least two tokens",
+            )
+        ]
     return []
 
 
@@ -152,7 +190,11 @@ def observe_stat(path: Path) -> Stat:
 def scan_source(source: SourceFile, *, on_bytes: OnBytes) -> Scan:
     """Read the whole file once. Raises DataError where it cannot be what the manifest says, or changes meanwhile."""
     before = observe_stat(source.path)
-    scan = _scan_lines(source, before, on_bytes) if source.type == "jsonl" else _scan_tokens(source, before, on_bytes)
+    scan = (
+        _scan_lines(source, before, on_bytes)
+        if source.type == "jsonl"
+        else _scan_tokens(source, before, on_bytes)
+    )
     raise_if_changed(source, before)
     return scan
 
@@ -244,7 +286,9 @@ class _Boundaries:
 
 def _count_newlines(buffer: bytearray, begin: int, end: int) -> int:
     """Three times as quick as ``bytearray.count``."""
-    return int(np.count_nonzero(np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin) == ord("\n")))
+    return int(
+        np.count_nonzero(np.frombuffer(buffer, dtype=np.uint8, count=end - begin, offset=begin) == ord("\n"))
+    )
 
 
 def _scan_tokens(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
@@ -252,7 +296,9 @@ def _scan_tokens(source: SourceFile, found: Stat, on_bytes: OnBytes) -> Scan:
     for buffer, count in _blocks(source.path, found.size, on_bytes):
         digest.update(memoryview(buffer)[:count])
         ids = np.frombuffer(
-            buffer, dtype=np.dtype(source.dtype).newbyteorder("<"), count=count // np.dtype(source.dtype).itemsize
+            buffer,
+            dtype=np.dtype(source.dtype).newbyteorder("<"),
+            count=count // np.dtype(source.dtype).itemsize,
         )
         largest = max(largest, int(ids.max()))
     return Scan(found, digest.hexdigest(), largest_id=largest)
@@ -265,12 +311,16 @@ def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) 
     place = 0
     for buffer, count in _blocks(source.path, scan.stat.size, lambda _: None):
         ids = np.frombuffer(
-            buffer, dtype=np.dtype(source.dtype).newbyteorder("<"), count=count // np.dtype(source.dtype).itemsize
+            buffer,
+            dtype=np.dtype(source.dtype).newbyteorder("<"),
+            count=count // np.dtype(source.dtype).itemsize,
         )
         wrong = np.flatnonzero(ids >= vocab_size)
         if wrong.size:
             what = f"token {place + int(wrong[0])} is {int(ids[wrong[0]])}"
             why = f"the tokenizer has the ids 0 to {vocab_size - 1}; the largest in the file is {scan.largest_id}"
-            remedy = f"Check {source.field}.dtype ({source.dtype}) and that the file was made with this tokenizer"
+            remedy = (
+                f"Check {source.field}.dtype ({source.dtype}) and that the file was made with this tokenizer"
+            )
             raise DataError(Problem(str(source.path), what, why, remedy))
         place += ids.size

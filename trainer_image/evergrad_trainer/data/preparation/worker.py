@@ -21,7 +21,9 @@ def describe_tokenizer(tokenizer: TextTokenizer) -> dict[str, Any]:
 def _build_tokenizer(description: dict[str, Any]) -> TextTokenizer:
     if description["json"] is None:
         return ByteTokenizer()
-    return load_json(description["json"], end_of_document=description["end"], identity=description["identity"])
+    return load_json(
+        description["json"], end_of_document=description["end"], identity=description["identity"]
+    )
 
 
 def _answer(line: str, tokenizer: TextTokenizer) -> dict[str, Any]:

@@ -1,0 +1,96 @@
+"""The arguments that commands for a cluster share: which cluster, which namespace, which run, and ``--json``."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+_KINDS: Final = (
+    "trun",
+    "trainingrun",
+    "trainingruns",
+    "trainingruns.evergrad.dev",
+    "trainingrun.evergrad.dev",
+)
+_RUN_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,251}[a-z0-9])?")
+_DURATION: Final = re.compile(r"(?:(\d+(?:\.\d+)?)h)?(?:(\d+(?:\.\d+)?)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def add_cluster_arguments(
+    parser: argparse.ArgumentParser, *, json_help: str = "print one JSON document"
+) -> None:
+    """``--namespace``, ``--context``, ``--kubeconfig`` and ``--json``."""
+    parser.add_argument(
+        "-n", "--namespace", metavar="NAMESPACE", help="namespace of the run (default: the context's)"
+    )
+    parser.add_argument(
+        "--context", metavar="NAME", help="context of the kubeconfig (default: the current one)"
+    )
+    parser.add_argument(
+        "--kubeconfig",
+        metavar="FILE",
+        type=Path,
+        help="kubeconfig to use (default: $KUBECONFIG, else ~/.kube/config)",
+    )
+    parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def add_run_name(parser: argparse.ArgumentParser) -> None:
+    """The one run a command is about."""
+    parser.add_argument("name", type=run_name, metavar="NAME", help="name of the run; trun/NAME is taken too")
+
+
+def add_all_namespaces(parser: argparse.ArgumentParser) -> None:
+    """``-A``."""
+    parser.add_argument("-A", "--all-namespaces", action="store_true", help="the runs of all namespaces")
+
+
+def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """``--timeout``, in seconds as a float; infinite for 0."""
+    parser.add_argument(
+        "--timeout",
+        type=seconds_of,
+        default=seconds_of(default),
+        metavar="TIME",
+        help=f"give up after so long, exit code 124, e.g. 90s, 30m, 2h; 0 waits for ever (default: {default})",
+    )
+
+
+def run_name(text: str) -> str:
+    """``docs-lm`` or ``trun/docs-lm`` → the run's name. Raises ArgumentTypeError."""
+    kind, slash, name = text.rpartition("/")
+    if slash and kind.lower() not in _KINDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a TrainingRun: write its name alone, or trun/NAME")
+    if _RUN_NAME.fullmatch(name) is None:
+        raise argparse.ArgumentTypeError(
+            f"{name!r} cannot be the name of a run: lower-case letters, digits and dashes"
+        )
+    return name
+
+
+def seconds_of(text: str) -> float:
+    """``90s``, ``30m``, ``1h30m``, ``45`` → seconds; ``0`` → infinity. Raises ArgumentTypeError."""
+    match = _DURATION.fullmatch(text.strip())
+    if match is None or not any(match.groups()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 90s, 30m or 1h30m")
+    hours, minutes, seconds = (float(part or 0) for part in match.groups())
+    return hours * 3600 + minutes * 60 + seconds or float("inf")
+
+
+def say(text: str, *, file: TextIO | None = None) -> None:
+    """Print ``text``; what the terminal's encoding cannot show becomes an escape, never a traceback."""
+    stream = sys.stdout if file is None else file
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def note(text: str) -> None:
+    """A remark for people, which ``--json`` does not mix with its document: stderr."""
+    say(text, file=sys.stderr)
+
+
+def say_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(document, indent=2, ensure_ascii=True))

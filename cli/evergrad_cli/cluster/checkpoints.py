@@ -1,0 +1,140 @@
+"""``evergrad checkpoints``: what is known of a run's checkpoints: the newest, where they are, and how to list them all."""
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
+from evergrad_cli.cluster.client import Cluster, connect, core_path, find
+from evergrad_cli.cluster.errors import RefusedError
+from evergrad_cli.cluster.runs import LABEL_RUN, NODE, Run, newest_of_each, parse_pods
+from evergrad_cli.cluster.text import age, printable
+from evergrad_cli.cluster.waiting import read_run
+from evergrad_coordinator.contract import LABEL_PREFIX, VOLUME_PATH, ExitCode, RunFile
+
+NAME = "checkpoints"
+EXAMPLES = """\
+  evergrad checkpoints docs-lm
+  evergrad checkpoints docs-lm --json | jq .newestStep"""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """The claim with the run directory, as far as it may be read. ``record`` is what it says about the run."""
+
+    phase: str
+    size: str
+    record: Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_run_name(parser)
+    add_cluster_arguments(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0, also for a run without a checkpoint."""
+    with connect(args) as cluster:
+        run = read_run(cluster, args.name)
+        volume = _read_volume(cluster, run)
+        pod = _running_pod(cluster, run)
+    facts = document(run, volume, pod)
+    if args.json:
+        say_json(facts)
+        return int(ExitCode.DONE)
+    for line in render(facts, now=time.time()):
+        say(line)
+    return int(ExitCode.DONE)
+
+
+def _read_volume(cluster: Cluster, run: Run) -> Volume | None:
+    path = core_path("persistentvolumeclaims", cluster.namespace, run.claim)
+    try:
+        raw = find(cluster, path, what=f"persistentvolumeclaim {run.claim}")
+    except RefusedError:
+        return None
+    return parse_volume(raw, run.name) if raw is not None else Volume("missing", "", {})
+
+
+def parse_volume(raw: Mapping[str, Any], run: str) -> Volume:
+    """A raw PersistentVolumeClaim → what concerns ``run``."""
+    status, annotations = raw.get("status") or {}, (raw.get("metadata") or {}).get("annotations") or {}
+    try:
+        record = json.loads(annotations.get(f"run.{LABEL_PREFIX}{run}", "{}"))
+    except ValueError:
+        record = {}
+    size = str((status.get("capacity") or {}).get("storage", ""))
+    return Volume(str(status.get("phase", "")), size, record if isinstance(record, Mapping) else {})
+
+
+def _running_pod(cluster: Cluster, run: Run) -> str | None:
+    try:
+        raw = cluster.items(
+            core_path("pods", cluster.namespace),
+            what="pods",
+            query={"labelSelector": f"{LABEL_RUN}={run.name}"},
+        )
+        pods = newest_of_each(parse_pods(raw))
+    except RefusedError:
+        return None
+    return next((pod.name for pod in pods if pod.role == NODE and pod.phase == "Running"), None)
+
+
+def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]:
+    """What is known, as one JSON document. ``pod``: one that runs and has the volume."""
+    complete = volume.record.get("complete") if volume is not None else None
+    step = run.checkpoint_step
+    if isinstance(complete, Mapping) and isinstance(complete.get("step"), int):
+        step = max(step or 0, complete["step"])
+    folder = str(volume.record.get("path") or run.folder) if volume is not None else run.folder
+    directory = f"{VOLUME_PATH}/{folder}"
+    healthy = run.condition("CheckpointHealthy")
+    return {
+        "name": run.name,
+        "newestStep": step,
+        "savedAt": run.checkpoint_at,
+        "step": run.step,
+        "stepsSince": None if run.step is None or step is None else max(0, run.step - step),
+        "healthy": None if healthy is None or healthy.status == "Unknown" else healthy.status == "True",
+        "message": (healthy.message or healthy.reason) if healthy is not None else None,
+        "complete": bool(complete) or run.is_true("Complete"),
+        "claim": run.claim,
+        "claimPhase": volume.phase if volume is not None else None,
+        "claimSize": (volume.size or None) if volume is not None else None,
+        "folder": folder,
+        "directory": f"{directory}/{RunFile.CHECKPOINTS}",
+        "listCommand": None
+        if pod is None
+        else f"kubectl exec -n {run.namespace} {pod} -- ls -l --time-style=long-iso {directory}/{RunFile.CHECKPOINTS}",
+    }
+
+
+def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
+    """The document as people read it. ``now`` in Unix seconds."""
+    newest = "none known" if facts["newestStep"] is None else f"step {facts['newestStep']}"
+    if facts["savedAt"] is not None:
+        newest += f", {age(now - facts['savedAt'])} ago"
+    if facts["stepsSince"]:
+        newest += f"; {facts['stepsSince']} steps since"
+    claim = f"{facts['claim']}, folder {facts['folder']}"
+    if facts["claimPhase"] is None:
+        claim += " (this user may not read claims)"
+    else:
+        claim += f" ({', '.join(str(part) for part in (facts['claimPhase'], facts['claimSize']) if part)})"
+    lines = [f"Newest:     {newest}", f"Claim:      {claim}", f"Directory:  {facts['directory']} in each pod"]
+    if facts["message"]:
+        lines.insert(1, f"Health:     {facts['message']}")
+    if facts["complete"]:
+        lines.append("Complete:   yes")
+    if facts["listCommand"]:
+        lines += ["", f"To list them all: {facts['listCommand']}"]
+    else:
+        lines += [
+            "",
+            "No pod of the run has the volume now. To list them, mount the claim: evergrad checkpoint list DIRECTORY",
+        ]
+    return [printable(line) for line in lines]

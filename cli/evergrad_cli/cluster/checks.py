@@ -1,0 +1,382 @@
+"""What ``evergrad doctor`` thinks of what it found: one answer a check, each with a remedy. Pure."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+from evergrad_cli.cluster.text import age, parse_time
+
+OLDEST_KUBERNETES: Final = (1, 30)
+CRD_NAME: Final = "trainingruns.evergrad.dev"
+VERSION: Final = "v1alpha1"
+_DEFAULT_CLASS: Final = "storageclass.kubernetes.io/is-default-class"
+_ENFORCE: Final = "pod-security.kubernetes.io/enforce"
+_ONE_NODE_PROVISIONERS: Final = (
+    "ebs.csi.aws.com",
+    "kubernetes.io/aws-ebs",
+    "pd.csi.storage.gke.io",
+    "kubernetes.io/gce-pd",
+    "disk.csi.azure.com",
+    "kubernetes.io/azure-disk",
+    "rancher.io/local-path",
+    "docker.io/hostpath",
+    "k8s.io/minikube-hostpath",
+    "kubernetes.io/no-provisioner",
+    "topolvm.io",
+    "dobs.csi.digitalocean.com",
+    "csi.hetzner.cloud",
+    "cinder.csi.openstack.org",
+)
+"""Provisioners of volumes that one node at a time may write."""
+
+
+class State(StrEnum):
+    """How a check ended; ``skip`` was not looked at, and the message says why."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+    SKIP = "skip"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of ``doctor``. ``remedy`` is empty where nothing needs to be done."""
+
+    name: str
+    state: State
+    message: str
+    remedy: str = ""
+
+
+def check_version(raw: Mapping[str, Any], host: str) -> Check:
+    """The API server's ``/version``."""
+    text = str(raw.get("gitVersion", "unknown"))
+    numbers = ["".join(c for c in str(raw.get(key, "")) if c.isdigit()) for key in ("major", "minor")]
+    if not all(numbers):
+        return Check(
+            "api server",
+            State.WARN,
+            f"{host} answers, but tells no version",
+            "Evergrad needs Kubernetes 1.30 or newer",
+        )
+    if tuple(int(number) for number in numbers) < OLDEST_KUBERNETES:
+        return Check(
+            "api server", State.FAIL, f"Kubernetes {text} is too old", "Evergrad needs 1.30 or newer"
+        )
+    return Check("api server", State.OK, f"Kubernetes {text} at {host}")
+
+
+def check_crd(raw: Mapping[str, Any] | None, *, is_served: bool, may_read: bool) -> Check:
+    """The CustomResourceDefinition. ``is_served``: whether discovery knows TrainingRuns of our version."""
+    install = "Install or upgrade the chart: helm upgrade --install evergrad charts/evergrad"
+    if not is_served:
+        what = f"{CRD_NAME} is not installed" if raw is None else f"{CRD_NAME} does not serve {VERSION}"
+        return Check("crd", State.FAIL, what, install)
+    if raw is None:
+        why = "" if may_read else "; this user may not read its schema"
+        return Check("crd", State.OK, f"{VERSION} is served{why}")
+    versions = (raw.get("spec") or {}).get("versions") or ()
+    ours: Mapping[str, Any] = next((version for version in versions if version.get("name") == VERSION), {})
+    schema = ((ours.get("schema") or {}).get("openAPIV3Schema") or {}).get("properties") or {}
+    known = ((schema.get("spec") or {}).get("properties")) or {}
+    # The models take longer to import than the other checks to make.
+    from evergrad_manifest.envelope import Spec
+    from evergrad_manifest.fields import fields_of
+
+    missing = sorted(set(fields_of(Spec)) - set(known)) if known else []
+    if missing:
+        what = f"it is older than this command: it does not know spec.{', spec.'.join(missing)}"
+        return Check("crd", State.WARN, what, install)
+    if "status" not in (ours.get("subresources") or {}):
+        return Check("crd", State.FAIL, "it has no status subresource", install)
+    return Check("crd", State.OK, f"{VERSION} is served, and knows every field of this command")
+
+
+def check_operator(deployments: Sequence[Mapping[str, Any]] | None, version: str) -> Check:
+    """The operator's Deployments, None where this user may not list them. ``version`` is this command's."""
+    if deployments is None:
+        return Check(
+            "operator",
+            State.SKIP,
+            "this user may not list Deployments",
+            "Name its namespace: --operator-namespace",
+        )
+    if not deployments:
+        remedy = "Install the chart: helm upgrade --install evergrad charts/evergrad"
+        return Check("operator", State.FAIL, "no Deployment of the operator was found", remedy)
+    for raw in deployments:
+        if ((raw.get("status") or {}).get("availableReplicas") or 0) < 1:
+            remedy = f"kubectl -n {_namespace(raw)} describe deployment {_name(raw)}"
+            return Check("operator", State.FAIL, f"{_namespace(raw)}/{_name(raw)} is not available", remedy)
+    shown = ", ".join(f"{_namespace(raw)}/{_name(raw)}" for raw in deployments)
+    labels = (deployments[0].get("metadata") or {}).get("labels") or {}
+    other = labels.get("app.kubernetes.io/version")
+    if other and other != version:
+        remedy = "Upgrade the older of the two; running training is not restarted"
+        return Check(
+            "operator", State.WARN, f"{shown} is of version {other}, this command of {version}", remedy
+        )
+    return Check("operator", State.OK, f"{shown} is available")
+
+
+def check_lease(leases: Sequence[Mapping[str, Any]] | None, *, now: float) -> Check:
+    """The operator's lease in its namespace: somebody renews it. ``now`` in Unix seconds, of this machine."""
+    if leases is None:
+        return Check("operator lease", State.SKIP, "this user may not read Leases")
+    if not leases:
+        remedy = "Is the operator just starting? If not, look at its log"
+        return Check("operator lease", State.WARN, "no operator has taken its lease", remedy)
+    newest = max(leases, key=lambda raw: parse_time((raw.get("spec") or {}).get("renewTime")) or 0.0)
+    spec = newest.get("spec") or {}
+    renewed, seconds = parse_time(spec.get("renewTime")), spec.get("leaseDurationSeconds") or 15
+    holder = spec.get("holderIdentity") or "nobody"
+    if renewed is None or not spec.get("holderIdentity"):
+        return Check(
+            "operator lease",
+            State.WARN,
+            "nobody holds it",
+            "Is the operator just starting? If not, look at its log",
+        )
+    # Clocks of two machines differ; what matters is minutes of silence.
+    if now - renewed > 3 * seconds:
+        remedy = f"Look at the operator's log: kubectl -n {_namespace(newest)} get pods"
+        return Check(
+            "operator lease",
+            State.FAIL,
+            f"{holder} renewed it {age(now - renewed)} ago; nobody acts on runs",
+            remedy,
+        )
+    return Check("operator lease", State.OK, f"held by {holder}, renewed {age(now - renewed)} ago")
+
+
+@dataclass(frozen=True)
+class Right:
+    """One thing a user may need to do. ``is_needed``: a run cannot be used without."""
+
+    verb: str
+    group: str
+    resource: str
+    subresource: str = ""
+    purpose: str = ""
+    is_needed: bool = False
+
+    def __str__(self) -> str:
+        resource = f"{self.resource}/{self.subresource}" if self.subresource else self.resource
+        return f"{self.verb} {resource}"
+
+
+_RUNS: Final = ("evergrad.dev", "trainingruns")
+RIGHTS: Final = (
+    Right("get", *_RUNS, purpose="status, wait", is_needed=True),
+    Right("list", *_RUNS, purpose="list, top", is_needed=True),
+    Right("create", *_RUNS, purpose="submit", is_needed=True),
+    Right("patch", *_RUNS, purpose="submit, suspend, resume, restart", is_needed=True),
+    Right("delete", *_RUNS, purpose="kubectl delete"),
+    Right("list", "", "pods", purpose="status, logs"),
+    Right("get", "", "pods", "log", purpose="logs"),
+    Right("list", "", "events", purpose="status"),
+    Right("get", "", "persistentvolumeclaims", purpose="checkpoints"),
+)
+
+
+def check_rights(allowed: Mapping[Right, bool], namespace: str) -> Check:
+    """What the API server said about each right."""
+    lacking = [right for right, is_allowed in allowed.items() if not is_allowed]
+    if not lacking:
+        return Check("your rights", State.OK, f"all commands are allowed in namespace {namespace}")
+    shown = ", ".join(f"{right} (for {right.purpose})" for right in lacking)
+    remedy = "Ask for a RoleBinding to the ClusterRole edit in this namespace"
+    state = State.FAIL if any(right.is_needed for right in lacking) else State.WARN
+    return Check("your rights", state, f"not allowed in namespace {namespace}: {shown}", remedy)
+
+
+def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
+    """The StorageClasses: a default one, which several nodes may write."""
+    if classes is None:
+        return Check("storage", State.SKIP, "this user may not list StorageClasses")
+    shared = "Name one that allows ReadWriteMany in spec.storage.storageClassName, or an existing claim in spec.storage.claimName"
+    defaults = [
+        raw
+        for raw in classes
+        if ((raw.get("metadata") or {}).get("annotations") or {}).get(_DEFAULT_CLASS) == "true"
+    ]
+    if not classes:
+        return Check(
+            "storage",
+            State.FAIL,
+            "there is no StorageClass",
+            "Install one that allows ReadWriteMany, or use spec.storage.claimName",
+        )
+    if not defaults:
+        return Check(
+            "storage", State.WARN, f"none of {', '.join(map(_name, classes))} is the default", shared
+        )
+    name, provisioner = _name(defaults[-1]), str(defaults[-1].get("provisioner", ""))
+    if provisioner in _ONE_NODE_PROVISIONERS:
+        what = f"volumes of the default {name} ({provisioner}) belong to one node; runs of several need ReadWriteMany"
+        return Check("storage", State.WARN, what, shared)
+    text = f"default {name} ({provisioner}); whether it allows ReadWriteMany is not told by a class, its first volume will show"
+    return Check("storage", State.OK, text)
+
+
+def check_namespace(raw: Mapping[str, Any] | None, namespace: str, *, may_read: bool) -> Check:
+    """The namespace and its Pod Security labels; a run's pods meet the strictest level."""
+    if not may_read:
+        return Check("namespace", State.SKIP, f"this user may not read namespace {namespace}")
+    if raw is None:
+        return Check(
+            "namespace", State.FAIL, f"{namespace} does not exist", f"kubectl create namespace {namespace}"
+        )
+    if (raw.get("status") or {}).get("phase") == "Terminating":
+        return Check("namespace", State.FAIL, f"{namespace} is being deleted", "Name another with -n")
+    level = ((raw.get("metadata") or {}).get("labels") or {}).get(_ENFORCE)
+    told = f"enforces Pod Security {level}" if level else "enforces no Pod Security level"
+    return Check("namespace", State.OK, f"{namespace} {told}; a run's pods meet restricted")
+
+
+def check_quotas(quotas: Sequence[Mapping[str, Any]] | None) -> Check:
+    """ResourceQuotas of the namespace that are used up."""
+    if quotas is None:
+        return Check("quota", State.SKIP, "this user may not list ResourceQuotas")
+    if not quotas:
+        return Check("quota", State.OK, "there is none")
+    full, wanted = [], set()
+    for raw in quotas:
+        status = raw.get("status") or {}
+        used = status.get("used") or {}
+        for resource, hard in (status.get("hard") or (raw.get("spec") or {}).get("hard") or {}).items():
+            wanted.add(resource)
+            if quantity_of(used.get(resource, "0")) >= quantity_of(hard):
+                full.append(f"{resource} ({used.get(resource, 0)} of {hard} in {_name(raw)})")
+    if full:
+        return Check(
+            "quota",
+            State.WARN,
+            f"used up: {', '.join(full)}",
+            "Runs wait until some is free; or have it raised",
+        )
+    computing = sorted(
+        name for name in wanted if name.startswith(("limits.", "requests.")) or name in ("cpu", "memory")
+    )
+    if computing:
+        what = f"there is room; each run must say what it asks for ({', '.join(computing)}) in spec.resources"
+        return Check("quota", State.OK, what)
+    return Check("quota", State.OK, "there is room")
+
+
+def quantity_of(text: Any) -> float:
+    """A quantity as a number; 0 for what is none."""
+    from evergrad_manifest.reading.quantities import quantity_value
+
+    try:
+        return float(quantity_value(str(text)))
+    except ValueError:
+        return 0.0
+
+
+def check_network(policies: Sequence[Mapping[str, Any]] | None) -> Check:
+    """NetworkPolicies of the namespace that could cut a run's pods off from each other or from DNS."""
+    if policies is None:
+        return Check("network", State.SKIP, "this user may not list NetworkPolicies")
+    others = [raw for raw in policies if not _is_of_run(raw)]
+    closing = [_name(raw) for raw in others if _selects_all(raw) and "Egress" in _types(raw)]
+    if closing:
+        what = f"{', '.join(closing)} limits what all pods may reach"
+        remedy = "Let pods with the label evergrad.dev/run reach each other (all ports) and DNS"
+        return Check("network", State.WARN, what, remedy)
+    incoming = [_name(raw) for raw in others if _selects_all(raw) and "Ingress" in _types(raw)]
+    if incoming:
+        what = (
+            f"{', '.join(incoming)} limits what may reach pods; the policy of each run lets its own pods in"
+        )
+        return Check("network", State.OK, what)
+    return Check("network", State.OK, "no NetworkPolicy is in the way")
+
+
+def _is_of_run(raw: Mapping[str, Any]) -> bool:
+    return "evergrad.dev/run" in ((raw.get("metadata") or {}).get("labels") or {})
+
+
+def _selects_all(raw: Mapping[str, Any]) -> bool:
+    selector = (raw.get("spec") or {}).get("podSelector") or {}
+    return not selector.get("matchLabels") and not selector.get("matchExpressions")
+
+
+def _types(raw: Mapping[str, Any]) -> Collection[str]:
+    spec = raw.get("spec") or {}
+    return spec.get("policyTypes") or ("Ingress", *(("Egress",) if "egress" in spec else ()))
+
+
+def check_nodes(nodes: Sequence[Mapping[str, Any]] | None) -> Check:
+    """The cluster's machines: how many are ready, and with which accelerators."""
+    if nodes is None:
+        return Check("nodes", State.SKIP, "this user may not list nodes")
+    ready = [raw for raw in nodes if _is_ready(raw) and not (raw.get("spec") or {}).get("unschedulable")]
+    if not ready:
+        return Check("nodes", State.FAIL, f"none of {len(nodes)} is ready", "kubectl get nodes")
+    devices: dict[str, float] = {}
+    for raw in ready:
+        for resource, number in ((raw.get("status") or {}).get("allocatable") or {}).items():
+            if "/" in resource and quantity_of(number) > 0:
+                devices[resource] = devices.get(resource, 0.0) + quantity_of(number)
+    shown = (
+        ", ".join(f"{number:g} {resource}" for resource, number in sorted(devices.items()))
+        or "no accelerators"
+    )
+    state = State.OK if len(ready) == len(nodes) else State.WARN
+    remedy = "" if state is State.OK else "kubectl get nodes"
+    return Check("nodes", state, f"{len(ready)} of {len(nodes)} ready; {shown}", remedy)
+
+
+def _is_ready(raw: Mapping[str, Any]) -> bool:
+    conditions = (raw.get("status") or {}).get("conditions") or ()
+    return any(
+        condition.get("type") == "Ready" and condition.get("status") == "True" for condition in conditions
+    )
+
+
+def check_groups(groups: Collection[str]) -> list[Check]:
+    """What else the cluster offers, by its API groups: metrics, Prometheus' operator, gang schedulers."""
+    metrics = (
+        Check("metrics api", State.OK, "evergrad top shows CPU and memory")
+        if "metrics.k8s.io" in groups
+        else Check(
+            "metrics api",
+            State.WARN,
+            "none: evergrad top shows no CPU and memory",
+            "Install metrics-server if you want them",
+        )
+    )
+    monitoring = (
+        Check(
+            "monitoring",
+            State.OK,
+            "a Prometheus operator is here; the chart brings no monitors: select the port named metrics",
+        )
+        if "monitoring.coreos.com" in groups
+        else Check(
+            "monitoring",
+            State.OK,
+            "no Prometheus operator; metrics can be scraped from the pods' port named metrics",
+        )
+    )
+    gangs = {"kueue.x-k8s.io": "Kueue", "scheduling.x-k8s.io": "coscheduling"}
+    found = [name for group, name in gangs.items() if group in groups]
+    text = (
+        f"{', '.join(found)} found"
+        if found
+        else "none; the pods of a run are scheduled one by one, which is all it needs"
+    )
+    if "scheduling.volcano.sh" in groups:
+        text += "; Volcano is here too, but runs do not use it"
+    return [metrics, monitoring, Check("gang scheduling", State.OK, text)]
+
+
+def _name(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("metadata") or {}).get("name", ""))
+
+
+def _namespace(raw: Mapping[str, Any]) -> str:
+    return str((raw.get("metadata") or {}).get("namespace", ""))

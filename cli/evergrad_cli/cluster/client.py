@@ -1,0 +1,271 @@
+"""The only module that talks to an API server: kubeconfig → requests of plain JSON, answers as dicts, errors as ours."""
+
+import argparse
+import contextlib
+import importlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+from urllib.parse import quote, urlencode
+
+from evergrad_cli import __version__
+from evergrad_cli.cluster.errors import (
+    ClusterInputError,
+    KubeconfigError,
+    MissingClientError,
+    NotFoundError,
+    UnreachableError,
+)
+from evergrad_cli.cluster.refusals import error_of
+from evergrad_coordinator.contract import API_GROUP
+from evergrad_manifest.errors import Problem
+
+FIELD_MANAGER: Final = "evergrad-cli"
+MERGE: Final = "application/merge-patch+json"
+APPLY: Final = "application/apply-patch+yaml"
+_PAGE: Final = 500
+_CONNECT_SECONDS: Final = 10.0
+_READ_SECONDS: Final = 30.0
+_IN_CLUSTER_NAMESPACE: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+_VERSION: Final = "v1alpha1"
+
+Query = Mapping[str, str]
+
+
+class Cluster(Protocol):
+    """What commands need of a cluster. Every method raises what ``refusals.error_of`` makes of a refusal, or UnreachableError."""
+
+    namespace: str
+    """The namespace of the command: the one given, else the context's."""
+    host: str
+    """The API server's address."""
+
+    def get(self, path: str, *, what: str, query: Query | None = None) -> dict[str, Any]:
+        """The object at ``path``."""
+
+    def items(self, path: str, *, what: str, query: Query | None = None) -> Iterator[dict[str, Any]]:
+        """All objects of a list, page by page."""
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        *,
+        what: str,
+        content_type: str = "application/json",
+        query: Query | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        """POST or PATCH ``body``; the HTTP status and the answer."""
+
+    def lines(
+        self, path: str, *, what: str, query: Query | None = None, read_seconds: float | None = None
+    ) -> Iterator[bytes]:
+        """The lines of a text as they come, without their ends; a silence of ``read_seconds`` ends them with an error."""
+
+
+def runs_path(namespace: str | None, name: str = "") -> str:
+    """Where TrainingRuns live; of all namespaces for None."""
+    within = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
+    return f"/apis/{API_GROUP}/{_VERSION}{within}/trainingruns" + (f"/{quote(name, safe='')}" if name else "")
+
+
+def core_path(kind: str, namespace: str | None = None, name: str = "") -> str:
+    """Where objects of the core API live: ``pods``, ``events``, …"""
+    within = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
+    return f"/api/v1{within}/{kind}" + (f"/{quote(name, safe='')}" if name else "")
+
+
+def find(cluster: Cluster, path: str, *, what: str) -> dict[str, Any] | None:
+    """The object at ``path``, or None where there is none."""
+    try:
+        return cluster.get(path, what=what)
+    except NotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Request:
+    """One request; ``what`` it is about, as a message names it."""
+
+    method: str
+    path: str
+    what: str
+    query: Query | None = None
+    body: Any = None
+    content_type: str = ""
+
+
+class KubernetesCluster:
+    """A cluster through the official client's connection: its TLS, proxies and credentials, our own requests."""
+
+    def __init__(self, api: Any, *, namespace: str) -> None:
+        self.namespace = namespace
+        self.host: str = api.configuration.host
+        self._api = api
+        # Comes with the client, which has been imported by now.
+        self._failures: tuple[type[Exception], ...] = (
+            importlib.import_module("urllib3").exceptions.HTTPError,
+            importlib.import_module("kubernetes.client").ApiException,
+            OSError,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._api.close()
+
+    def get(self, path: str, *, what: str, query: Query | None = None) -> dict[str, Any]:
+        return self._exchange(_Request("GET", path, what, query))[1]
+
+    def items(self, path: str, *, what: str, query: Query | None = None) -> Iterator[dict[str, Any]]:
+        pages = {"limit": str(_PAGE), **(query or {})}
+        while True:
+            answer = self.get(path, what=what, query=pages)
+            yield from answer.get("items") or ()
+            rest = (answer.get("metadata") or {}).get("continue")
+            if not rest:
+                return
+            pages["continue"] = rest
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        *,
+        what: str,
+        content_type: str = "application/json",
+        query: Query | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        text = json.dumps(body) if content_type == APPLY else body
+        return self._exchange(_Request(method, path, what, query, text, content_type))
+
+    def lines(
+        self, path: str, *, what: str, query: Query | None = None, read_seconds: float | None = None
+    ) -> Iterator[bytes]:
+        response = self._open(_Request("GET", path, what, query), read_seconds=read_seconds)
+        with contextlib.closing(response.response) as stream, self._translated(what):
+            if response.status >= 300:
+                raise error_of(response.status, response.read(), what=what)
+            rest = b""
+            for chunk in stream.stream(2**16, decode_content=True):
+                *whole, rest = (rest + chunk).split(b"\n")
+                yield from whole
+            if rest:
+                yield rest
+
+    def _exchange(self, request: _Request) -> tuple[int, dict[str, Any]]:
+        response = self._open(request, read_seconds=_READ_SECONDS)
+        with self._translated(request.what):
+            data = response.read()
+        if response.status >= 300:
+            raise error_of(response.status, data, what=request.what)
+        try:
+            answer = json.loads(data)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise UnreachableError(
+                f"{request.what}: {self.host} answers with no JSON object. Is it a Kubernetes API server?"
+            )
+        return response.status, answer
+
+    def _open(self, request: _Request, *, read_seconds: float | None) -> Any:
+        headers = {"Accept": "application/json, */*", "User-Agent": f"{FIELD_MANAGER}/{__version__}"}
+        if request.content_type:
+            headers["Content-Type"] = request.content_type
+        url = self.host + request.path + (f"?{urlencode(request.query)}" if request.query else "")
+        with self._translated(request.what):
+            self._api.update_params_for_auth(
+                headers, [], ["BearerToken"], request.path, request.method, request.body
+            )
+            return self._api.call_api(
+                request.method,
+                url,
+                header_params=headers,
+                body=request.body,
+                _request_timeout=(_CONNECT_SECONDS, read_seconds),
+            )
+
+    @contextlib.contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._failures as error:
+            raise UnreachableError(
+                f"{what}: {self.host} cannot be reached; {_innermost(error)}. Check the context and the network, or try again."
+            ) from error
+
+
+def _innermost(error: BaseException) -> str:
+    """What is at the bottom of a failure of urllib3, whose own messages repeat the whole address."""
+    reason: Any = getattr(error, "reason", None)
+    while isinstance(reason, BaseException) and getattr(reason, "reason", None) is not None:
+        reason = getattr(reason, "reason", None)
+    text = str(reason or error).strip() or type(error).__name__
+    # "HTTPSConnection(host='10.0.0.1', port=6443): Failed to …"
+    return text.partition("): ")[2] or text.partition(">: ")[2] or text
+
+
+def connect(args: argparse.Namespace) -> KubernetesCluster:
+    """The cluster that ``--kubeconfig``, ``--context`` and ``--namespace`` name. Raises MissingClientError, KubeconfigError."""
+    try:
+        config = importlib.import_module("kubernetes.config")
+        client = importlib.import_module("kubernetes.client")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "kubernetes":
+            raise
+        raise MissingClientError from error
+    settings = type.__call__(client.Configuration)
+    namespace = _load(config, settings, args)
+    # A peer that is gone without a word ends a stream. A lost connection is tried again at once; anything slower is the command's
+    # own business.
+    settings.keep_alive = True
+    urllib3 = importlib.import_module("urllib3")
+    settings.retries = urllib3.util.Retry(total=2, connect=2, read=0, redirect=0, backoff_factor=0.2)
+    if not settings.verify_ssl:
+        # The kubeconfig says so (insecure-skip-tls-verify); to be told at each request helps nobody.
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
+    return KubernetesCluster(client.ApiClient(settings), namespace=args.namespace or namespace or "default")
+
+
+def _load(config: Any, settings: Any, args: argparse.Namespace) -> str | None:
+    """Fill ``settings``; the namespace of the context."""
+    file = str(args.kubeconfig) if args.kubeconfig is not None else None
+    try:
+        if file is None and args.context is None and not _has_kubeconfig(config):
+            config.load_incluster_config(client_configuration=settings)
+            return _IN_CLUSTER_NAMESPACE.read_text().strip()
+        contexts, current = config.list_kube_config_contexts(config_file=file)
+        config.load_kube_config(
+            config_file=file, context=args.context, client_configuration=settings, persist_config=False
+        )
+    except (config.ConfigException, OSError, ValueError, TypeError, KeyError) as error:
+        raise _kubeconfig_error(args, error) from error
+    if args.context is not None:
+        current = next((context for context in contexts if context["name"] == args.context), {})
+    namespace = (current.get("context") or {}).get("namespace")
+    return str(namespace) if namespace else None
+
+
+def _has_kubeconfig(config: Any) -> bool:
+    places = str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(":")
+    return any(Path(place).expanduser().exists() for place in places if place)
+
+
+def _kubeconfig_error(args: argparse.Namespace, error: Exception) -> ClusterInputError:
+    where = f"kubeconfig {args.kubeconfig}" if args.kubeconfig is not None else "kubeconfig"
+    where += f", context {args.context}" if args.context is not None else ""
+    remedy = (
+        "Name a file with --kubeconfig or KUBECONFIG, and one of its contexts (kubectl config get-contexts)"
+    )
+    return KubeconfigError(
+        Problem(where, "cannot be used", str(error).strip().splitlines()[0] if str(error) else "", remedy)
+    )

@@ -1,0 +1,158 @@
+"""``evergrad doctor``: can this user run training in this namespace of this cluster? One line a check, with a remedy."""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+from evergrad_cli import __version__
+from evergrad_cli.cluster import checks
+from evergrad_cli.cluster.arguments import add_cluster_arguments, say, say_json
+from evergrad_cli.cluster.checks import Check, State
+from evergrad_cli.cluster.client import Cluster, connect, core_path
+from evergrad_cli.cluster.errors import CHECK_FAILED, NotFoundError, RefusedError, UnreachableError
+from evergrad_cli.cluster.text import printable
+from evergrad_coordinator.contract import API_GROUP, ExitCode
+
+NAME = "doctor"
+EXAMPLES = """\
+  evergrad doctor
+  evergrad doctor -n training --operator-namespace evergrad-system
+  evergrad doctor --json | jq -r '.checks[] | select(.state == "fail") | .remedy'
+
+exit codes: 0 nothing fails (warnings are allowed) · 1 something fails · 64 no kubeconfig · 70 the cluster does not answer"""
+_OPERATOR: Final = {
+    "labelSelector": "app.kubernetes.io/part-of=evergrad,app.kubernetes.io/component=operator"
+}
+Objects = list[dict[str, Any]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    parser.add_argument(
+        "--operator-namespace",
+        metavar="NAMESPACE",
+        help="where the operator runs (default: it is looked for)",
+    )
+    add_cluster_arguments(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0, or 1 when a check fails."""
+    with connect(args) as cluster:
+        found = examine(cluster, operator_namespace=args.operator_namespace, now=time.time())
+    code = CHECK_FAILED if any(check.state is State.FAIL for check in found) else int(ExitCode.DONE)
+    if args.json:
+        say_json({"healthy": code == 0, "checks": [asdict(check) for check in found]})
+    else:
+        for line in render(found):
+            say(line)
+    return code
+
+
+def render(found: Sequence[Check]) -> list[str]:
+    """A line a check, its remedy below it, and a sum at the end."""
+    width = max(len(check.name) for check in found)
+    lines = []
+    for check in found:
+        lines.append(f"{check.state:<4}  {check.name:<{width}}  {printable(check.message)}")
+        if check.remedy:
+            lines.append(f"{'':<4}  {'':<{width}}  → {printable(check.remedy)}")
+    counts = {state: sum(check.state is state for check in found) for state in State}
+    told = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
+    return [*lines, "", told]
+
+
+def examine(cluster: Cluster, *, operator_namespace: str | None, now: float) -> list[Check]:
+    """All checks. Raises UnreachableError when not even the version can be read."""
+    namespace = cluster.namespace
+    found = [checks.check_version(cluster.get("/version", what="version"), cluster.host), _check_crd(cluster)]
+    found += _check_operator(cluster, operator_namespace, now)
+    found.append(checks.check_rights(_review(cluster, namespace), namespace))
+    raw, may_read = _read(
+        lambda: cluster.get(core_path("namespaces", None, namespace), what=f"namespace {namespace}")
+    )
+    found.append(checks.check_namespace(raw, namespace, may_read=may_read))
+    found.append(checks.check_storage(_list(cluster, "/apis/storage.k8s.io/v1/storageclasses")))
+    found.append(checks.check_quotas(_list(cluster, core_path("resourcequotas", namespace))))
+    found.append(
+        checks.check_network(
+            _list(cluster, f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies")
+        )
+    )
+    found.append(checks.check_nodes(_list(cluster, core_path("nodes"))))
+    groups = cluster.get("/apis", what="API groups").get("groups") or ()
+    found += checks.check_groups({str(group.get("name")) for group in groups})
+    why = "only a node can try to pull them, with its own credentials; a run that cannot says ImagePullFailed"
+    found.append(Check("images", State.SKIP, why))
+    return found
+
+
+def _read(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, bool]:
+    """What was read, None where there is none; and whether it may be read."""
+    try:
+        return read(), True
+    except NotFoundError:
+        return None, True
+    except RefusedError:
+        return None, False
+
+
+def _list(cluster: Cluster, path: str, query: dict[str, str] | None = None) -> Objects | None:
+    """The objects at ``path``, or None where this user may not list them, or the cluster does not know them."""
+    try:
+        return list(cluster.items(path, what=path.rpartition("/")[2], query=query))
+    except (NotFoundError, RefusedError):
+        return None
+
+
+def _check_crd(cluster: Cluster) -> Check:
+    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{checks.CRD_NAME}"
+    raw, may_read = _read(lambda: cluster.get(path, what=f"crd {checks.CRD_NAME}"))
+    served, _ = _read(lambda: cluster.get(f"/apis/{API_GROUP}/{checks.VERSION}", what="API group"))
+    kinds = [resource.get("name") for resource in (served or {}).get("resources") or ()]
+    return checks.check_crd(raw, is_served="trainingruns" in kinds, may_read=may_read)
+
+
+def _check_operator(cluster: Cluster, namespace: str | None, now: float) -> list[Check]:
+    within = f"/namespaces/{namespace}" if namespace is not None else ""
+    deployments = _list(cluster, f"/apis/apps/v1{within}/deployments", _OPERATOR)
+    found = [checks.check_operator(deployments, __version__)]
+    if deployments:
+        place, names = (
+            deployments[0]["metadata"]["namespace"],
+            {raw["metadata"]["name"] for raw in deployments},
+        )
+        leases = _list(cluster, f"/apis/coordination.k8s.io/v1/namespaces/{place}/leases")
+        # The chart names the lease as the Deployment.
+        ours = None if leases is None else [raw for raw in leases if raw["metadata"]["name"] in names]
+        found.append(checks.check_lease(ours, now=now))
+    return found
+
+
+def _review(cluster: Cluster, namespace: str) -> dict[checks.Right, bool]:
+    """Ask the API server about every right that commands use."""
+    return {right: _may(cluster, right, namespace) for right in checks.RIGHTS}
+
+
+def _may(cluster: Cluster, right: checks.Right, namespace: str) -> bool:
+    attributes = {
+        "namespace": namespace,
+        "verb": right.verb,
+        "group": right.group,
+        "resource": right.resource,
+    }
+    if right.subresource:
+        attributes["subresource"] = right.subresource
+    body = {
+        "apiVersion": "authorization.k8s.io/v1",
+        "kind": "SelfSubjectAccessReview",
+        "spec": {"resourceAttributes": attributes},
+    }
+    path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+    try:
+        answer = cluster.send("POST", path, body, what="access review")[1]
+    except (RefusedError, UnreachableError):
+        return False
+    return (answer.get("status") or {}).get("allowed") is True

@@ -1,0 +1,287 @@
+"""The output of a run's pods: one thread a pod reads and prints whole lines, new attempts are picked up as they come."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from evergrad_cli.cluster.client import Cluster, core_path
+from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
+from evergrad_cli.cluster.runs import COORDINATOR, LABEL_RUN, Pod, newest_of_each, parse_pods
+from evergrad_cli.cluster.waiting import Patience, read_run
+
+_POLL_SECONDS: Final = 1.0
+_AFTER_THE_END_SECONDS: Final = 10.0
+_GONE_SECONDS: Final = 10.0
+_RETRY_SECONDS: Final = 1.0
+_MOST_FAILURES: Final = 30
+_SILENCE_SECONDS: Final = 3600.0
+"""A stream that is silent for so long is opened again; lines are not lost by that."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Whose output: node ``index``, the lowest node there is (None), all nodes, or the coordinator."""
+
+    index: int | None = None
+    is_all: bool = False
+    is_coordinator: bool = False
+
+    def is_wanted(self, pod: Pod) -> bool:
+        """Whether the pod is one of those that may be shown."""
+        if self.is_coordinator or pod.role == COORDINATOR:
+            return self.is_coordinator and pod.role == COORDINATOR
+        return self.index is None or pod.index == self.index
+
+
+def choose(pods: Sequence[Pod], selection: Selection, *, is_previous: bool = False) -> list[Pod]:
+    """The pods whose output is shown once: of each node its newest attempt, or with ``is_previous`` the one before."""
+    wanted = [pod for pod in pods if selection.is_wanted(pod)]
+    if is_previous:
+        newest = {pod.name for pod in newest_of_each(wanted)}
+        wanted = [pod for pod in wanted if pod.name not in newest or pod.is_over or pod.restarts]
+        # A node whose newest pod has ended and is not replaced yet: that one is what failed.
+        older = [pod for pod in wanted if pod.name not in newest]
+        covered = {(pod.role, pod.index) for pod in older}
+        wanted = older + [
+            pod for pod in wanted if pod.name in newest and (pod.role, pod.index) not in covered
+        ]
+    found = sorted(newest_of_each(wanted), key=lambda pod: pod.index or 0)
+    if selection.is_all or selection.is_coordinator or selection.index is not None:
+        return found
+    started = [pod for pod in found if pod.has_started]
+    return (started or found)[:1]
+
+
+def list_pods(cluster: Cluster, name: str) -> list[Pod]:
+    """The run's pods. Raises RefusedError for a user who may not list them."""
+    path, query = core_path("pods", cluster.namespace), {"labelSelector": f"{LABEL_RUN}={name}"}
+    return parse_pods(cluster.items(path, what="pods", query=query))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a pod's output. ``time`` as the container runtime wrote it (RFC 3339)."""
+
+    pod: Pod
+    time: str
+    text: str
+
+
+def split_line(pod: Pod, raw: bytes) -> Line:
+    """A line with the time that the kubelet puts before it → its parts."""
+    text = raw.decode("utf-8", "replace")
+    head, space, rest = text.partition(" ")
+    return Line(pod, head, rest) if space and head[:1].isdigit() and "T" in head else Line(pod, "", text)
+
+
+def order_of(stamp: str) -> str:
+    """A time that compares as text: the kubelet drops zeros at the end of a fraction."""
+    whole, _, fraction = stamp.removesuffix("Z").partition(".")
+    return f"{whole}.{fraction:0<9}"
+
+
+def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> str:
+    """How a line is printed. The prefix names the node, as its supervisor does, and the attempt once it is not the first."""
+    pod = line.pod
+    if as_json:
+        facts = {
+            "node": pod.index,
+            "role": pod.role,
+            "attempt": pod.attempt,
+            "pod": pod.name,
+            "time": line.time,
+        }
+        return json.dumps({**facts, "line": line.text})
+    text = _prefixed(pod, line.text) if prefix else line.text
+    return f"{line.time} {text}" if with_time and line.time else text
+
+
+def _prefixed(pod: Pod, text: str) -> str:
+    place = COORDINATOR if pod.index is None else f"node {pod.index}"
+    attempt = f" #{pod.attempt}" if pod.attempt else ""
+    said = f"[{place}"
+    if text.startswith((f"{said} ", f"{said}]")):
+        return f"{said}{attempt}{text[len(said) :]}"
+    return f"{said}{attempt}] {text}"
+
+
+class Reader:
+    """Reads pods' output; ``show`` gets whole lines, of one pod at a time."""
+
+    def __init__(self, cluster: Cluster, show: Callable[[Line], None], *, tail: int | None) -> None:
+        self._cluster = cluster
+        self._show = show
+        self._tail = tail
+        self._lock = threading.Lock()
+
+    def read(
+        self, pod: Pod, *, is_previous: bool = False, is_following: bool = False, since: str = ""
+    ) -> str:
+        """Show what there is, until the end of the stream; the time of the last line, ``since`` if there was none.
+
+        Lines up to ``since`` are left out. Raises NotFoundError for a pod that is gone, RefusedError for one that is not started.
+        """
+        query = {"timestamps": "true"}
+        if pod.container:
+            query["container"] = pod.container
+        if is_previous:
+            query["previous"] = "true"
+        if is_following:
+            query["follow"] = "true"
+        if since:
+            query["sinceTime"] = since
+        elif self._tail is not None:
+            query["tailLines"] = str(self._tail)
+        path = core_path("pods", self._cluster.namespace, pod.name) + "/log"
+        last = since
+        silence = _SILENCE_SECONDS if is_following else 60.0
+        for raw in self._cluster.lines(
+            path, what=f"output of pod {pod.name}", query=query, read_seconds=silence
+        ):
+            line = split_line(pod, raw)
+            if since and line.time and order_of(line.time) <= order_of(since):
+                continue
+            with self._lock:
+                self._show(line)
+            last = line.time or last
+        return last
+
+
+class Follower:
+    """Follows a run: its pods' output, the attempts that replace them, until the run ends."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        name: str,
+        selection: Selection,
+        reader: Reader,
+        *,
+        remark: Callable[[str], None],
+    ) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._selection = selection
+        self._reader = reader
+        self._remark = remark
+        self._threads: dict[str, threading.Thread] = {}
+        self._is_over = threading.Event()
+        self._leader: int | None = None
+        self._leader_missed = 0.0
+        self._remarked = ""
+
+    def follow(self) -> None:
+        """Returns when the run has ended and all its output is shown, or when it is deleted."""
+        patience, is_seen = Patience(), False
+        while True:
+            try:
+                run = read_run(self._cluster, self._name)
+                pods = list_pods(self._cluster, self._name)
+            except NotFoundError:
+                if not is_seen:
+                    raise
+                self._remark("The run was deleted.")
+                break
+            except UnreachableError as error:
+                if not is_seen:
+                    raise
+                patience.after(error)
+                continue
+            patience.is_well()
+            is_seen = True
+            for pod in self._select(pods):
+                self._start(pod)
+            if run.is_over:
+                break
+            if not pods:
+                self._say_once(
+                    f"No pods: the run is {run.phase}{f' ({run.message})' if run.message else ''}. Waiting."
+                )
+            time.sleep(_POLL_SECONDS)
+        self._end()
+
+    def _select(self, pods: Sequence[Pod]) -> list[Pod]:
+        wanted = [pod for pod in pods if self._selection.is_wanted(pod)]
+        one = not (
+            self._selection.is_all or self._selection.is_coordinator or self._selection.index is not None
+        )
+        return [pod for pod in (self._of_leader(wanted) if one else wanted) if pod.has_started]
+
+    def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
+        """The pods of one node: the lowest there is, also before it has started, and another while that is away for long.
+
+        What was followed before goes on being shown: nobody knows which of the two speaks for the run.
+        """
+        alive = sorted(
+            {pod.index for pod in pods if pod.index is not None and pod.has_started and not pod.is_over}
+        )
+        if self._leader is not None and alive and alive[0] < self._leader:
+            self._remark(f"Node {alive[0]} is there. Following it, too.")
+            self._leader = alive[0]
+        if self._leader is None or self._leader in alive or not alive:
+            self._leader_missed = 0.0
+            if self._leader is None:
+                coming = {pod.index or 0 for pod in pods if not pod.is_over} or {
+                    pod.index or 0 for pod in pods
+                }
+                self._leader = min(coming, default=None)
+        elif not self._leader_missed:
+            self._leader_missed = time.monotonic()
+        elif time.monotonic() - self._leader_missed > _GONE_SECONDS:
+            self._remark(f"Node {self._leader} is away. Following node {alive[0]}.")
+            self._leader, self._leader_missed = alive[0], 0.0
+        return [pod for pod in pods if pod.index == self._leader]
+
+    def _start(self, pod: Pod) -> None:
+        if pod.name not in self._threads:
+            thread = threading.Thread(
+                target=self._read, args=(pod,), name=f"output of {pod.name}", daemon=True
+            )
+            self._threads[pod.name] = thread
+            thread.start()
+
+    def _read(self, pod: Pod) -> None:
+        last, failures = "", 0
+        while failures < _MOST_FAILURES:
+            before = last
+            try:
+                last = self._reader.read(pod, is_following=True, since=last)
+            except (NotFoundError, BrokenPipeError):
+                return
+            except (UnreachableError, RefusedError):
+                # The API server restarts, or the node is away for a moment.
+                failures += 1
+                self._is_over.wait(_RETRY_SECONDS)
+            else:
+                if self._is_over.is_set() or self._has_ended(pod):
+                    return
+                failures = 0 if last != before else failures + 1
+                self._is_over.wait(_RETRY_SECONDS)
+
+    def _has_ended(self, pod: Pod) -> bool:
+        """Whether nothing more can come: the stream ends with the container, but also with the API server."""
+        if pod.role == COORDINATOR:
+            # Its container may be started again.
+            return self._is_over.is_set()
+        with contextlib.suppress(UnreachableError, RefusedError):
+            return all(
+                other.name != pod.name or other.is_over for other in list_pods(self._cluster, self._name)
+            )
+        return False
+
+    def _say_once(self, text: str) -> None:
+        if text != self._remarked:
+            self._remarked = text
+            self._remark(text)
+
+    def _end(self) -> None:
+        """Let the readers come to the end of what there is."""
+        until = time.monotonic() + _AFTER_THE_END_SECONDS
+        threads: Iterable[threading.Thread] = list(self._threads.values())
+        self._is_over.set()
+        for thread in threads:
+            thread.join(max(0.0, until - time.monotonic()))

@@ -1,0 +1,132 @@
+"""``evergrad logs``: what the pods of a run print, also while they are replaced."""
+
+import argparse
+import sys
+from functools import partial
+
+from evergrad_manifest.errors import Problem
+
+from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, note, say
+from evergrad_cli.cluster.client import KubernetesCluster, connect
+from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError, RefusedError
+from evergrad_cli.cluster.following import Follower, Line, Reader, Selection, choose, list_pods, show_line
+from evergrad_cli.cluster.waiting import Goal, judge, read_run
+from evergrad_coordinator.contract import ExitCode
+
+NAME = "logs"
+EXAMPLES = """\
+  evergrad logs docs-lm -f                  # the first node, each attempt of it, until the run ends
+  evergrad logs docs-lm --all -f            # every node
+  evergrad logs docs-lm --node 2 --previous # what the attempt before the present one of node 2 said
+  evergrad logs docs-lm --coordinator --tail 50
+  evergrad logs docs-lm --all --json | jq -r 'select(.node == 1) | .line'
+
+exit codes: 0, with -f when the run is complete or deleted · 64 no such run or no output, and with -f the run failed by wrong
+configuration or data · 70 the cluster does not answer, and with -f the run failed in another way"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_run_name(parser)
+    parser.add_argument(
+        "-f", "--follow", action="store_true", help="go on until the run ends; replaced pods are followed"
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--node", type=int, metavar="I", help="the node of this index (default: the first there is)"
+    )
+    which.add_argument("--all", action="store_true", help="all nodes")
+    which.add_argument("--coordinator", action="store_true", help="the coordinator")
+    parser.add_argument(
+        "--previous", action="store_true", help="the attempt before the present one, of each node"
+    )
+    parser.add_argument(
+        "--tail", type=int, metavar="N", help="begin with the last N lines of each pod (default: all)"
+    )
+    parser.add_argument("--timestamps", action="store_true", help="with the time of each line")
+    add_cluster_arguments(
+        parser, json_help="print one JSON object a line: node, role, attempt, pod, time, line"
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0, 64 or 70."""
+    if args.follow and args.previous:
+        raise ClusterInputError(
+            Problem("--previous", "cannot be followed", "it has ended", "Leave out -f or --previous")
+        )
+    if args.tail is not None and args.tail < 0:
+        raise ClusterInputError(Problem("--tail", f"{args.tail} is negative", "", "Give the number of lines"))
+    selection = Selection(args.node, args.all, args.coordinator)
+    with connect(args) as cluster:
+        show = partial(_show, prefix=args.all or args.follow, with_time=args.timestamps, as_json=args.json)
+        reader = Reader(cluster, show, tail=args.tail)
+        if args.follow:
+            return _follow(cluster, args.name, selection, reader)
+        return _show_once(cluster, args, selection, reader)
+
+
+def _show(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> None:
+    say(show_line(line, prefix=prefix, with_time=with_time, as_json=as_json))
+
+
+def _follow(cluster: KubernetesCluster, name: str, selection: Selection, reader: Reader) -> int:
+    Follower(cluster, name, selection, reader, remark=note).follow()
+    try:
+        verdict = judge(read_run(cluster, name), Goal.COMPLETE)
+    except NotFoundError:
+        return int(ExitCode.DONE)
+    note(f"trainingrun/{name} {verdict.text}")
+    sys.stdout.flush()
+    return int(verdict.exit_code or 0)
+
+
+def _show_once(
+    cluster: KubernetesCluster, args: argparse.Namespace, selection: Selection, reader: Reader
+) -> int:
+    run = read_run(cluster, args.name)
+    pods = list_pods(cluster, args.name)
+    chosen = choose(pods, selection, is_previous=args.previous)
+    if not chosen:
+        raise ClusterInputError(_no_pod(args, run.phase, has_pods=bool(pods)))
+    newest = {pod.name for pod in choose(pods, Selection(None, True, args.coordinator))}
+    failures: list[Problem] = []
+    for pod in chosen:
+        if not pod.has_started:
+            failures.append(
+                Problem(f"pod {pod.name}", "has no output yet", pod.message or f"it is {pod.phase}")
+            )
+            continue
+        try:
+            # A coordinator is started again inside its pod; nodes get new pods.
+            reader.read(pod, is_previous=args.previous and pod.name in newest and not pod.is_over)
+        except (NotFoundError, RefusedError) as error:
+            failures += error.problems
+    if failures and len(failures) == len(chosen):
+        raise ClusterInputError(*failures)
+    for failure in failures:
+        note(f"warning: {failure}")
+    return int(ExitCode.DONE)
+
+
+def _no_pod(args: argparse.Namespace, phase: str, *, has_pods: bool) -> Problem:
+    where = f"trainingrun {args.name}"
+    if args.previous:
+        return Problem(
+            where,
+            "has no earlier attempt whose pod still exists",
+            "",
+            "Older output is on its volume, in logs/",
+        )
+    if args.node is not None and has_pods:
+        return Problem(
+            "--node",
+            f"there is no pod of node {args.node}",
+            "",
+            f"evergrad status {args.name} shows those there are",
+        )
+    if phase in ("Pending", "Starting", "Waiting"):
+        return Problem(where, "has no pods yet", f"it is {phase}", f"See why: evergrad status {args.name}")
+    return Problem(
+        where, "has no pods", f"it is {phase}", "What it printed earlier is on its volume, in logs/"
+    )

@@ -1,0 +1,123 @@
+"""An API server's answer that is no success → one of our errors, with the paths of the fields. Pure."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from evergrad_manifest.errors import EvergradError, Problem
+
+from evergrad_cli.cluster.errors import NotFoundError, RefusedError, Status, UnreachableError
+
+_MANAGER: Final = re.compile(r'conflict with "((?:[^"\\]|\\.)*)"')
+_LONGEST: Final = 1000
+NO_CRD: Final = Problem(
+    "",
+    "this cluster does not know TrainingRuns",
+    "the CustomResourceDefinition trainingruns.evergrad.dev is not installed, or serves no v1alpha1",
+    "Install the chart (helm install evergrad charts/evergrad), then look with evergrad doctor",
+)
+
+
+def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
+    """The error for an answer of HTTP ``status``. ``what`` was asked for, as a message names it: ``trainingrun docs-lm``."""
+    answer = _parse(body)
+    message = str(answer.get("message") or _plain(body))[:_LONGEST]
+    if status == Status.NOT_FOUND:
+        return _not_found(answer, message, what)
+    if status == Status.UNAUTHORIZED:
+        remedy = "Log in again, or look at the user of the context: kubectl config view --minify"
+        return RefusedError(
+            Problem(what, "the cluster does not accept these credentials", message, remedy), status=status
+        )
+    if status == Status.FORBIDDEN:
+        return RefusedError(_forbidden(what, message), status=status)
+    if status == Status.CONFLICT:
+        return _conflict(answer, message, what)
+    if status >= 500 or status == Status.TOO_MANY:
+        return UnreachableError(
+            f"{what}: the cluster answers with {status}; {message or 'it says no more'}. Try again."
+        )
+    causes = _causes(answer)
+    problems = [_problem(cause, what) for cause in causes] or [
+        Problem(what, "the cluster refuses this", message)
+    ]
+    return RefusedError(*problems, status=status)
+
+
+def _parse(body: bytes) -> Mapping[str, Any]:
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, Mapping) and answer.get("kind") == "Status" else {}
+
+
+def _plain(body: bytes) -> str:
+    return body[:_LONGEST].decode("utf-8", "replace").strip()
+
+
+def _not_found(answer: Mapping[str, Any], message: str, what: str) -> NotFoundError:
+    details = answer.get("details")
+    if not isinstance(details, Mapping) or not details.get("name"):
+        # The path itself is unknown: the server has no such kind of object.
+        is_ours = "trainingrun" in what
+        return NotFoundError(
+            NO_CRD if is_ours else Problem(what, "is not known to this cluster", message),
+            is_kind_unknown=True,
+        )
+    if details.get("kind") == "namespaces":
+        remedy = f"Create it (kubectl create namespace {details['name']}), or name another with -n"
+        return NotFoundError(Problem(f"namespace {details['name']}", "does not exist", "", remedy))
+    return NotFoundError(Problem(what, "does not exist", "", "evergrad list -A shows all runs"))
+
+
+def _forbidden(what: str, message: str) -> Problem:
+    if "exceeded quota" in message:
+        return Problem(
+            what, "is beyond the namespace's quota", message, "Ask for less, or for a larger quota"
+        )
+    if "being terminated" in message:
+        return Problem(
+            what, "cannot be created", message, "The namespace is being deleted: name another with -n"
+        )
+    return Problem(
+        what, "is not allowed", message, "Ask for the right, or see which you have: evergrad doctor"
+    )
+
+
+def _conflict(answer: Mapping[str, Any], message: str, what: str) -> RefusedError:
+    causes = _causes(answer)
+    managers = frozenset(
+        match[1] for cause in causes if (match := _MANAGER.search(str(cause.get("message", ""))))
+    )
+    if not managers:
+        return RefusedError(
+            Problem(what, "was changed by somebody else just now", message, "Try again"),
+            status=Status.CONFLICT,
+        )
+    problems = [
+        Problem(
+            _field(cause, what),
+            f"belongs to another writer: {cause.get('message', '')}",
+            "",
+            "--force-conflicts takes it over",
+        )
+        for cause in causes
+    ]
+    return RefusedError(*problems, status=Status.CONFLICT, managers=managers)
+
+
+def _causes(answer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    details = answer.get("details")
+    found = details.get("causes") if isinstance(details, Mapping) else None
+    return [cause for cause in found if isinstance(cause, Mapping)] if isinstance(found, list) else []
+
+
+def _problem(cause: Mapping[str, Any], what: str) -> Problem:
+    return Problem(_field(cause, what), str(cause.get("message", "")) or "the cluster refuses this")
+
+
+def _field(cause: Mapping[str, Any], what: str) -> str:
+    field = str(cause.get("field") or "").removeprefix(".")
+    return what if field in ("", "<nil>") else field

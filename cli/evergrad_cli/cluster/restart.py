@@ -1,0 +1,44 @@
+"""``evergrad restart``: new pods for a run, from its newest checkpoint; also for one that has failed."""
+
+import argparse
+
+from evergrad_manifest.errors import Problem
+
+from evergrad_cli.cluster.runs import Run
+from evergrad_cli.cluster.switching import Switch, add_switch_arguments, flip, new_nonce
+from evergrad_cli.cluster.waiting import Goal
+
+NAME = "restart"
+EXAMPLES = """\
+  evergrad restart docs-lm                         # a failed run tries again; a running one gets new pods, in grace
+  evergrad restart docs-lm --wait --timeout 5m     # until it trains again"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_switch_arguments(parser, wait_help="wait until the run trains again")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Sets a new spec.restartNonce. Returns 0, or of a wait 64, 70 or 124."""
+    nonce = new_nonce()
+    switch = Switch(
+        "restarted",
+        {"restartNonce": nonce},
+        Goal.RUNNING,
+        lambda run: False,
+        lambda run: run.restart_nonce == nonce,
+    )
+    return flip(args, lambda run: switch, check=_check)
+
+
+def _check(run: Run) -> Problem | None:
+    where = f"trainingrun {run.name}"
+    if run.is_true("Complete"):
+        remedy = "To train on, start a new run whose spec.training.initFrom names this one's checkpoints"
+        return Problem(where, "is complete; a complete run never trains again", "", remedy)
+    if run.wants_suspension:
+        return Problem(
+            where, "is suspended; it has no pods to restart", "", f"To go on: evergrad resume {run.name}"
+        )
+    return None

@@ -1,0 +1,51 @@
+"""``evergrad resume``: a run that was suspended, or has stopped on request, goes on where it stopped."""
+
+import argparse
+from typing import Any
+
+from evergrad_manifest.errors import Problem
+
+from evergrad_cli.cluster.runs import NON_FINITE, Run
+from evergrad_cli.cluster.switching import Switch, add_switch_arguments, finished, flip, new_nonce
+from evergrad_cli.cluster.waiting import Goal
+
+NAME = "resume"
+EXAMPLES = """\
+  evergrad resume docs-lm
+  evergrad resume docs-lm --wait --timeout 5m      # until it trains"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_switch_arguments(parser, wait_help="wait until the run trains")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Takes spec.suspend back, or sets a new spec.restartNonce after a stop. Returns 0, or of a wait 64, 70 or 124."""
+    return flip(args, _choose, check=_check)
+
+
+def _choose(run: Run) -> Switch:
+    """What takes this run on: of a stop on request spec.suspend knows nothing, only a new restartNonce takes it back."""
+    if not run.has_stopped_by_itself:
+        return Switch("resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension)
+    nonce = new_nonce()
+    spec: dict[str, Any] = {"restartNonce": nonce}
+    if run.wants_suspension:
+        spec["suspend"] = False
+    why = "before a step that is not finite" if run.reason == NON_FINITE else "on request"
+    verb = f"resumed by a new spec.restartNonce: it had stopped {why}"
+    return Switch(verb, spec, Goal.RUNNING, lambda run: False, lambda run: run.restart_nonce == nonce)
+
+
+def _check(run: Run) -> Problem | None:
+    if run.is_beyond_its_stop:
+        what = f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is {run.stop_after_step}"
+        remedy = "To train on: delete the run, whose claim keeps the checkpoints, and submit its file without spec.training.stop"
+        return Problem(
+            f"trainingrun {run.name}",
+            what,
+            "it would stop again at once, and a recipe does not change",
+            remedy,
+        )
+    return finished(run, "resume")

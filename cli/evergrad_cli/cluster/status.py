@@ -1,0 +1,252 @@
+"""``evergrad status``: all there is to know about one run, and what to do next."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from evergrad_cli.cluster.advice import advise
+from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, say, say_json
+from evergrad_cli.cluster.client import Cluster, connect, core_path
+from evergrad_cli.cluster.errors import RefusedError
+from evergrad_cli.cluster.runs import (
+    LABEL_RUN,
+    Event,
+    Failure,
+    Pod,
+    Run,
+    newest_of_each,
+    parse_events,
+    parse_pods,
+    pod_row,
+    row_of,
+)
+from evergrad_cli.cluster.text import NOTHING, age, bar, printable, printable_lines, table
+from evergrad_cli.cluster.waiting import read_run
+from evergrad_coordinator.contract import ExitCode
+
+NAME = "status"
+EXAMPLES = """\
+  evergrad status docs-lm
+  evergrad status docs-lm --json | jq .run.percent
+  watch -n 5 evergrad status docs-lm"""
+_NUM_EVENTS: Final = 10
+_LONGEST_POD_LIST: Final = 32
+_COORDINATOR: Final = "coordinator"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A run with what belongs to it. ``unknown`` names what this user may not read."""
+
+    run: Run
+    pods: tuple[Pod, ...]
+    events: tuple[Event, ...]
+    unknown: tuple[str, ...]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_run_name(parser)
+    parser.add_argument(
+        "--events",
+        type=int,
+        default=_NUM_EVENTS,
+        metavar="N",
+        help=f"how many events (default: {_NUM_EVENTS})",
+    )
+    add_cluster_arguments(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0 whatever the run's state is; ``wait`` tells a state by its exit code."""
+    with connect(args) as cluster:
+        facts = gather(cluster, args.name)
+    now = time.time()
+    if args.json:
+        say_json(document(facts, now=now, num_events=args.events))
+        return int(ExitCode.DONE)
+    is_unicode = (sys.stdout.encoding or "").lower().startswith("utf")
+    for line in render(facts, now=now, num_events=args.events, is_unicode=is_unicode):
+        say(line)
+    return int(ExitCode.DONE)
+
+
+def gather(cluster: Cluster, name: str) -> Facts:
+    """Read the run, its pods and their events. What may not be read is named, not an error."""
+    run = read_run(cluster, name)
+    unknown: list[str] = []
+    pods = parse_pods(_try_items(cluster, "pods", {"labelSelector": f"{LABEL_RUN}={name}"}, unknown))
+    selector = {"fieldSelector": f"involvedObject.kind=TrainingRun,involvedObject.name={name}"}
+    raw = _try_items(cluster, "events", selector, unknown)
+    raw = [item for item in raw if (item.get("involvedObject") or {}).get("uid") in (run.uid, None, "")]
+    if pods and "events" not in unknown:
+        names = {pod.name for pod in pods}
+        warnings = _try_items(
+            cluster, "events", {"fieldSelector": "involvedObject.kind=Pod,type=Warning"}, unknown
+        )
+        raw += [item for item in warnings if (item.get("involvedObject") or {}).get("name") in names]
+    return Facts(run, tuple(pods), tuple(parse_events(raw)), tuple(unknown))
+
+
+def _try_items(
+    cluster: Cluster, kind: str, query: dict[str, str], unknown: list[str]
+) -> list[dict[str, Any]]:
+    try:
+        return list(cluster.items(core_path(kind, cluster.namespace), what=kind, query=query))
+    except RefusedError:
+        unknown.append(kind)
+        return []
+
+
+def document(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS) -> dict[str, Any]:
+    """The run as one JSON document."""
+    run = facts.run
+    details = {
+        "image": run.image or None,
+        "started": run.started,
+        "completed": run.completed,
+        "suspend": run.wants_suspension,
+        "claim": run.claim,
+        "folder": run.folder,
+        "restartsByCause": dict(run.restarts_by_cause),
+        "failuresWithoutProgress": run.failures_without_progress,
+    }
+    return {
+        "run": {**row_of(run, now=now), **details},
+        "conditions": [asdict(condition) for condition in run.conditions],
+        "pods": [pod_row(pod) for pod in facts.pods],
+        "lastFailure": None if run.last_failure is None else _camel(asdict(run.last_failure)),
+        "attempts": [_camel(asdict(ended)) for ended in run.attempts],
+        "events": [asdict(event) for event in facts.events[-num_events:]] if num_events > 0 else [],
+        "unknown": list(facts.unknown),
+        "next": advise(run, facts.pods, now=now),
+    }
+
+
+def _camel(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"exitCode" if key == "exit_code" else key: value for key, value in raw.items()}
+
+
+def render(facts: Facts, *, now: float, num_events: int = _NUM_EVENTS, is_unicode: bool = True) -> list[str]:
+    """The run as people read it."""
+    run = facts.run
+    lines = _head(run, now, is_unicode=is_unicode)
+    lines += _section("Conditions", _conditions(run, now))
+    lines += _section("Pods", _pods(facts, now))
+    if run.last_failure is not None:
+        lines += _section("Last failure", _failure(run.last_failure, now))
+    if num_events > 0:
+        lines += _section("Events", _events(facts, num_events, now))
+    return [*lines, *_section("Next", [f"  {printable(line)}" for line in advise(run, facts.pods, now=now)])]
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", f"{title}:", *lines] if lines else []
+
+
+def _head(run: Run, now: float, *, is_unicode: bool) -> list[str]:
+    phase = "Deleting" if run.is_deleting else run.phase
+    if run.reason and run.reason != phase:
+        phase += f" ({run.reason})"
+    facts = [("Name", run.name), ("Namespace", run.namespace), ("Phase", phase), ("Message", run.message)]
+    facts += [
+        ("Progress", _progress(run, is_unicode=is_unicode)),
+        ("", _speed(run, now)),
+        ("Nodes", run.nodes),
+    ]
+    if run.checkpoint_step is not None:
+        ago = "" if run.checkpoint_at is None else f", {age(now - run.checkpoint_at)} ago"
+        facts.append(("Checkpoint", f"step {run.checkpoint_step}{ago}"))
+    by_cause = ", ".join(f"{count} {cause}" for cause, count in sorted(run.restarts_by_cause.items()))
+    facts.append(("Restarts", f"{run.restarts}{f' ({by_cause})' if by_cause else ''}"))
+    facts += [
+        ("Storage", f"claim {run.claim}, folder {run.folder}"),
+        ("Image", run.image),
+        ("Age", _ages(run, now)),
+    ]
+    return [f"{f'{label}:' if label else '':<12}{printable(text)}" for label, text in facts if text]
+
+
+def _ages(run: Run, now: float) -> str:
+    text = age(None if run.created is None else now - run.created)
+    if run.started is not None and run.completed is not None:
+        text += f"; ended {age(now - run.completed)} ago, after {age(run.completed - run.started)}"
+    return text
+
+
+def _progress(run: Run, *, is_unicode: bool) -> str:
+    if run.step is None:
+        return ""
+    if not run.total_steps:
+        return f"step {run.step:,}"
+    share = run.step / run.total_steps
+    return f"{bar(share, is_unicode=is_unicode)}  {run.step:,}/{run.total_steps:,}  {int(100 * share)}%"
+
+
+def _speed(run: Run, now: float) -> str:
+    values = (
+        ("loss", run.loss),
+        ("tokens/s", run.tokens_per_second),
+        ("ETA", "" if run.is_over else run.eta),
+    )
+    parts = [f"{label} {value}" for label, value in values if value]
+    if run.updated is not None and parts and not run.is_over:
+        parts.append(f"{age(now - run.updated)} ago")
+    return "  ".join(parts)
+
+
+def _conditions(run: Run, now: float) -> list[str]:
+    rows = []
+    for condition in run.conditions:
+        since = age(None if condition.since is None else now - condition.since)
+        rows.append(("", condition.type, condition.status, since, condition.reason, condition.message))
+    return table(("", "TYPE", "STATUS", "SINCE", "REASON", "MESSAGE"), rows) if rows else []
+
+
+def _pods(facts: Facts, now: float) -> list[str]:
+    if "pods" in facts.unknown:
+        return ["  unknown: this user may not list pods"]
+    newest = newest_of_each(facts.pods)
+    shown = newest[:_LONGEST_POD_LIST]
+    rows = []
+    for pod in shown:
+        place = _COORDINATOR if pod.index is None else str(pod.index)
+        seen = age(None if pod.created is None else now - pod.created)
+        rows.append(
+            ("", place, pod.name, pod.phase, pod.node or NOTHING, str(pod.attempt), seen, pod.message)
+        )
+    lines = table(("", "INDEX", "POD", "STATUS", "NODE", "ATTEMPT", "AGE", "MESSAGE"), rows) if rows else []
+    left_out = len(newest) - len(shown)
+    return (
+        [*lines, f"   and {left_out} more: kubectl get pods -l {LABEL_RUN}={facts.run.name}"]
+        if left_out
+        else lines
+    )
+
+
+def _failure(failure: Failure, now: float) -> list[str]:
+    where = (
+        ("node", failure.node),
+        ("rank", failure.rank),
+        ("step", failure.step),
+        ("exit code", failure.exit_code),
+    )
+    told = ", ".join(f"{label} {value}" for label, value in where if value is not None)
+    when = "" if failure.at is None else f", {age(now - failure.at)} ago"
+    head = f"  {printable(failure.cause or 'unknown')}{f': {told}' if told else ''}{when}"
+    return [head, *(f"    {line}" for line in printable_lines(failure.message))]
+
+
+def _events(facts: Facts, num_events: int, now: float) -> list[str]:
+    if "events" in facts.unknown:
+        return ["  unknown: this user may not list events"]
+    rows = []
+    for event in facts.events[-num_events:]:
+        seen = age(None if event.at is None else now - event.at) + (
+            f" (x{event.count})" if event.count > 1 else ""
+        )
+        rows.append(("", seen, event.type, event.reason, event.object, event.message))
+    return table(("", "AGE", "TYPE", "REASON", "OBJECT", "MESSAGE"), rows) if rows else []

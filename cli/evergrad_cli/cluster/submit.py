@@ -1,0 +1,179 @@
+"""``evergrad submit``: a TrainingRun file, checked here and then applied to the cluster by server-side apply."""
+
+import argparse
+import time
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+
+from evergrad_cli.cluster.arguments import add_cluster_arguments, add_timeout, note, say, say_json
+from evergrad_cli.cluster.client import APPLY, FIELD_MANAGER, Cluster, connect, find, runs_path
+from evergrad_cli.cluster.errors import RefusedError
+from evergrad_cli.cluster.placement import placement_problems, placement_warnings
+from evergrad_cli.cluster.runs import Run, parse_run
+from evergrad_cli.cluster.waiting import Goal, describe_change, wait_for
+from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
+from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.reading.view import without_nulls
+
+NAME = "submit"
+EXAMPLES = """\
+  evergrad submit trainingrun.yaml
+  evergrad submit trainingrun.yaml --dry-run                 # checked here and by the cluster, nothing created
+  evergrad submit trainingrun.yaml --watch                   # a line a change, until the run has ended
+  evergrad submit trainingrun.yaml --set metadata.name=docs-lm-2 --set spec.nodes.max=8
+  evergrad submit trainingrun.yaml --wait --timeout 2h && evergrad status docs-lm
+
+exit codes: 0 submitted, and with --wait or --watch complete · 64 wrong file, refused by the cluster, or the run failed by wrong
+configuration or data · 70 the run failed in another way, or the cluster does not answer · 124 the time is over"""
+_WATCH_SECONDS: Final = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_manifest_arguments(parser)
+    parser.add_argument("--dry-run", action="store_true", help="let the cluster check it, and create nothing")
+    parser.add_argument(
+        "--force-conflicts", action="store_true", help="take over fields that another writer has set"
+    )
+    waits = parser.add_mutually_exclusive_group()
+    waits.add_argument("--wait", action="store_true", help="wait until the run is complete or has failed")
+    waits.add_argument("--watch", action="store_true", help="the same, and say every change")
+    add_timeout(parser, default="0")
+    add_cluster_arguments(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0, 64 or 70; with ``--wait`` how the run ended, or 124."""
+    loaded = load_from(args)
+    namespace = _namespace(args, loaded)
+    raise_if(placement_problems(loaded.run), ConfigurationError)
+    for warning in placement_warnings(loaded.run):
+        note(f"warning: {warning}")
+    args.namespace = namespace
+    name = loaded.run.metadata.name
+    with connect(args) as cluster:
+        result, run = submit(cluster, loaded, is_dry=args.dry_run, is_forced=args.force_conflicts)
+        text = f"trainingrun/{name} {result}{' (dry run of the cluster)' if args.dry_run else ''}"
+        if not args.json:
+            say(text)
+            _remark(run, result)
+        code = int(ExitCode.DONE)
+        if (args.wait or args.watch) and not args.dry_run:
+            code, text = _await(cluster, args, name)
+    if args.json:
+        facts = {"name": name, "namespace": run.namespace, "result": result, "dryRun": args.dry_run}
+        say_json({**facts, "generation": run.generation, "exitCode": code, "message": text})
+    return code
+
+
+def _namespace(args: argparse.Namespace, loaded: LoadedManifest) -> str | None:
+    """The file's namespace or ``--namespace``; they may not contradict each other."""
+    said = loaded.run.metadata.namespace
+    if said is not None and args.namespace not in (None, said):
+        why = f"the file says {said}"
+        raise ConfigurationError(
+            Problem("--namespace", f"{args.namespace} is not the namespace of the file", why, "Leave one out")
+        )
+    return said or args.namespace
+
+
+def submit(
+    cluster: Cluster, loaded: LoadedManifest, *, is_dry: bool = False, is_forced: bool = False
+) -> tuple[str, Run]:
+    """Apply the manifest as it was written; ``created``, ``configured`` or ``unchanged``, and the run as the cluster has it.
+
+    Raises RefusedError with every field the cluster refuses.
+    """
+    name = loaded.run.metadata.name
+    body: dict[str, Any] = with_whole_numbers(without_nulls(loaded.raw))
+    body["metadata"] = {**body["metadata"], "namespace": cluster.namespace}
+    path, what = runs_path(cluster.namespace, name), f"trainingrun {name}"
+    before = find(cluster, path, what=what)
+    query = {
+        "fieldManager": FIELD_MANAGER,
+        "fieldValidation": "Strict",
+        **({"dryRun": "All"} if is_dry else {}),
+    }
+    try:
+        after = _apply(cluster, path, body, what, query, is_forced=is_forced)
+    except RefusedError as error:
+        if error.managers != {FIELD_MANAGER}:
+            raise
+        # The other writer is ourselves: suspend, resume and restart set single fields.
+        after = _apply(cluster, path, body, what, query, is_forced=True)
+    if before is None:
+        return "created", parse_run(after)
+    is_same = _without_bookkeeping(before) == _without_bookkeeping(after)
+    return "unchanged" if is_same else "configured", parse_run(after)
+
+
+def with_whole_numbers(value: Any) -> Any:
+    """``1e6``, which YAML reads as a float, as the integer it is: the API server's rules know no float where a count stands."""
+    if isinstance(value, Mapping):
+        return {key: with_whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+def _apply(
+    cluster: Cluster, path: str, body: dict[str, Any], what: str, query: dict[str, str], *, is_forced: bool
+) -> dict[str, Any]:
+    query = {**query, "force": "true" if is_forced else "false"}
+    return cluster.send("PATCH", path, body, what=what, content_type=APPLY, query=query)[1]
+
+
+def _without_bookkeeping(raw: dict[str, Any]) -> dict[str, Any]:
+    metadata = raw.get("metadata") or {}
+    return {
+        "spec": raw.get("spec"),
+        "labels": metadata.get("labels"),
+        "annotations": metadata.get("annotations"),
+    }
+
+
+def _remark(run: Run, result: str) -> None:
+    if run.is_true("Complete"):
+        note(f"It is complete already and never trains again. See it: evergrad status {run.name}")
+    elif run.is_true("Failed"):
+        note(f"It has failed. See why: evergrad status {run.name}; try again: evergrad restart {run.name}")
+    elif run.wants_suspension:
+        note(f"It is suspended. To let it train: evergrad resume {run.name}")
+    elif result == "created":
+        note(f"Follow it: evergrad logs {run.name} -f")
+
+
+def _await(cluster: Cluster, args: argparse.Namespace, name: str) -> tuple[int, str]:
+    teller = ChangeTeller()
+    verdict, _ = wait_for(
+        cluster,
+        name,
+        Goal.COMPLETE,
+        timeout=args.timeout,
+        on_change=teller.tell if args.watch and not args.json else lambda run: None,
+    )
+    code, text = int(verdict.exit_code or 0), f"trainingrun/{name} {verdict.text}"
+    if not args.json:
+        (say if code == 0 else note)(text)
+    return code, text
+
+
+class ChangeTeller:
+    """Says what changes: a new phase or reason at once, progress every ten seconds."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, str, str] | None = None
+        self._step: int | None = None
+        self._said = 0.0
+
+    def tell(self, run: Run) -> None:
+        """Say a line about ``run`` if it is due."""
+        state = (run.phase, run.reason, run.nodes)
+        is_due = run.step != self._step and time.monotonic() - self._said >= _WATCH_SECONDS
+        if state == self._last and not is_due:
+            return
+        self._last, self._step, self._said = state, run.step, time.monotonic()
+        say(f"{time.strftime('%H:%M:%S')}  {describe_change(run)}")

@@ -1,0 +1,96 @@
+"""How runs look in a terminal: tables, ages, bars. Pure."""
+
+import unicodedata
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Final
+
+NOTHING: Final = "–"
+_GAP: Final = "   "
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of columns that are as wide as their widest cell, as kubectl's. The last column is not padded."""
+    cells = [[printable(cell) for cell in row] for row in (headers, *rows)]
+    widths = [max(_width(row[column]) for row in cells) for column in range(len(headers))]
+    return [
+        _GAP.join(
+            cell + " " * (width - _width(cell)) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _width(text: str) -> int:
+    return sum(2 if unicodedata.east_asian_width(character) in "WF" else 1 for character in text)
+
+
+def printable(text: str) -> str:
+    """``text`` on one line, without what could steer a terminal: controls and line ends become spaces."""
+    return "".join(
+        " " if unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") else character
+        for character in text
+    )
+
+
+def printable_lines(text: str) -> list[str]:
+    """As ``printable``, line by line."""
+    return [printable(line).rstrip() for line in text.splitlines()]
+
+
+def age(seconds: float | None) -> str:
+    """``75`` → ``75s``, ``600`` → ``10m``, ``9000`` → ``2h30m``, ``200000`` → ``2d7h``: kubectl's spelling of a duration."""
+    if seconds is None:
+        return NOTHING
+    total = max(0, int(seconds))
+    if total < 120:
+        return f"{total}s"
+    minutes, hours, days = total // 60, total // 3600, total // 86400
+    if minutes < 10:
+        return f"{minutes}m{total % 60}s" if total % 60 else f"{minutes}m"
+    if hours < 3:
+        return f"{minutes}m"
+    if hours < 8:
+        return f"{hours}h{minutes % 60}m" if minutes % 60 else f"{hours}h"
+    if hours < 48:
+        return f"{hours}h"
+    if days < 8:
+        return f"{days}d{hours % 24}h" if hours % 24 else f"{days}d"
+    return f"{days}d"
+
+
+def bar(share: float, *, width: int = 30, is_unicode: bool = True) -> str:
+    """A progress bar of ``width`` characters; full only when all is done."""
+    share = min(1.0, max(0.0, share))
+    full, empty = ("█", "░") if is_unicode else ("#", ".")
+    done = int(share * width)
+    return full * done + empty * (width - done)
+
+
+def parse_time(value: Any) -> float | None:
+    """A time as the API writes it (RFC 3339) → Unix seconds; None for what is none."""
+    if not isinstance(value, str):
+        return None
+    head, point, fraction = value.removesuffix("Z").partition(".")
+    try:
+        whole = datetime.fromisoformat(head if value.endswith("Z") else value)
+    except ValueError:
+        return None
+    if not value.endswith("Z"):
+        return whole.timestamp()
+    rest = float(f"0.{fraction}") if point and fraction.isdigit() else 0.0
+    return whole.replace(tzinfo=UTC).timestamp() + rest
+
+
+def parse_short_count(value: Any) -> float | None:
+    """``41.2k`` → 41200.0, ``512`` → 512.0; None for what is no such number."""
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int | float):
+        return float(value)
+    text = str(value).strip()
+    scale = {"k": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}.get(text[-1:], 1.0)
+    try:
+        return float(text.rstrip("kMBGT")) * scale
+    except ValueError:
+        return None

@@ -1,0 +1,173 @@
+"""``evergrad top``: how fast runs train and what they use."""
+
+import argparse
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from evergrad_cli.cluster.arguments import add_all_namespaces, add_cluster_arguments, note, say, say_json
+from evergrad_cli.cluster.client import Cluster, connect, runs_path
+from evergrad_cli.cluster.errors import NotFoundError, RefusedError, UnreachableError
+from evergrad_cli.cluster.runs import LABEL_RUN, Run, parse_run
+from evergrad_cli.cluster.text import NOTHING, parse_short_count, table
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.text import short_count, size
+
+NAME = "top"
+EXAMPLES = """\
+  evergrad top
+  evergrad top -A --sort memory
+  evergrad top --json | jq '.runs[0].cpuCores'"""
+_METRICS = "/apis/metrics.k8s.io/v1beta1"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What all pods of a run use: processor cores and bytes."""
+
+    cores: float
+    memory_bytes: float
+    num_pods: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_all_namespaces(parser)
+    parser.add_argument("--all", action="store_true", help="also runs that have ended or are suspended")
+    parser.add_argument(
+        "--sort", choices=("tokens", "cpu", "memory", "name"), default="tokens", help="largest first (tokens)"
+    )
+    add_cluster_arguments(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0; without the metrics API the columns of usage are empty, and a remark says so."""
+    with connect(args) as cluster:
+        namespace = None if args.all_namespaces else cluster.namespace
+        runs = [parse_run(raw) for raw in cluster.items(runs_path(namespace), what="trainingruns")]
+        usage, reason = _read_usage(cluster, namespace)
+    if not args.all:
+        runs = [run for run in runs if not run.is_over and run.phase != "Suspended"]
+    runs = order(runs, usage or {}, by=args.sort)
+    if args.json:
+        say_json({"runs": [_row(run, usage) for run in runs], "metricsAvailable": usage is not None})
+        return int(ExitCode.DONE)
+    if not runs:
+        note("No runs train." if not args.all else "No runs found.")
+    else:
+        for line in render(runs, usage, with_namespace=args.all_namespaces):
+            say(line)
+    if usage is None:
+        note(f"CPU and memory are unknown: {reason}")
+    return int(ExitCode.DONE)
+
+
+def _read_usage(cluster: Cluster, namespace: str | None) -> tuple[dict[tuple[str, str], Usage] | None, str]:
+    path = f"{_METRICS}{f'/namespaces/{namespace}' if namespace is not None else ''}/pods"
+    try:
+        return parse_usage(cluster.items(path, what="pod metrics", query={"labelSelector": LABEL_RUN})), ""
+    except NotFoundError:
+        return None, "this cluster has no metrics API (metrics-server is not installed)"
+    except RefusedError:
+        return None, "this user may not read pod metrics"
+    except UnreachableError:
+        return None, "the metrics API does not answer"
+
+
+def parse_usage(raw: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str], Usage]:
+    """PodMetrics → usage of each (namespace, run)."""
+    found: dict[tuple[str, str], Usage] = {}
+    for item in raw:
+        metadata = item.get("metadata") or {}
+        key = (str(metadata.get("namespace", "")), str((metadata.get("labels") or {}).get(LABEL_RUN, "")))
+        used = [container.get("usage") or {} for container in item.get("containers") or ()]
+        old = found.get(key, Usage(0.0, 0.0, 0))
+        found[key] = Usage(
+            old.cores + sum(_number(one.get("cpu")) for one in used),
+            old.memory_bytes + sum(_number(one.get("memory")) for one in used),
+            old.num_pods + 1,
+        )
+    return found
+
+
+def _number(quantity: Any) -> float:
+    from evergrad_manifest.reading.quantities import quantity_value
+
+    try:
+        return float(quantity_value(str(quantity)) if quantity is not None else Fraction(0))
+    except ValueError:
+        return 0.0
+
+
+def order(runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage], *, by: str) -> list[Run]:
+    """``runs`` with the largest first; equal ones by name."""
+
+    def key(run: Run) -> tuple[float, str, str]:
+        used = usage.get((run.namespace, run.name))
+        values = {
+            "tokens": parse_short_count(run.tokens_per_second or None) or 0.0,
+            "cpu": used.cores if used else 0.0,
+            "memory": used.memory_bytes if used else 0.0,
+            "name": 0.0,
+        }
+        return -values[by], run.namespace, run.name
+
+    return sorted(runs, key=key)
+
+
+def _row(run: Run, usage: Mapping[tuple[str, str], Usage] | None) -> dict[str, Any]:
+    used = (usage or {}).get((run.namespace, run.name))
+    return {
+        "name": run.name,
+        "namespace": run.namespace,
+        "phase": run.phase,
+        "nodes": run.nodes or None,
+        "tokensPerSecond": parse_short_count(run.tokens_per_second or None),
+        "pods": used.num_pods if used else None,
+        "cpuCores": round(used.cores, 3) if used else None,
+        "memoryBytes": round(used.memory_bytes) if used else None,
+    }
+
+
+def render(
+    runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage] | None, *, with_namespace: bool = False
+) -> list[str]:
+    """The table, with a sum at the end when there are several runs."""
+    headers = (
+        *(("NAMESPACE",) if with_namespace else ()),
+        "NAME",
+        "PHASE",
+        "NODES",
+        "TOK/S",
+        "ETA",
+        "CPU",
+        "MEMORY",
+    )
+    rows = []
+    for run in runs:
+        used = (usage or {}).get((run.namespace, run.name))
+        shown = (f"{used.cores:.2f}", size(used.memory_bytes)) if used else (NOTHING, NOTHING)
+        row = (
+            run.name,
+            run.phase,
+            run.nodes or NOTHING,
+            run.tokens_per_second or NOTHING,
+            run.eta or NOTHING,
+            *shown,
+        )
+        rows.append([run.namespace, *row] if with_namespace else list(row))
+    if len(runs) > 1:
+        rows.append([*([""] if with_namespace else []), *_total(runs, usage)])
+    return table(headers, rows)
+
+
+def _total(runs: Sequence[Run], usage: Mapping[tuple[str, str], Usage] | None) -> list[str]:
+    speed = sum(parse_short_count(run.tokens_per_second or None) or 0.0 for run in runs)
+    used = [found for run in runs if (found := (usage or {}).get((run.namespace, run.name)))]
+    sums = (
+        (f"{sum(one.cores for one in used):.2f}", size(sum(one.memory_bytes for one in used)))
+        if used
+        else (NOTHING, NOTHING)
+    )
+    return ["total", "", "", short_count(speed) if speed else NOTHING, "", *sums]

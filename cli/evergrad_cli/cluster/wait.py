@@ -1,0 +1,52 @@
+"""``evergrad wait``: until a run is complete, failed, running or suspended."""
+
+import argparse
+
+from evergrad_cli.cluster.arguments import (
+    add_cluster_arguments,
+    add_run_name,
+    add_timeout,
+    note,
+    say,
+    say_json,
+)
+from evergrad_cli.cluster.client import connect
+from evergrad_cli.cluster.waiting import Goal, Verdict, wait_for
+
+NAME = "wait"
+EXAMPLES = """\
+  evergrad wait docs-lm
+  evergrad wait docs-lm --for running --timeout 5m
+  evergrad wait docs-lm --for suspended && kubectl drain my-node
+  evergrad wait docs-lm || evergrad status docs-lm
+
+exit codes: 0 reached · 64 no such run, or the run failed by wrong configuration or data · 70 the run ended in another way than
+waited for, was deleted, or the cluster does not answer · 124 the time is over"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_run_name(parser)
+    parser.add_argument(
+        "--for", dest="goal", type=Goal, choices=list(Goal), default=Goal.COMPLETE, metavar="STATE",
+        help="complete (default), failed, running or suspended",
+    )  # fmt: skip
+    add_timeout(parser, default="0")
+    add_cluster_arguments(parser)
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0 when reached; 64, 70 or 124 otherwise."""
+    with connect(args) as cluster:
+        verdict, _ = wait_for(cluster, args.name, args.goal, timeout=args.timeout)
+    return report(args, verdict)
+
+
+def report(args: argparse.Namespace, verdict: Verdict) -> int:
+    """Say how a wait for ``args.name`` ended; its exit code."""
+    code = int(verdict.exit_code or 0)
+    if args.json:
+        say_json({"name": args.name, "reached": code == 0, "exitCode": code, "message": verdict.text})
+    else:
+        (say if code == 0 else note)(f"trainingrun/{args.name} {verdict.text}")
+    return code

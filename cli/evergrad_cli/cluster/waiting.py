@@ -1,0 +1,156 @@
+"""Waiting for a run: what counts as reached, what can never be reached any more, and asking until then. Times in seconds."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from evergrad_cli.cluster.arguments import note
+from evergrad_cli.cluster.client import Cluster, runs_path
+from evergrad_cli.cluster.errors import TIMED_OUT, NotFoundError, UnreachableError
+from evergrad_cli.cluster.runs import Run, parse_run
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.text import duration
+
+_POLL_SECONDS: Final = 1.0
+_LONGEST_PAUSE_SECONDS: Final = 15.0
+_USER_CAUSES: Final = ("user_error", "UserError", "UserFailure")
+
+
+class Goal(StrEnum):
+    """What can be waited for."""
+
+    COMPLETE = "complete"
+    FAILED = "failed"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer for now. ``exit_code`` is None while there is reason to wait on."""
+
+    exit_code: int | None
+    text: str
+
+
+def judge(run: Run, goal: Goal) -> Verdict:
+    """Whether ``run`` has reached ``goal``, or never will."""
+    if goal is Goal.COMPLETE and run.is_true("Complete"):
+        return Verdict(ExitCode.DONE, "is complete")
+    if goal is Goal.FAILED and run.is_true("Failed"):
+        return Verdict(ExitCode.DONE, f"has failed{_why(run)}")
+    if run.is_true("Failed"):
+        return Verdict(failure_code(run), f"has failed{_why(run)}")
+    if run.is_true("Complete"):
+        # A short run may end between two looks: it has been running.
+        is_reached = goal is Goal.RUNNING
+        return Verdict(ExitCode.DONE if is_reached else ExitCode.INTERNAL, "is complete")
+    if goal is Goal.RUNNING and run.is_current and run.phase == "Running" and not run.wants_suspension:
+        return Verdict(ExitCode.DONE, f"is running{f' on {run.nodes} nodes' if run.nodes else ''}")
+    if goal is Goal.SUSPENDED and run.is_current and run.is_true("Suspended"):
+        return Verdict(ExitCode.DONE, "is suspended")
+    return Verdict(None, run.phase)
+
+
+def failure_code(run: Run) -> ExitCode:
+    """How ``evergrad run`` would have ended: 64 for what no retry cures, else 70."""
+    failure = run.last_failure
+    is_users = failure is not None and (
+        failure.exit_code == ExitCode.USER_ERROR or failure.cause in _USER_CAUSES
+    )
+    return ExitCode.USER_ERROR if is_users or run.reason in _USER_CAUSES else ExitCode.INTERNAL
+
+
+def _why(run: Run) -> str:
+    failed = run.condition("Failed")
+    reason = run.reason or (failed.reason if failed else "")
+    message = run.message or (failed.message if failed else "")
+    return "".join(f"{mark}{text}" for mark, text in (("; ", reason), (": ", message)) if text)
+
+
+def read_run(cluster: Cluster, name: str) -> Run:
+    """The run of this name. Raises NotFoundError."""
+    return parse_run(cluster.get(runs_path(cluster.namespace, name), what=f"trainingrun {name}"))
+
+
+@dataclass
+class Patience:
+    """Outages of the cluster during a wait: told once, and asked again with growing pauses."""
+
+    sleep: Callable[[float], None] = time.sleep
+    _pause: float = 0.0
+
+    def after(self, error: UnreachableError) -> None:
+        """Pause before the next try."""
+        if not self._pause:
+            note(f"{error} Trying on.")
+        self._pause = min(_LONGEST_PAUSE_SECONDS, self._pause * 2 or _POLL_SECONDS)
+        self.sleep(self._pause)
+
+    def is_well(self) -> None:
+        """The cluster has answered."""
+        if self._pause:
+            note("The cluster answers again.")
+        self._pause = 0.0
+
+
+def wait_for(
+    cluster: Cluster,
+    name: str,
+    goal: Goal,
+    *,
+    timeout: float,
+    is_due: Callable[[Run], bool] = lambda run: True,
+    on_change: Callable[[Run], None] = lambda run: None,
+) -> tuple[Verdict, Run | None]:
+    """Ask until the goal is reached, can never be, or ``timeout`` is over; the run as last seen.
+
+    ``is_due``: whether what was asked for has been seen by the operator at all; before, nothing is judged. ``on_change`` gets
+    every look. A run that is deleted ends the wait; a cluster that does not answer does not, once it has answered.
+    """
+    deadline, seen, patience = time.monotonic() + timeout, None, Patience()
+    while True:
+        try:
+            run = read_run(cluster, name)
+        except NotFoundError:
+            if seen is None:
+                raise
+            return Verdict(ExitCode.INTERNAL, "was deleted"), seen
+        except UnreachableError as error:
+            if seen is None:
+                raise
+            run = None
+            if time.monotonic() < deadline:
+                patience.after(error)
+        if run is not None:
+            patience.is_well()
+            if seen is not None and run.uid != seen.uid:
+                return Verdict(ExitCode.INTERNAL, "was deleted, and another run of its name created"), seen
+            seen = run
+            on_change(run)
+            verdict = judge(run, goal)
+            if verdict.exit_code is not None and is_due(run):
+                return verdict, run
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            state = "" if seen is None else f"; it is {seen.phase}{_why(seen)}"
+            return Verdict(TIMED_OUT, f"was not {goal} within {duration(timeout)}{state}"), seen
+        time.sleep(min(_POLL_SECONDS, remaining))
+
+
+def describe_change(run: Run) -> str:
+    """One line about a run, for those who watch it."""
+    parts = [run.phase]
+    if run.phase != "Running" and run.reason and run.reason != run.phase:
+        parts.append(run.reason)
+    if run.nodes:
+        parts.append(f"nodes {run.nodes}")
+    if run.step is not None:
+        parts.append(f"step {run.step}/{run.total_steps}" if run.total_steps else f"step {run.step}")
+    values = (("loss", run.loss), ("tok/s", run.tokens_per_second), ("ETA", run.eta))
+    parts += [f"{label} {value}" for label, value in values if value]
+    if run.phase not in ("Running", "Complete") and run.message:
+        parts.append(run.message)
+    return "  ".join(parts)

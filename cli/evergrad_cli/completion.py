@@ -1,0 +1,25 @@
+"""``evergrad completion``: a script that makes a shell complete commands, options and files."""
+
+import argparse
+
+from evergrad_coordinator.contract import ExitCode
+
+NAME = "completion"
+EXAMPLES = """\
+  evergrad completion bash > ~/.local/share/bash-completion/completions/evergrad
+  evergrad completion zsh > ~/.zsh/completions/_evergrad"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="the shell that reads the script")
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Print the script."""
+    import shtab
+
+    from evergrad_cli.main import build_whole_parser
+
+    print(shtab.complete(build_whole_parser(), shell=args.shell))
+    return int(ExitCode.DONE)

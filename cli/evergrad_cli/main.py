@@ -1,0 +1,179 @@
+"""``evergrad``: finds the command, runs it, and turns errors into one clear message and an exit code."""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from typing import NoReturn, Protocol, cast
+
+from evergrad_cli import __version__
+from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import EvergradError, InputError
+
+
+class Command(Protocol):
+    """What each module that is a command offers."""
+
+    NAME: str
+    EXAMPLES: str
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def execute(self, args: argparse.Namespace) -> int: ...
+
+
+# The one-line descriptions stand here so that `evergrad --help` imports no command: half of them need torch's packages.
+COMMANDS = {
+    "run": "train a TrainingRun on this machine; started again, it goes on where it stopped",
+    "node": "be one node of an elastic run: join its coordinator, train, leave when asked to",
+    "validate": "check a TrainingRun and say everything that is wrong with it",
+    "preflight": "check files, memory, free space, devices and the run directory, without training",
+    "prepare": "tokenise a run's data, in parallel; what is prepared already is only looked at",
+    "report": "write a run's report: one HTML file with plots, and the same facts as Markdown",
+    "checkpoint": "list, verify or export the checkpoints of a run",
+    "compare-runs": "compare two runs step by step: samples, losses, tokens, learning rates, evaluations",
+    "completion": "print a script that makes bash, zsh or tcsh complete commands and options",
+}
+"""Commands for this machine. Those that are no module here come with evergrad-trainer, as entry points of COMMAND_GROUP."""
+COMMAND_GROUP = "evergrad.commands"
+OWN_COMMANDS = ("validate", "completion")
+CLUSTER_COMMANDS = {
+    "submit": "submit a TrainingRun to the cluster; submitted again, the run is changed where it may be",
+    "list": "list the runs on the cluster",
+    "status": "show one run on the cluster: progress, pods, the last failure, and what to do next",
+    "logs": "show the output of a run on the cluster; -f follows it through replaced pods, to its end",
+    "wait": "wait until a run on the cluster is complete, or failed, running or suspended",
+    "suspend": "suspend a run on the cluster: it saves its state and its pods leave",
+    "resume": "resume a run on the cluster, suspended or stopped on request, at the step where it stopped",
+    "restart": "restart a run on the cluster from its newest checkpoint, also one that has failed",
+    "checkpoints": "show what is known of a run's checkpoints on the cluster, and how to list them",
+    "top": "show how fast the runs on the cluster train and what they use",
+    "doctor": "check whether runs can work on this cluster, in this namespace, for you",
+}
+"""Commands for a cluster, by module of ``cluster/``."""
+_OWN_PACKAGES = ("evergrad", "evergrad_cli", "evergrad_coordinator", "evergrad_manifest", "evergrad_trainer")
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Wrong input: the problems on stderr, no traceback, exit 64."""
+    # Threads of a CPU kernel that wait for each other spin for milliseconds by default, which starves whoever they wait for as
+    # soon as anything else wants a core (another worker, a background save). Read once, when torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # A lost peer is an everyday event here, told in our own words; torch's C++ would add fifty frames for each.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return _execute(_build_parser(arguments).parse_args(arguments))
+
+
+def main_of_plugin(argv: Sequence[str] | None = None) -> int:
+    """``kubectl evergrad``: the commands for a cluster alone."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    return _execute(_build_plugin_parser(arguments).parse_args(arguments))
+
+
+def _execute(args: argparse.Namespace) -> int:
+    command = cast(Command, args.command)
+    try:
+        return command.execute(args)
+    except KeyboardInterrupt:
+        if not args.is_for_cluster:
+            raise
+        # Nothing of the run is on this machine; whoever followed it has seen enough.
+        return _INTERRUPTED
+    except InputError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        return int(error.exit_code)
+    except EvergradError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except ModuleNotFoundError as error:
+        return _explain_missing(error, command.NAME)
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough.
+        sys.stderr.close()
+        return int(ExitCode.DONE)
+
+
+def _explain_missing(error: ModuleNotFoundError, command: str) -> int:
+    """A package that this command needs is not installed. Raises ``error`` itself where the package is our own."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package in _OWN_PACKAGES:
+        raise error
+    print(
+        f"error: evergrad {command}: needs the Python package {package}, which is not installed here; the commands for a "
+        "cluster work without. Install evergrad-trainer with all of its dependencies.",
+        file=sys.stderr,
+    )
+    return int(ExitCode.USER_ERROR)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A wrong command line is wrong input like any other: exit 64."""
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(int(ExitCode.USER_ERROR), f"error: {self.prog}: {message}\n")
+
+
+def _build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="evergrad",
+        description="Train from one TrainingRun file: exact data order, checkpoints that survive kills, a report at the end.",
+        epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
+    )
+    return _add_commands(parser, {**COMMANDS, **CLUSTER_COMMANDS}, arguments)
+
+
+def build_whole_parser() -> argparse.ArgumentParser:
+    """All commands with all of their arguments, for what describes the command line. Imports every command."""
+    return _add_commands(_Parser(prog="evergrad"), {**COMMANDS, **CLUSTER_COMMANDS}, None)
+
+
+def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kubectl evergrad",
+        description="TrainingRuns on a cluster: submit, follow, stop and look after them.",
+    )
+    return _add_commands(parser, CLUSTER_COMMANDS, arguments)
+
+
+def _add_commands(parser: _Parser, commands: Mapping[str, str], arguments: Sequence[str] | None) -> _Parser:
+    """Add all ``commands``. Only the one that ``arguments`` begin with is imported and has its own arguments; for None all."""
+    parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
+    sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, text in commands.items():
+        sub = sub_parsers.add_parser(
+            name, help=text, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if arguments is None or list(arguments[:1]) == [name]:
+            _import_command(sub, name, parser)
+    return parser
+
+
+def _import_command(sub: argparse.ArgumentParser, name: str, parser: _Parser) -> None:
+    try:
+        module = importlib.import_module(_module_of(name, parser))
+    except ModuleNotFoundError as error:
+        parser.exit(_explain_missing(error, name))
+    sub.epilog = "examples:\n" + module.EXAMPLES.replace("  evergrad ", f"  {parser.prog} ")
+    module.add_arguments(sub)
+    sub.set_defaults(command=module, is_for_cluster=name in CLUSTER_COMMANDS)
+
+
+def _module_of(name: str, parser: _Parser) -> str:
+    """The module of a command: one of this package, or the one that an installed package names for it."""
+    if name in CLUSTER_COMMANDS:
+        return f"evergrad_cli.cluster.{name}"
+    if name in OWN_COMMANDS:
+        return f"evergrad_cli.{name}"
+    for entry in metadata.entry_points(group=COMMAND_GROUP, name=name):
+        return entry.module
+    parser.exit(
+        int(ExitCode.USER_ERROR),
+        f"error: evergrad {name}: comes with the Python package evergrad-trainer, which is not installed here. "
+        "Install it, or use the commands for a cluster.\n",
+    )

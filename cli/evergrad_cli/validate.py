@@ -1,0 +1,135 @@
+"""``evergrad validate``: is this manifest right? Needs no data, no model and no device; of a script, the file beside it."""
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any, TextIO
+
+import yaml
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.derive import slots_per_step
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, InputError, Problem
+from evergrad_manifest.identity import config_hash, to_wire
+from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
+from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_manifest.script_files import portable_problems
+from evergrad_manifest.training import Training
+
+NAME = "validate"
+EXAMPLES = """\
+  evergrad validate trainingrun.yaml
+  evergrad validate trainingrun.yaml --overlay small.yaml --set spec.training.horizon.tokens=1M
+  evergrad validate trainingrun.yaml --print-resolved > resolved.yaml
+  evergrad validate trainingrun.yaml --json | jq '.problems[].path'"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the command's arguments."""
+    add_manifest_arguments(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON document: valid, problems, resolved"
+    )
+    parser.add_argument(
+        "--print-resolved",
+        action="store_true",
+        help="print the manifest with every default filled in, as YAML",
+    )
+
+
+def execute(args: argparse.Namespace) -> int:
+    """Returns 0 for a valid manifest; 64 after printing every problem."""
+    try:
+        loaded = load_from(args)
+    except ConfigurationError as error:
+        _print_problems(error.problems, as_json=args.json)
+        return int(error.exit_code)
+    script = loaded.run.spec.script
+    if script is not None and (missing := portable_problems(script, base_directory=loaded.base_directory)):
+        _print_problems(missing, as_json=args.json)
+        return int(ExitCode.USER_ERROR)
+    if args.json:
+        document = {
+            "valid": True,
+            "problems": [],
+            "configHash": config_hash(loaded.run),
+            "resolved": to_wire(loaded.run),
+        }
+        _print(json.dumps(document, indent=2))
+    elif args.print_resolved:
+        _print(yaml.safe_dump(to_wire(loaded.run), sort_keys=False, width=130).rstrip())
+    else:
+        _print(_summary(loaded))
+    return int(ExitCode.DONE)
+
+
+def _print_problems(problems: Sequence[Problem], *, as_json: bool) -> None:
+    if as_json:
+        listed = [_as_json(problem) for problem in problems]
+        _print(json.dumps({"valid": False, "problems": listed}, indent=2))
+        return
+    for problem in problems:
+        _print(f"error: {problem}", file=sys.stderr)
+
+
+def _as_json(problem: Problem) -> dict[str, Any]:
+    return {
+        "path": problem.path,
+        "what": problem.what,
+        "why": problem.why,
+        "remedy": problem.remedy,
+        "message": str(problem),
+    }
+
+
+def _summary(loaded: LoadedManifest) -> str:
+    what = (
+        _describe_script(loaded.run) if loaded.run.spec.script is not None else _describe_training(loaded.run)
+    )
+    return f"valid: {loaded.run.metadata.name} ({loaded.path}); {what}{_describe_size(loaded)}"
+
+
+def _describe_size(loaded: LoadedManifest) -> str:
+    """Size of the model and of its training state; empty where the trainer's packages or the model's files are not here."""
+    entries = metadata.entry_points(group="evergrad.describe") if loaded.run.spec.training is not None else ()
+    try:
+        return "".join(f"; {entry.load()(loaded.run.training, loaded.base_directory)}" for entry in entries)
+    except (ModuleNotFoundError, InputError):
+        # The trainer's packages are not all here; or paths of a cluster's volume, which mean nothing on this machine.
+        return ""
+
+
+def _describe_script(run: TrainingRun) -> str:
+    nodes, program = run.spec.nodes, run.script.program
+    number = f"{nodes.min}" if nodes.max in (None, nodes.min) else f"{nodes.min} to {nodes.max}"
+    text = f"runs the {program.kind} {shlex.join([program.name, *program.arguments])} on {number} node"
+    if number != "1":
+        text += "s"
+    if (workers := run.spec.workers_per_node) is not None:
+        text += f" with {workers} worker" + ("s" if workers > 1 else "") + (" each" if number != "1" else "")
+    return text
+
+
+def _describe_training(run: TrainingRun) -> str:
+    training = run.training
+    slots = slots_per_step(training.batching)
+    sources = ", ".join(source.name for source in training.data.sources)
+    return f"{_horizon(training)}, {training.batching.global_batch_size} samples a step in {slots} slots, trained on {sources}"
+
+
+def _horizon(training: Training) -> str:
+    horizon = training.horizon
+    if horizon.steps is not None:
+        return f"{horizon.steps} steps"
+    return f"{horizon.tokens} tokens" if horizon.tokens is not None else f"{horizon.epochs:g} epochs"
+
+
+def _print(text: str, *, file: TextIO | None = None) -> None:
+    """Print what the terminal's encoding cannot show as escapes, never as a traceback."""
+    stream = sys.stdout if file is None else file
+    encoding = stream.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)

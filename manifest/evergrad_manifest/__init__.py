@@ -1,0 +1,1 @@
+"""The file of a TrainingRun: models, rules, identity and CRD. Imports pydantic and YAML only."""

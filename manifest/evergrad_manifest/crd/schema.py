@@ -1,0 +1,307 @@
+"""Turns the manifest's models into a structural schema: every field described, with its type, bounds and default."""
+
+import math
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from evergrad_manifest.base import Section, check_local_path
+from evergrad_manifest.crd.cel import bounds_of_text
+from evergrad_manifest.crd.nodes import (
+    LONGEST_TEXT,
+    PRESERVE,
+    VALIDATIONS,
+    Schema,
+    int_or_text,
+    integer,
+    rule,
+    text,
+)
+from evergrad_manifest.crd.template import build_fragments
+from evergrad_manifest.describe import describe_default, describe_type
+from evergrad_manifest.fields import Field, choices_of, fields_of, shape_of
+from evergrad_manifest.reading.numbers import LARGEST_COUNT, Human
+from evergrad_manifest.reading.quantities import LONGEST_LABEL
+
+_LONGEST_NUMBER: Final = 64
+_LABEL_VALUE: Final = r"^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$"
+_MOST_ENTRIES: Final = 128
+_BOUNDS: Final = {
+    "ge": ("minimum", False),
+    "gt": ("minimum", True),
+    "le": ("maximum", False),
+    "lt": ("maximum", True),
+}
+_QUANTITY_PATTERN: Final = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3}|[numkMGTPE]|[KMGTPE]i)?$"
+_FRACTION: Final = (
+    r"^\s*\+?(0*100(\.0*)?\s*%|0*[0-9]{1,2}(\.[0-9_]*)?\s*%|\.[0-9][0-9_]*\s*%|0+(\.[0-9_]*)?|\.[0-9][0-9_]*"
+    r"|0*1(\.0*)?|[0-9][0-9_.]*[eE]-[0-9]{1,4}\s*%?)\s*$"
+)
+_NUMBER: Final = r"^\s*([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][+-]?[0-9]{{1,4}})?\s*{}\s*$"
+_UNITS, _BYTES, _PARTS, _SMALL_PARTS = "[kKMGBT]?", "([kMGT]|[KMGTP]i)?", "[kKMGBT%]?", "[kK%]?"
+_SMALL: Final = 10**6
+_NOT_ZERO: Final = r"^[^eE]*[1-9]"
+# No type may stand beside these: what is no number and no text is refused by bounds that only such values have.
+_SCALAR: Final[Schema] = {
+    PRESERVE: True,
+    "maxLength": _LONGEST_NUMBER,
+    "minProperties": 1,
+    "maxProperties": 0,
+    "minItems": 1,
+    "maxItems": 0,
+    "not": {"enum": [True, False]},
+}
+SHOWN_DEFAULTS: Final = ("spec.suspend", "spec.nodes.min", "spec.failurePolicy.maxFailuresWithoutProgress")
+"""Fields whose default the API server fills in. None of the recipe: it must read as it was written."""
+LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
+"""Fields that the models have only to refuse them in better words."""
+_ONE_FIELD: Final[Schema] = {"minProperties": 1, "maxProperties": 1}
+_CODE: Final = "Refused: code that comes with a model is never run."
+_FURTHER: Final[Mapping[str, Schema]] = {
+    "spec.training.horizon": _ONE_FIELD,
+    "spec.training.data.heldOut": _ONE_FIELD,
+    "spec.training.schedule": {
+        "allOf": [
+            {"anyOf": [{"properties": {"type": {"enum": ["wsd"]}}}, {"not": {"required": ["decay"]}}]},
+            {
+                "anyOf": [
+                    {"not": {"required": ["minimumRatio"]}},
+                    {"not": {"required": ["type"], "properties": {"type": {"enum": ["constant"]}}}},
+                ]
+            },
+        ]
+    },
+    "spec.training.model.config": {
+        "required": ["model_type"],
+        "properties": {
+            "model_type": text(
+                "Name of the transformers architecture, such as llama. (required)", pattern=r"\S"
+            ),
+            "vocab_size": integer("Number of token ids; default: the architecture's.", large=True),
+            "auto_map": {"type": "object", "description": _CODE, PRESERVE: True, "maxProperties": 64},
+            "trust_remote_code": {"type": "boolean", "description": _CODE},
+            "custom_pipelines": {"type": "object", "description": _CODE, PRESERVE: True, "maxProperties": 64},
+        },
+    },
+}
+"""Path of a field → what its schema says besides what the model says."""
+_TEXT_LENGTHS: Final = {"spec.script.env": 32768, "spec.script.command": 32768}
+
+
+def section_schema(section: type[Section], prefix: str = "") -> Schema:
+    """The structural schema of ``section``, which stands at ``prefix`` (empty, or a path that ends in a dot)."""
+    properties: dict[str, Schema] = {}
+    for key, info in fields_of(section).items():
+        if f"{prefix}{key}" not in LEFT_OUT:
+            properties[key] = field_schema(Field(f"{prefix}{key}", key, info, shape_of(info)))
+    required = [key for key, info in fields_of(section).items() if info.is_required()]
+    return {"type": "object", **({"required": required} if required else {}), "properties": properties}
+
+
+def field_schema(field: Field) -> Schema:
+    """The structural schema of one field, its description first."""
+    found: Schema = {"description": describe(field)}
+    fragments = build_fragments()
+    if field.path in fragments:
+        return {**found, **deepcopy(fragments[field.path])}
+    if field.shape.section is None:
+        found |= _plain_schema(field)
+    elif field.shape.is_list:
+        most = _item_bounds(field.info)
+        found |= {"type": "array", **most, "x-kubernetes-list-type": "atomic"}
+        found["items"] = {
+            "description": "One of them.",
+            **section_schema(field.shape.section, f"{field.path}[]."),
+        }
+    else:
+        found |= section_schema(field.shape.section, f"{field.path}.")
+    if field.path in _FURTHER:
+        found |= deepcopy(_FURTHER[field.path])
+    if field.path in SHOWN_DEFAULTS:
+        found["default"] = field.info.default
+    return found
+
+
+def describe(field: Field) -> str:
+    """What ``kubectl explain`` says: meaning, type with unit and bounds, default."""
+    meaning = re.sub(r"\s+", " ", (field.info.description or "").replace("``", "`"))
+    kind, default = describe_type(field), describe_default(field.info).strip("`")
+    notes = [] if kind in ("mapping", "list of mappings", "text") else [kind]
+    if default == "required":
+        notes.append("required")
+    elif default != "-":
+        notes.append(f"default {default}")
+    elif "efault" not in meaning and field.shape.section is None:
+        notes.append("no default")
+    return f"{meaning} ({'; '.join(notes)})" if notes else meaning
+
+
+def _plain_schema(field: Field) -> Schema:
+    annotation, metadata = _unwrapped(field.info.annotation, list(field.info.metadata))
+    if (choices := choices_of(field.info)) and bool not in get_args(annotation):
+        return _choice_schema(field, choices)
+    if get_origin(annotation) is tuple:
+        return _tuple_schema(field, annotation)
+    if get_origin(annotation) is dict:
+        return _dict_schema(field, annotation)
+    return scalar_schema(annotation, metadata)
+
+
+def _choice_schema(field: Field, choices: tuple[str, ...]) -> Schema:
+    if {"on", "off"} <= set(choices):
+        # YAML reads a bare on or off as true or false.
+        return {PRESERVE: True, "enum": [*choices, True, False]}
+    return {"type": "string", "enum": list(choices)}
+
+
+def _tuple_schema(field: Field, annotation: Any) -> Schema:
+    arguments = [item for item in get_args(annotation) if item is not Ellipsis]
+    inner, metadata = _unwrapped(arguments[0], [])
+    item = {"description": "One of them.", **scalar_schema(inner, metadata)}
+    if field.path in _TEXT_LENGTHS:
+        item["maxLength"] = _TEXT_LENGTHS[field.path]
+    if Ellipsis not in get_args(annotation):
+        bounds: Schema = {"minItems": len(arguments), "maxItems": len(arguments)}
+    else:
+        bounds = _item_bounds(field.info)
+    return {"type": "array", **bounds, "x-kubernetes-list-type": "atomic", "items": item}
+
+
+def _item_bounds(info: FieldInfo) -> Schema:
+    found = {}
+    for item in info.metadata:
+        if (least := getattr(item, "min_length", None)) is not None:
+            found["minItems"] = least
+        if (most := getattr(item, "max_length", None)) is not None:
+            found["maxItems"] = most
+    if "maxItems" not in found:
+        raise ValueError("a list without a largest length would be refused by the API server's budget")
+    return found
+
+
+def _dict_schema(field: Field, annotation: Any) -> Schema:
+    values = get_args(annotation)[1]
+    if values is Any:
+        return {"type": "object", PRESERVE: True, "maxProperties": 256}
+    inner, metadata = _unwrapped(values, [])
+    item = {"description": "Its value.", **scalar_schema(inner, metadata)}
+    if item.get("type") == "string":
+        item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
+        if field.key in ("labels", "nodeSelector"):
+            item |= {"maxLength": LONGEST_LABEL, "pattern": _LABEL_VALUE}
+    most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
+    return {"type": "object", "maxProperties": most, "additionalProperties": item}
+
+
+def _unwrapped(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
+    """The annotation without ``| None`` and ``Annotated``, and what the latter said."""
+    while True:
+        if get_origin(annotation) is Annotated:
+            metadata = [*metadata, *annotation.__metadata__]
+            annotation = annotation.__origin__
+        elif type(None) in get_args(annotation):
+            annotation = next(item for item in get_args(annotation) if item is not type(None))
+        else:
+            return annotation, metadata
+
+
+def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
+    """A text, a switch, a quantity or a human number."""
+    for marker in metadata:
+        if isinstance(marker, Human):
+            return _number_schema(marker, metadata)
+        if type(marker).__name__ == "_QuantitySchema":
+            return {**_without_description(int_or_text("", pattern=_QUANTITY_PATTERN)), "minimum": 0}
+    if annotation is bool:
+        return {"type": "boolean"}
+    if annotation is int:
+        # Spelled as in Kubernetes, so without units and their rule.
+        return {"type": "integer", "format": "int64", **_number_bounds(metadata)}
+    if annotation is str:
+        return {**_text_schema(metadata), **_path_rules(metadata)}
+    if get_origin(annotation) is Literal:
+        return {"type": "string", "enum": list(get_args(annotation))}
+    raise TypeError(f"no structural schema for {annotation}")
+
+
+def _text_schema(metadata: list[Any]) -> Schema:
+    found: Schema = {"type": "string", "maxLength": LONGEST_TEXT}
+    for marker in [item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])]:
+        for name, word in (("min_length", "minLength"), ("max_length", "maxLength"), ("pattern", "pattern")):
+            if (value := getattr(marker, name, None)) is not None:
+                found[word] = value
+    return found
+
+
+def _without_description(schema: Schema) -> Schema:
+    return {key: value for key, value in schema.items() if key != "description"}
+
+
+def _number_schema(human: Human, metadata: list[Any]) -> Schema:
+    bounds = _number_bounds(metadata)
+    if human.kind in ("count", "bytes"):
+        return _count_schema(human, bounds)
+    # Bounds hold for numbers only, patterns for texts only: no text is negative, and one that must not be zero has a digit.
+    parts = _SMALL_PARTS if bounds.get("maximum", math.inf) <= _SMALL else _PARTS
+    found: Schema = {
+        **_SCALAR,
+        "pattern": _FRACTION if human.kind == "fraction" else _NUMBER.format(parts),
+        **bounds,
+    }
+    if human.kind == "fraction":
+        found |= {"minimum": bounds.get("minimum", 0), "maximum": bounds.get("maximum", 1)}
+    if found.get("exclusiveMinimum") and found["minimum"] == 0:
+        found["allOf"] = [{"pattern": _NOT_ZERO}]
+    if human.kind == "steps or fraction":
+        found["anyOf"] = [{"maximum": 1}, {"multipleOf": 1}]
+    return found
+
+
+def _count_schema(human: Human, bounds: Schema) -> Schema:
+    """A whole number or a text; what bounds say of ints, a rule says of texts."""
+    least, most = bounds.get("minimum", 0), bounds.get("maximum", LARGEST_COUNT)
+    is_bytes = human.kind == "bytes"
+    example = "4Mi" if is_bytes else "20M"
+    message = f"is not a whole number of {least} or more. Write one, such as {example}."
+    if most != LARGEST_COUNT:
+        message = (
+            f"is not a whole number from {least} to {most}. Write one; units as in {example} are allowed."
+        )
+    found = int_or_text("", pattern=_NUMBER.format(_BYTES if is_bytes else _UNITS)) | bounds
+    found[VALIDATIONS] = [rule(bounds_of_text(least, most, is_bytes=is_bytes), message)]
+    return _without_description(found)
+
+
+def _path_rules(metadata: list[Any]) -> Schema:
+    """What check_local_path refuses."""
+    if not any(getattr(marker, "func", None) is check_local_path for marker in metadata):
+        return {}
+    return {
+        VALIDATIONS: [
+            rule(
+                "!self.matches('^[A-Za-z][A-Za-z0-9+.-]*://')",
+                "is a URL; only local files and directories are read. Download it and name its path.",
+            ),
+            rule("!self.startsWith('~')", "begins with ~; it is not expanded. Write the whole path."),
+            rule(
+                r"self.matches('[^\\s\\pZ]') && !self.matches('[\\x00-\\x1f\\x7f]')",
+                "cannot be a path; it is blank or has control characters. Name a file or directory.",
+            ),
+        ]
+    }
+
+
+def _number_bounds(metadata: list[Any]) -> Schema:
+    found: Schema = {}
+    for marker in [item for entry in metadata for item in (getattr(entry, "metadata", None) or [entry])]:
+        for name, (word, is_exclusive) in _BOUNDS.items():
+            bound = getattr(marker, name, None)
+            if bound is None or abs(bound) > LARGEST_COUNT:
+                continue
+            found[word] = bound
+            if is_exclusive:
+                found["exclusiveM" + word[1:]] = True
+    return found

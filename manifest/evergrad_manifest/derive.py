@@ -1,0 +1,135 @@
+"""What follows from the recipe once the data's size is known: steps, slots, warm-up. Pure arithmetic."""
+
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from math import ceil
+
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.training import Batching, Training
+
+HORIZON = "spec.training.horizon"
+WARMUP = "spec.training.schedule.warmup"
+AFTER_STEP = "spec.training.stop.afterStep"
+
+
+@dataclass(frozen=True)
+class HorizonNumbers:
+    """The length of a run in every unit. Counts are of the whole run; ``tokens`` and ``samples`` count padding too."""
+
+    total_steps: int
+    samples: int
+    tokens: int
+    epochs: float
+    """Passes over all sources together."""
+    samples_per_step: int
+    tokens_per_step: int
+    slots_per_step: int
+    warmup_steps: int
+    decay_steps: int
+    """Of the final decay; 0 unless the schedule is wsd."""
+
+
+def slots_per_step(batching: Batching) -> int:
+    """M: micro-batches a step, and the largest useful number of processes."""
+    return batching.global_batch_size // batching.micro_batch_size
+
+
+def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
+    """The run's length over ``num_samples`` training samples (windows of all sources together).
+
+    Raises ConfigurationError when there is no sample, or when warm-up, decay or the stop step do not fit into the horizon.
+    """
+    if num_samples < 1:
+        raise ConfigurationError(
+            Problem(
+                "spec.training.data.sources",
+                "hold no training sample",
+                "there is nothing to train on",
+                "Add data",
+            )
+        )
+    per_step, length = training.batching.global_batch_size, training.data.sequence_length
+    total = total_steps(training, num_samples=num_samples)
+    schedule = training.schedule
+    decay = schedule.decay if schedule.type == "wsd" else 0
+    raise_if(
+        [
+            *check_schedule(schedule.warmup, decay, total=total),
+            *check_stop(training.stop.after_step, total=total),
+        ],
+        ConfigurationError,
+    )
+    warmup_steps = min(steps_of(schedule.warmup, total), total)
+    return HorizonNumbers(
+        total_steps=total,
+        samples=total * per_step,
+        tokens=total * per_step * length,
+        epochs=total * per_step / num_samples,
+        samples_per_step=per_step,
+        tokens_per_step=per_step * length,
+        slots_per_step=slots_per_step(training.batching),
+        warmup_steps=warmup_steps,
+        decay_steps=min(steps_of(decay, total), total - warmup_steps),
+    )
+
+
+def total_steps(training: Training, *, num_samples: int) -> int:
+    """Steps of the whole run; tokens and epochs are rounded up to whole steps."""
+    horizon, per_step = training.horizon, training.batching.global_batch_size
+    if horizon.steps is not None:
+        return horizon.steps
+    if horizon.tokens is not None:
+        return steps_for_tokens(horizon.tokens, samples=per_step, length=training.data.sequence_length)
+    # Through its shortest decimal: 0.1 epochs of 30 samples are 3 samples and not 3.0000000000000004.
+    epochs = Fraction(Decimal(repr(horizon.epochs or 0.0)))
+    return ceil(epochs * num_samples / per_step)
+
+
+def steps_for_tokens(tokens: int, *, samples: int, length: int) -> int:
+    """Steps of ``samples`` samples of ``length`` tokens that train at least ``tokens`` tokens."""
+    return -(-tokens // (samples * length))
+
+
+def steps_of(amount: int | float, total: int) -> int:
+    """Steps as they are; a fraction (a float) of ``total``, rounded to whole steps."""
+    return round(amount * total) if isinstance(amount, float) else amount
+
+
+def check_schedule(warmup: int | float, decay: int | float, *, total: int) -> list[Problem]:
+    """Warm-up and final decay (0 unless wsd) must fit into ``total`` steps."""
+    if isinstance(warmup, float) and isinstance(decay, float):
+        # Both are shares: whether they fit does not depend on the length, and rounding must not decide it.
+        fits = Fraction(Decimal(repr(warmup))) + Fraction(Decimal(repr(decay))) <= 1
+    else:
+        fits = steps_of(warmup, total) + steps_of(decay, total) <= total
+    if fits:
+        return []
+    what = f"the warm-up of {_amount(warmup, total)}"
+    if decay:
+        what += f" and the final decay of {_amount(decay, total)} together are"
+    else:
+        what += " is"
+    remedy = (
+        "Shorten warmup or decay, or lengthen the horizon"
+        if decay
+        else "Shorten warmup, or lengthen the horizon"
+    )
+    return [Problem(WARMUP, f"{what} longer than the horizon of {total} steps", "", remedy)]
+
+
+def _amount(amount: int | float, total: int) -> str:
+    return (
+        f"{amount * 100:g}% ({steps_of(amount, total)} steps)"
+        if isinstance(amount, float)
+        else f"{amount} steps"
+    )
+
+
+def check_stop(after_step: int | None, *, total: int) -> list[Problem]:
+    """The stop step must lie within the horizon."""
+    if after_step is None or after_step <= total:
+        return []
+    why = "the run ends before that step"
+    remedy = f"Lower it to at most {total}, remove it, or lengthen the horizon"
+    return [Problem(AFTER_STEP, f"{after_step} is beyond the horizon of {total} steps", why, remedy)]

@@ -1,0 +1,61 @@
+"""Errors of input that every package raises, and the value that says what is wrong. The whole tree: evergrad_trainer.errors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evergrad_coordinator.contract import ErrorKind, ExitCode
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with what the user gave us.
+
+    ``path`` says where (a field's path or a file's, with its line), ``what`` and ``why`` say what is wrong,
+    ``remedy`` what to do. Rendered as ``path: what; why. Remedy.``
+    """
+
+    path: str
+    what: str
+    why: str = ""
+    remedy: str = ""
+    is_of_host: bool = False
+    """This host or this moment is to blame; another host, or a later attempt, may find nothing wrong."""
+
+    def __str__(self) -> str:
+        sentence = f"{self.path}: {self.what}" if self.path else self.what
+        if self.why:
+            sentence += f"; {self.why}"
+        sentence = _ended(sentence)
+        return f"{sentence} {_ended(self.remedy)}" if self.remedy else sentence
+
+
+def _ended(sentence: str) -> str:
+    return sentence if sentence.endswith((".", "?", "!")) else sentence + "."
+
+
+class EvergradError(Exception):
+    """Something went wrong that is not the user's input."""
+
+    exit_code: ExitCode = ExitCode.INTERNAL
+    kind: ErrorKind = ErrorKind.INTERNAL
+
+
+class InputError(EvergradError):
+    """The user's input cannot be used. Carries every problem found, not only the first."""
+
+    exit_code = ExitCode.USER_ERROR
+    kind = ErrorKind.INPUT
+
+    def __init__(self, *problems: Problem) -> None:
+        self.problems: tuple[Problem, ...] = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+class ConfigurationError(InputError):
+    """The manifest is wrong."""
+
+
+def raise_if(problems: Sequence[Problem], error: type[InputError]) -> None:
+    """Raise ``error`` with all ``problems``, or return if there are none."""
+    if problems:
+        raise error(*problems)

@@ -1,0 +1,146 @@
+"""What a run is: the part of the manifest that must not change once it has begun, and the whole of it on the wire."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evergrad_manifest.envelope import KINDS, TrainingRun
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.reading.numbers import show
+from evergrad_manifest.reading.validation import parse_run
+from evergrad_manifest.reading.view import without_nulls
+from evergrad_manifest.rules_data import OF_SCHEDULE, OF_SOURCES, without_meaningless
+from evergrad_manifest.script import Script
+from evergrad_manifest.training import Training
+
+RECIPE_SECTIONS: Final = (
+    "recipe",
+    "model",
+    "tokenizer",
+    "data",
+    "batching",
+    "optimizer",
+    "schedule",
+    "horizon",
+    "reproducibility",
+)
+"""Sections of ``spec.training`` that decide the result, but for what is named below. ``runtime`` adds its precision."""
+_OPERATIONAL_DATA: Final = ("preparedDirectory",)
+RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
+"""Fields of ``spec.script`` that decide the result, as far as can be known."""
+OPERATIONAL_OF_SCRIPT: Final = ("gracePeriodSeconds", "metrics")
+"""Fields of ``spec.script`` that may change from one start to the next."""
+
+ABSENT: Final = "(absent)"
+"""Stands for a value on the side that does not have the field at all."""
+
+Change = tuple[str, Any, Any]
+"""Path of a field, its old value and its new one."""
+
+
+def to_wire(run: TrainingRun) -> dict[str, Any]:
+    """The whole resolved run as JSON values, camelCase: a manifest that loads to the same run."""
+    wire: dict[str, Any] = run.model_dump(mode="json", by_alias=True)
+    wire["spec"] = {
+        key: value for key, value in wire["spec"].items() if key not in KINDS or value is not None
+    }
+    if (training := wire["spec"].get("training")) is not None:
+        _drop_meaningless(training)
+    return wire
+
+
+def _drop_meaningless(training: dict[str, Any]) -> None:
+    """Take away what a file must not say from ``spec.training`` on the wire."""
+    training["schedule"] = without_meaningless(training["schedule"], OF_SCHEDULE)
+    training["data"]["sources"] = [
+        without_meaningless(source, OF_SOURCES) for source in training["data"]["sources"]
+    ]
+    training["evaluation"]["sources"] = [
+        {key: value for key, value in without_meaningless(source, OF_SOURCES).items() if key != "weight"}
+        for source in training["evaluation"]["sources"]
+    ]
+
+
+def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
+    """The run that ``to_wire`` wrote. Raises ConfigurationError."""
+    return parse_run(raw)
+
+
+def recipe_of(run: TrainingRun) -> dict[str, Any]:
+    """What decides the result and must not change while the run exists: that part of ``training`` or ``script``, camelCase.
+
+    Without nulls, so that a field that a newer version adds, unset, does not change the hash of an older run.
+    """
+    if run.spec.script is not None:
+        script = without_nulls(to_wire(run)["spec"]["script"], Script)
+        return {field: script[field] for field in RECIPE_OF_SCRIPT}
+    training = without_nulls(to_wire(run)["spec"]["training"], Training)
+    recipe = {section: training[section] for section in RECIPE_SECTIONS}
+    recipe["data"] = {key: value for key, value in recipe["data"].items() if key not in _OPERATIONAL_DATA}
+    recipe["runtime"] = {"precision": training["runtime"]["precision"]}
+    return recipe
+
+
+def config_hash(run: TrainingRun) -> str:
+    """SHA-256 of the recipe without its horizon, so that a run that is extended stays the same run. 64 hex digits."""
+    recipe = {section: value for section, value in recipe_of(run).items() if section != "horizon"}
+    text = json.dumps(recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def changed_fields(
+    old: Mapping[str, Any], new: Mapping[str, Any], *, where: str = "spec.training"
+) -> list[Change]:
+    """Every field of two recipes that differs, with both values; lists of different length differ as a whole.
+
+    ``where``: the section both were taken from. Empty exactly when they are equal, so that a refused resume always names a field.
+    """
+    return _changes(old, new, where)
+
+
+def _changes(old: Any, new: Any, path: str) -> list[Change]:
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = [*old, *(key for key in new if key not in old)]
+        return [
+            change
+            for key in keys
+            for change in _changes(old.get(key, ABSENT), new.get(key, ABSENT), f"{path}.{key}")
+        ]
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return [
+            change
+            for index, (before, after) in pairs
+            for change in _changes(before, after, f"{path}[{index}]")
+        ]
+    if _canonical(old) == _canonical(new):
+        return []
+    return [(path, old, new)]
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def problems_of_changes(changes: list[Change], *, directory: str) -> list[Problem]:
+    """One Problem for each field of the recipe that differs from the one the run in ``directory`` began with."""
+    return [
+        Problem(
+            path,
+            f"{show_value(new)} here, but the run in {directory} began with {show_value(old)}",
+            "the recipe of a run does not change",
+            f"Set it back to {show_value(old)}, or give the changed run a name of its own",
+        )
+        for path, old, new in changes
+    ]
+
+
+def show_value(value: Any) -> str:
+    """A value of a recipe as a message quotes it: short, with mappings and lists written out as JSON."""
+    if value == ABSENT:
+        return "nothing"
+    if not isinstance(value, Mapping | list):
+        return show(value)
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 120 else f"{text[:110]}… ({len(text)} characters)"

@@ -1,0 +1,405 @@
+"""One YAML document → plain values, with the line of every one. Stricter than YAML: what it would silently change is refused."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import yaml
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import FieldPath, format_path
+from evergrad_manifest.reading.numbers import show
+
+MAX_DEPTH: Final = 64
+MAX_VALUES: Final = 20_000
+_TAG: Final = "tag:yaml.org,2002:"
+_MERGE: Final = f"{_TAG}merge"
+_LONGEST_NUMBER = 100
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
+_INTEGER = re.compile(rf"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|{_DIGITS})")
+_FLOAT = re.compile(
+    rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_OCTAL_ALLOWED: Final = ("spec", "template")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a value was written: a line of a file, or an argument of the command."""
+
+    source: str
+    """What to call the file in a message; empty for the manifest itself."""
+    line: int | None = None
+
+    def __str__(self) -> str:
+        line = "" if self.line is None else f"line {self.line}"
+        return f"{self.source} {line}".strip()
+
+
+@dataclass
+class Document:
+    """What one document says, where each value of it stands, and the problems of single values and keys.
+
+    ``lost`` are the paths (as written in problems) of values that could not be read; null stands in their place.
+    """
+
+    value: Any = None
+    places: dict[FieldPath, Place] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
+
+
+class _UnusableDocumentError(Exception):
+    """The document as a whole cannot be used."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(str(problem))
+        self.problem = problem
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 as Kubernetes' tools read it: ``1e-3`` is a number; dates and ``1:30`` stay text. Bounded in depth and size."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own attribute)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._depth = 0
+        self._count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        self._count += 1
+        if self._depth > MAX_DEPTH or self._count > MAX_VALUES:
+            too_much = (
+                f"nested deeper than {MAX_DEPTH} levels"
+                if self._depth > MAX_DEPTH
+                else f"more than {MAX_VALUES} values"
+            )
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it out
+            raise yaml.MarkedYAMLError(problem=too_much, problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _read_plain(tag: str, pattern: str, first: list[str]) -> None:
+    """Plain text that matches ``pattern`` and begins with one of ``first`` gets ``tag``. The first match counts."""
+    _Loader.add_implicit_resolver(_TAG + tag, re.compile(rf"(?:{pattern})\Z"), first)
+
+
+_read_plain("bool", "[yY]es|YES|[nN]o|NO|[tT]rue|TRUE|[fF]alse|FALSE|[oO]n|ON|[oO]ff|OFF", list("yYnNtTfFoO"))
+_read_plain("int", _INTEGER.pattern, list("-+0123456789"))
+_read_plain("float", _FLOAT.pattern, list("-+0123456789."))
+_read_plain("merge", "<<", ["<"])
+_read_plain("null", "~|null|Null|NULL|", ["~", "n", "N", ""])
+
+
+def parse_document(text: str, *, label: str, source: str = "") -> Document:
+    """The one document in ``text``.
+
+    ``label`` names the file in problems that concern no field; ``source`` is what places of single values are called by.
+    The value is None, with a problem, when the text is no document at all.
+    """
+    document = Document()
+    try:
+        root = _compose(text, label)
+        document.value = _Construction(document, label=label, source=source).value(root, ())
+    except _UnusableDocumentError as refused:
+        document.value = None
+        document.problems.append(refused.problem)
+    return document
+
+
+def _compose(text: str, label: str) -> yaml.Node:
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        root = loader.get_single_node()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        what = f"holds the character U+{int(error.character):04X}"
+        raise _UnusableDocumentError(
+            Problem(f"{label}:{line}", what, "it is not allowed in YAML", "Remove it")
+        ) from error
+    except yaml.MarkedYAMLError as error:
+        raise _UnusableDocumentError(_syntax_problem(error, label)) from error
+    except (ValueError, OverflowError) as error:
+        # PyYAML hands the number of an escape such as "\UFFFFFFFF" to chr() as it is.
+        line = loader.get_mark().line + 1 if loader is not None else 1
+        why = "an escape stands for a character that does not exist"
+        raise _UnusableDocumentError(
+            Problem(f"{label}:{line}", "not valid YAML", why, "Correct the \\U escape")
+        ) from error
+    except (RecursionError, yaml.YAMLError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise _UnusableDocumentError(Problem(label, "not valid YAML", why, "Correct it")) from error
+    if root is None:
+        raise _UnusableDocumentError(
+            Problem(
+                label,
+                "is empty",
+                "a TrainingRun is needed",
+                "Write one; docs/reference/configuration.md has them all",
+            )
+        )
+    return root
+
+
+_REMEDIES: Final = (
+    (r"character '\\t'", "Indent with spaces; a tab is not allowed"),
+    (r"mapping values are not allowed", "Check the indentation, or put a text that holds `: ` in quotes"),
+    (
+        r"expected <block end>|expected the node content",
+        "Check the indentation and the brackets of this line and the one before",
+    ),
+    (r"expected ',' or", "Close the bracket or add the comma"),
+    (r"could not find expected ':'", "Add the colon after the key, or check the indentation"),
+    (r"found undefined alias", "Define the anchor (&name) before it is used (*name)"),
+    (r"cannot start any token", "Put the value in quotes"),
+    (r"found unexpected end of stream", "Close the quotes or brackets"),
+    (r"nested deeper|more than .* values", "Make it smaller; a manifest is a page or two"),
+)
+
+
+def _syntax_problem(error: yaml.MarkedYAMLError, label: str) -> Problem:
+    mark = error.problem_mark or error.context_mark
+    where = f"{label}:{mark.line + 1}:{mark.column + 1}" if mark is not None else label
+    if error.context == "expected a single document in the stream":
+        return Problem(
+            where,
+            "a second document begins here",
+            "a file holds exactly one TrainingRun",
+            "Move it to a file of its own",
+        )
+    said = " ".join(str(part) for part in (error.context, error.problem) if part) or "it cannot be read"
+    remedy = next((text for pattern, text in _REMEDIES if re.search(pattern, said)), "Correct it")
+    return Problem(where, "not valid YAML", said, remedy)
+
+
+class _Construction:
+    """Builds the plain values of one composed document."""
+
+    def __init__(self, document: Document, *, label: str, source: str) -> None:
+        self._document = document
+        self._label = label
+        self._source = source
+        self._count = 0
+        self._open: list[int] = []
+
+    def value(self, node: yaml.Node, path: FieldPath) -> Any:
+        """The value of ``node``; its place, and the problems in it, go to the document."""
+        self._count += 1
+        if self._count > MAX_VALUES:
+            remedy = "Write the values out where they are needed"
+            raise _UnusableDocumentError(
+                Problem(self._label, f"aliases expand to more than {MAX_VALUES} values", "", remedy)
+            )
+        if id(node) in self._open or len(self._open) > MAX_DEPTH:
+            why = (
+                "an anchor contains itself"
+                if id(node) in self._open
+                else f"aliases nest deeper than {MAX_DEPTH} levels"
+            )
+            raise _UnusableDocumentError(
+                Problem(f"{self._label}:{_line(node)}", "cannot be expanded", why, "Remove the alias")
+            )
+        self._document.places.setdefault(path, Place(self._source, _line(node)))
+        self._open.append(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return self._sequence(node, path)
+            return self._scalar(node, path)
+        finally:
+            self._open.pop()
+
+    def _refuse_value(
+        self, path: FieldPath, node: yaml.Node, what: str, *, why: str = "", remedy: str = ""
+    ) -> None:
+        """Say that the value at ``path`` cannot be read; null stands for it, and nothing more is said about it."""
+        self._refuse(path, node, what, why=why, remedy=remedy)
+        self._document.lost.add(format_path(path))
+
+    def _refuse(
+        self, path: FieldPath, node: yaml.Node, what: str, *, why: str = "", remedy: str = ""
+    ) -> None:
+        where = Place(self._source, _line(node))
+        self._document.problems.append(
+            Problem(format_path(path) or self._label, f"{what} ({where})", why, remedy)
+        )
+
+    def _sequence(self, node: yaml.SequenceNode, path: FieldPath) -> Any:
+        if node.tag != f"{_TAG}seq":
+            return self._foreign_tag(node, path)
+        return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+
+    def _mapping(self, node: yaml.MappingNode, path: FieldPath) -> Any:
+        if node.tag != f"{_TAG}map":
+            return self._foreign_tag(node, path)
+        result: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        merges: list[yaml.Node] = []
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                merges.append(value_node)
+                continue
+            key = self._key(key_node, path)
+            if key is None:
+                continue
+            here = (*path, key)
+            if key in first:
+                self._refuse_duplicate(here, first[key], key_node)
+                continue
+            first[key] = _line(key_node)
+            self._document.places.setdefault(here, Place(self._source, _line(key_node)))
+            result[key] = self.value(value_node, here)
+        for merged in self._merged(merges, path):
+            result = {**merged, **result}
+        return result
+
+    def _refuse_duplicate(self, path: FieldPath, first: int, node: yaml.Node) -> None:
+        source = f" of {self._source}" if self._source else ""
+        what = f"the key is given twice, in lines {first} and {_line(node)}{source}"
+        self._document.problems.append(
+            Problem(format_path(path), what, "only one of them could count", "Remove one of them")
+        )
+
+    def _merged(self, nodes: list[yaml.Node], path: FieldPath) -> Iterator[dict[str, Any]]:
+        """The mappings of ``<<``; earlier ones win, and a key beside them wins over all."""
+        for node in nodes[1:]:
+            self._refuse(
+                (*path, "<<"), node, "the merge key is given twice", remedy="Merge a list: `<<: [*one, *two]`"
+            )
+        for node in nodes[:1]:
+            for part in node.value if isinstance(node, yaml.SequenceNode) else [node]:
+                value = self.value(part, path) if isinstance(part, yaml.MappingNode) else None
+                if isinstance(value, dict):
+                    yield value
+                else:
+                    self._refuse(
+                        (*path, "<<"),
+                        part,
+                        "merges something that is not a mapping",
+                        remedy="Merge `*name` of a mapping",
+                    )
+
+    def _key(self, node: yaml.Node, path: FieldPath) -> str | None:
+        if isinstance(node, yaml.ScalarNode) and node.tag == f"{_TAG}str":
+            return self._text(node, path)
+        shown = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+        remedy = (
+            f'Put it in quotes: "{shown}"'
+            if isinstance(node, yaml.ScalarNode)
+            else "Write a text before the colon"
+        )
+        self._refuse(
+            path,
+            node,
+            f"the key {show(shown)} is not a text",
+            why=f"YAML reads it as {_kind(node)}",
+            remedy=remedy,
+        )
+        return None
+
+    def _foreign_tag(self, node: yaml.Node, path: FieldPath) -> None:
+        self._refuse_value(
+            path, node, f"the tag {node.tag.replace(_TAG, '!!')} is not allowed", remedy="Remove the tag"
+        )
+
+    def _scalar(self, node: yaml.Node, path: FieldPath) -> Any:
+        text = str(node.value)
+        kind = node.tag.removeprefix(_TAG)
+        if kind == "str":
+            return self._text(node, path)
+        if kind == "null" and text in ("", "~", "null", "Null", "NULL"):
+            return None
+        if kind == "bool" and text.lower() in _BOOLEANS:
+            return _BOOLEANS[text.lower()]
+        if kind == "int" and _INTEGER.fullmatch(text):
+            return self._integer(node, path, text)
+        if kind in ("int", "float") and _FLOAT.fullmatch(text):
+            return self._float(node, path, text)
+        if kind in ("null", "bool", "int", "float"):
+            self._refuse_value(
+                path, node, f"{show(text)} is not what its tag !!{kind} says", remedy="Remove the tag"
+            )
+            return None
+        return self._foreign_tag(node, path)
+
+    def _text(self, node: yaml.Node, path: FieldPath) -> str | None:
+        try:
+            # JSON writes characters beyond U+FFFF as two escapes, which YAML does not join.
+            return str(node.value).encode("utf-16", "surrogatepass").decode("utf-16")
+        except UnicodeDecodeError:
+            why = "half of a character cannot be stored"
+            self._refuse_value(
+                path,
+                node,
+                "the text holds half of a surrogate pair",
+                why=why,
+                remedy="Correct the \\u escape",
+            )
+            return None
+
+    def _integer(self, node: yaml.Node, path: FieldPath, text: str) -> int | None:
+        if len(text) > _LONGEST_NUMBER:
+            self._refuse_value(
+                path,
+                node,
+                f"a number of {len(text)} digits is too large",
+                remedy="Put it in quotes if it is a text",
+            )
+            return None
+        digits = text.lstrip("+-")
+        sign = -1 if text.startswith("-") else 1
+        if digits[:2] in ("0x", "0b"):
+            digits = digits.replace("_", "")
+            return sign * int(digits[2:] or "0", 16 if digits[1] == "x" else 2)
+        if len(digits) > 1 and digits.startswith("0"):
+            if path[:2] == _OCTAL_ALLOWED and re.fullmatch("[0-7]+", digits):
+                return sign * int(digits, 8)
+            plain = digits.lstrip("0_") or "0"
+            remedy = f'Write {plain} for the number, or "{text}" in quotes for the text'
+            self._refuse_value(
+                path,
+                node,
+                f"{text} begins with 0",
+                why="YAML would read it as an octal number",
+                remedy=remedy,
+            )
+            return None
+        return sign * int(digits.replace("_", ""))
+
+    def _float(self, node: yaml.Node, path: FieldPath, text: str) -> float | None:
+        if text.lower().endswith(("inf", "nan")):
+            self._refuse_value(
+                path, node, f"{show(text)} is not a finite number", remedy="Write a finite number"
+            )
+            return None
+        number = float(text.replace("_", ""))
+        is_zero = re.fullmatch(r"[-+0._]*(?:[eE].*)?", text) is not None
+        if math.isfinite(number) and (number != 0 or is_zero):
+            return number
+        size = "small" if number == 0 else "large"
+        why = "it cannot be represented as a 64-bit float"
+        self._refuse_value(path, node, f"{show(text)} is too {size}", why=why, remedy="Check the exponent")
+        return None
+
+
+_BOOLEANS: Final[Mapping[str, bool]] = {
+    **dict.fromkeys(("yes", "true", "on"), True),
+    **dict.fromkeys(("no", "false", "off"), False),
+}
+
+
+def _kind(node: yaml.Node) -> str:
+    words = {"bool": "true or false", "int": "a number", "float": "a number", "null": "nothing"}
+    return words.get(node.tag.removeprefix(_TAG), "something else")
+
+
+def _line(node: yaml.Node) -> int:
+    return int(node.start_mark.line) + 1

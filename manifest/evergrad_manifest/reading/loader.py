@@ -1,0 +1,145 @@
+"""The manifest on disk → a validated TrainingRun: file, overlays, ``--set``, validation, and every problem with its line."""
+
+import errno
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, Problem
+from evergrad_manifest.fields import format_path
+from evergrad_manifest.reading.document import Document, Place, parse_document
+from evergrad_manifest.reading.numbers import show
+from evergrad_manifest.reading.overrides import (
+    Layered,
+    Override,
+    apply_overlay,
+    apply_override,
+    parse_override,
+)
+from evergrad_manifest.reading.problems import at_most
+from evergrad_manifest.reading.validation import check_run
+
+MAX_BYTES: Final = 2**20
+
+
+@dataclass(frozen=True)
+class LoadedManifest:
+    """A validated run with where it came from. ``raw`` is the merged manifest before defaults, camelCase."""
+
+    run: TrainingRun
+    path: Path
+    base_directory: Path
+    """Absolute; what relative paths of the run are relative to, overlays' too: the directory of the manifest as it was named."""
+    raw: dict[str, Any]
+
+
+def load_manifest(
+    path: Path | str, *, overlays: Sequence[Path | str] = (), overrides: Sequence[str] = ()
+) -> LoadedManifest:
+    """Read ``path``, lay ``overlays`` over it in their order, then apply ``overrides`` (``path=value``), and validate.
+
+    Raises ConfigurationError with every problem found. Reads these files and nothing else.
+    """
+    layered = _merge_all(Path(path), overlays=[Path(overlay) for overlay in overlays], overrides=overrides)
+    run, found = check_run(layered.value)
+    places = {format_path(where): place for where, place in layered.places.items()}
+    news = [_with_place(problem, places) for problem in found if not _is_within(problem.path, layered.lost)]
+    if run is None or layered.problems or news:
+        raise ConfigurationError(*at_most([*layered.problems, *news]))
+    base_directory = Path(path).absolute().parent
+    return LoadedManifest(run=run, path=Path(path), base_directory=base_directory, raw=layered.value)
+
+
+def _merge_all(path: Path, *, overlays: Sequence[Path], overrides: Sequence[str]) -> Layered:
+    """The merged manifest. Raises ConfigurationError when a file or an argument cannot be used at all."""
+    documents = [read_document(path), *(read_document(overlay, source=str(overlay)) for overlay in overlays)]
+    parsed = [parse_override(text) for text in overrides]
+    fatal = [problem for document in documents if document.value is None for problem in document.problems]
+    fatal += [item for item in parsed if isinstance(item, Problem)]
+    if fatal:
+        others = [
+            problem for document in documents if document.value is not None for problem in document.problems
+        ]
+        raise ConfigurationError(*at_most([*fatal, *others]))
+    base, *over = documents
+    layered = Layered(base.value, base.places, base.problems, base.lost)
+    for document in over:
+        layered = apply_overlay(layered, document)
+    for item in parsed:
+        if isinstance(item, Override):
+            layered = apply_override(layered, item)
+    return layered
+
+
+def _is_within(path: str, lost: Collection[str]) -> bool:
+    """Whether a problem only repeats one that reading the value, or one around it, has already found."""
+    ends = [index for index, character in enumerate(path) if character in ".["]
+    return path in lost or any(path[:end] in lost for end in ends)
+
+
+def _with_place(problem: Problem, places: Mapping[str, Place]) -> Problem:
+    """Say the line of the field, where it is known."""
+    place = places.get(problem.path)
+    return problem if place is None else replace(problem, what=f"{problem.what} ({place})")
+
+
+def read_document(path: Path, *, source: str = "") -> Document:
+    """The mapping in ``path``; its value is None, with a problem, when there is none."""
+    data, label = _read(path), path_label(path)
+    if isinstance(data, Problem):
+        return Document(problems=[data])
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        why = f"byte {error.start + 1}, in line {line}, is {data[error.start]:#04x}"
+        return Document(problems=[Problem(f"{label}:{line}", "is not UTF-8 text", why, "Save it as UTF-8")])
+    document = parse_document(text, label=label, source=source)
+    if document.value is not None and not isinstance(document.value, dict):
+        why = "its top level must be keys such as apiVersion, kind, metadata, spec"
+        problem = Problem(
+            label, f"holds {_describe(document.value)} and not a mapping", why, "Write `key: value` lines"
+        )
+        return Document(problems=[problem])
+    return document
+
+
+def _describe(value: Any) -> str:
+    return show(value) if isinstance(value, dict | list) else f"only the value {show(value)}"
+
+
+def path_label(path: Path) -> str:
+    """What to call a file in a message: its path, if that can be printed and is not very long."""
+    name = str(path)
+    return name if name.isprintable() and len(name) <= 500 else show(name)
+
+
+_REASONS: Final = {
+    errno.ENOENT: ("does not exist", "Check the path"),
+    errno.EACCES: (
+        "cannot be read; permission is denied",
+        "Change its permissions, or run as a user who may read it",
+    ),
+    errno.EISDIR: ("is a directory", "Name the file in it"),
+    errno.ENOTDIR: ("does not exist; a part of the path is a file", "Check the path"),
+    errno.ELOOP: ("cannot be read; its symbolic links form a loop", "Check the path"),
+    errno.ENAMETOOLONG: ("cannot be read; the path is too long", "Check the path"),
+}
+
+
+def _read(path: Path) -> bytes | Problem:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        code = error.errno if isinstance(error, OSError) else None
+        what, remedy = _REASONS.get(code or 0, (f"cannot be read; {error}", "Check the path and the volume"))
+        return Problem(path_label(path), what, "", remedy)
+    if len(data) > MAX_BYTES:
+        why = f"the largest manifest read is {MAX_BYTES} bytes (1 MiB)"
+        return Problem(
+            path_label(path), "is too large", why, "Check the path; a manifest is a page or two of YAML"
+        )
+    return data

@@ -1,0 +1,351 @@
+"""Turns what pydantic found into Problems a stranger understands: the field's path, what is wrong, why, and what to do."""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import (
+    FieldPath,
+    choices_of,
+    fields_of,
+    find_field,
+    find_section,
+    format_path,
+    value_at,
+    walk_fields,
+)
+from evergrad_manifest.reading.numbers import NumberError, show
+from evergrad_manifest.reading.quantities import DNS_LABEL, RUN_NAME
+from evergrad_manifest.training import NAME_PATTERN
+
+MOST_PROBLEMS: Final = 100
+"""More than these are counted, not listed."""
+
+_SET_BY_CLUSTER: Final = (
+    "uid",
+    "resourceVersion",
+    "generation",
+    "creationTimestamp",
+    "managedFields",
+    "selfLink",
+    "ownerReferences",
+)
+_PATTERNS: Final = {
+    RUN_NAME: "lower-case letters, digits and '-' are allowed, a letter first and a letter or digit last",
+    DNS_LABEL: "lower-case letters, digits and '-' are allowed, a letter or digit first and last",
+    NAME_PATTERN: "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last",
+}
+_OTHER_TRAINERS_WORDS: Final = {
+    "lr": "learningRate",
+    "eps": "epsilon",
+    "wd": "weightDecay",
+    "gradclip": "clipNorm",
+    "maxgradnorm": "clipNorm",
+    "seqlen": "sequenceLength",
+    "maxlength": "sequenceLength",
+    "maxsteps": "steps",
+    "numepochs": "epochs",
+    "numtrainepochs": "epochs",
+    "perdevicetrainbatchsize": "microBatchSize",
+    "args": "command",
+    "entrypoint": "command",
+    "environment": "env",
+    "cwd": "workingDirectory",
+    "workdir": "workingDirectory",
+}
+_LONGEST_KEY_COMPARED = 64
+
+
+def problems_of(error: ValidationError, raw: Any) -> list[Problem]:
+    """Every problem in ``error``. ``raw`` is what was validated; values are shown as they stand there."""
+    return [_problem_of(details, raw) for details in error.errors(include_url=False) if not _is_echo(details)]
+
+
+def _is_echo(details: ErrorDetails) -> bool:
+    """pydantic counts only the items that are right, and so calls a list too short whose items are wrong."""
+    return details["type"] == "too_short" and len(details["input"]) >= details["ctx"]["min_length"]
+
+
+def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    """The first problems, each path and message once, and a last one that counts the others if there are very many."""
+    unique = tuple(dict.fromkeys(problems))
+    if len(unique) <= MOST_PROBLEMS:
+        return unique
+    rest = Problem(
+        "manifest", f"{len(unique) - MOST_PROBLEMS} more problems are not listed", "", "Correct these first"
+    )
+    return (*unique[:MOST_PROBLEMS], rest)
+
+
+def nearest(word: str, candidates: Iterable[str]) -> str | None:
+    """The candidate that is most like ``word``, if one is like it at all; upper and lower case count as equal."""
+    if len(word) > _LONGEST_KEY_COMPARED:
+        return None
+    by_folded = {_folded(candidate): candidate for candidate in candidates}
+    found = difflib.get_close_matches(_folded(word), by_folded, n=1, cutoff=0.7)
+    return by_folded[found[0]] if found else None
+
+
+def _folded(word: str) -> str:
+    return word.replace("_", "").replace("-", "").casefold()
+
+
+def _problem_of(details: ErrorDetails, raw: Any) -> Problem:
+    path: FieldPath = details["loc"]
+    say = _SAYINGS.get(details["type"], _say_otherwise)
+    what, why, remedy = say(_Finding(path, details, value_at(raw, path)))
+    return Problem(format_path(path), what, why, remedy)
+
+
+class _Finding:
+    """One error of pydantic's: where, its details, and the value as written."""
+
+    def __init__(self, path: FieldPath, details: ErrorDetails, written: Any) -> None:
+        self.path = path
+        self.context: Mapping[str, Any] = details.get("ctx", {})
+        self.message = details["msg"]
+        self.value = details["input"]
+        self.shown = show(self.value if written is None else written)
+        if written is not None and written != self.value:
+            self.shown += f" ({show(self.value)})"
+
+    @property
+    def key(self) -> str:
+        return str(self.path[-1])
+
+
+Sentence = tuple[str, str, str]
+"""what, why, remedy"""
+
+
+def _say_missing(finding: _Finding) -> Sentence:
+    if isinstance(finding.path[-1], int):
+        return "this item is missing", f"the list needs at least {finding.path[-1] + 1}", "Add it"
+    info = find_field(TrainingRun, finding.path)
+    choices = choices_of(info) if info is not None else ()
+    if len(choices) == 1:
+        return "missing", "it has no default", f"Add `{finding.key}: {choices[0]}`"
+    meaning = _first_sentence(info.description or "") if info is not None else ""
+    return "missing", "it has no default", f"Add `{finding.key}`" + (f" ({meaning})" if meaning else "")
+
+
+def _first_sentence(text: str) -> str:
+    sentence = re.split(r"(?<=[a-z)])\. |\n", text)[0].rstrip(".").replace("``", "`")
+    return sentence[:1].lower() + sentence[1:] if sentence[1:2].islower() else sentence
+
+
+def _say_unknown_key(finding: _Finding) -> Sentence:
+    section = find_section(TrainingRun, finding.path[:-1])
+    known = list(fields_of(section)) if section is not None else []
+    if finding.path == ("status",) or (finding.path[0] == "metadata" and finding.key in _SET_BY_CLUSTER):
+        return "is set by the cluster, not by a file", "", "Remove it"
+    if len(finding.path) == 3 and finding.path[:2] == ("spec", "template"):
+        return _say_template_key(finding.key, known)
+    here = f"Known here: {', '.join(known)}"
+    near = nearest(finding.key, known)
+    word = _OTHER_TRAINERS_WORDS.get(_folded(finding.key))
+    if near is None and word in known:
+        near = word
+    if near is not None:
+        return "unknown key", f"did you mean `{near}`? {here}", ""
+    if places := _places_of(finding.key):
+        remedy = f"Check the indentation, or the path that follows --set. {here}"
+        return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", remedy
+    return "unknown key", "", f"Remove it. {here}"
+
+
+_REFUSED_IN_TEMPLATE: Final = {
+    "serviceAccountName": "the pods of a run talk to no API server and have no account",
+    "serviceAccount": "the pods of a run talk to no API server and have no account",
+    "restartPolicy": "the supervisor restarts workers and the operator replaces pods",
+    "resources": "what a pod asks for stands in spec.resources",
+    "containers": "a pod of a run has one container, which the operator builds",
+    "spec": "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below spec.template",
+    "metadata": "a run's template is flat: labels and annotations stand directly below spec.template",
+}
+
+
+def _say_template_key(key: str, known: list[str]) -> Sentence:
+    here = f"Allowed here: {', '.join(known)}"
+    if key in _REFUSED_IN_TEMPLATE:
+        return "not allowed in a run's template", _REFUSED_IN_TEMPLATE[key], f"Remove it. {here}"
+    if (near := nearest(key, known)) is not None:
+        return "unknown key", f"did you mean `{near}`? {here}", ""
+    return (
+        "not allowed in a run's template",
+        "only the part of a pod template listed here may be given",
+        f"Remove it. {here}",
+    )
+
+
+@cache
+def _all_places() -> Mapping[str, tuple[str, ...]]:
+    places: dict[str, list[str]] = {}
+    for field in walk_fields(TrainingRun):
+        places.setdefault(field.key, []).append(field.path.rpartition(".")[0] or "the top level")
+    return {key: tuple(found) for key, found in places.items()}
+
+
+def _places_of(key: str) -> tuple[str, ...]:
+    """Where else ``key`` is known, if that is only in a few places."""
+    places = _all_places().get(key, ())
+    return places if len(places) <= 2 else ()
+
+
+def _say_not_a_mapping(finding: _Finding) -> Sentence:
+    section = find_section(TrainingRun, finding.path)
+    example = f" with keys such as {', '.join(list(fields_of(section))[:3])}" if section is not None else ""
+    if finding.value is None:
+        return (
+            "is empty",
+            f"a mapping is needed{example}",
+            "Fill it in; check the indentation of the lines below it",
+        )
+    remedy = "Write `key: value` lines below it"
+    if finding.path == ("spec", "nodes") and isinstance(finding.value, int):
+        remedy = f"Write nodes: {{min: {finding.value}, max: {finding.value}}}"
+    return f"{finding.shown} is not a mapping", f"a mapping is needed{example}", remedy
+
+
+def _say_not_a_list(finding: _Finding) -> Sentence:
+    if finding.value is None:
+        return "is empty", "a list is needed", "Write its items as lines that begin with `- `"
+    return (
+        f"{finding.shown} is not a list",
+        "",
+        "Write its items as lines that begin with `- `, even if there is only one",
+    )
+
+
+def _say_not_a_text(finding: _Finding) -> Sentence:
+    if finding.value is None:
+        return "is empty", "a text is needed", "Write a text after the colon"
+    if isinstance(finding.value, bool | int | float):
+        kind = "true or false" if isinstance(finding.value, bool) else "a number"
+        return (
+            f"{finding.shown} is not a text",
+            f"without quotes YAML reads it as {kind}",
+            f'Put it in quotes: "{finding.shown}"',
+        )
+    return f"{finding.shown} is not a text", "", "Write a text"
+
+
+def _say_not_a_switch(finding: _Finding) -> Sentence:
+    return f"{finding.shown} is neither true nor false", "", "Write true or false, without quotes"
+
+
+def _say_choice(finding: _Finding) -> Sentence:
+    info = find_field(TrainingRun, finding.path)
+    choices = choices_of(info) if info is not None else ()
+    listed = ", ".join(choices)
+    if len(choices) == 1:
+        return f"{finding.shown} is not supported", "", f"Write {listed}"
+    near = nearest(finding.value, choices) if isinstance(finding.value, str) else None
+    return (
+        f"{finding.shown} is not one of {listed}",
+        "",
+        f"Did you mean {near}? Write one of them" if near else "Write one of them",
+    )
+
+
+def _say_bound(name: str) -> Callable[[_Finding], Sentence]:
+    word, why, remedy = _BOUNDS[name]
+
+    def say(finding: _Finding) -> Sentence:
+        bound = f"{finding.context[name]:.15g}"
+        return f"{finding.shown} is too {word}", why.format(bound), remedy.format(bound)
+
+    return say
+
+
+_BOUNDS: Final = {
+    "ge": ("small", "the smallest value allowed is {}", "Use {} or more"),
+    "gt": ("small", "it must be above {}", "Raise it"),
+    "le": ("large", "the largest value allowed is {}", "Use {} or less"),
+    "lt": ("large", "it must be below {}", "Lower it"),
+}
+
+
+def _say_too_few(finding: _Finding) -> Sentence:
+    least = finding.context["min_length"]
+    return (
+        "the list is empty" if not finding.value else "the list is too short",
+        f"at least {least} is needed",
+        "Add an item",
+    )
+
+
+def _say_too_many(finding: _Finding) -> Sentence:
+    most = finding.context["max_length"]
+    return f"the list has more than {most} items", f"at most {most} are allowed", "Remove some"
+
+
+def _say_text_length(finding: _Finding) -> Sentence:
+    if not finding.value:
+        return "the text is empty", "", "Write a text of at least one character"
+    return (
+        f"{finding.shown} is too long",
+        f"at most {finding.context['max_length']} characters are allowed",
+        "Shorten it",
+    )
+
+
+def _say_pattern(finding: _Finding) -> Sentence:
+    rule = _PATTERNS.get(finding.context["pattern"], f"it must match {finding.context['pattern']}")
+    return f"{finding.shown} is not a valid name", rule, "Rename it"
+
+
+def _say_own_words(finding: _Finding) -> Sentence:
+    error = finding.context.get("error")
+    if isinstance(error, NumberError):
+        seconds = _seconds_of(finding.value) if "Seconds" in finding.key else None
+        if seconds is not None:
+            return (
+                f"{finding.shown} is not a number",
+                "the field counts seconds and takes no unit",
+                f"Write {seconds}",
+            )
+        return error.what, error.why, error.remedy
+    return str(error), "", ""
+
+
+def _seconds_of(value: Any) -> int | None:
+    """Seconds of a duration such as ``90s``, ``5m`` or ``1h``; None where it is none."""
+    found = re.fullmatch(r"(\d{1,9})([smhd])", value) if isinstance(value, str) else None
+    return int(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]] if found else None
+
+
+def _say_otherwise(finding: _Finding) -> Sentence:
+    return f"{finding.shown} cannot be used", finding.message, ""
+
+
+_SAYINGS: Final[Mapping[str, Callable[[_Finding], Sentence]]] = {
+    "missing": _say_missing,
+    "extra_forbidden": _say_unknown_key,
+    "model_type": _say_not_a_mapping,
+    "model_attributes_type": _say_not_a_mapping,
+    "dict_type": _say_not_a_mapping,
+    "tuple_type": _say_not_a_list,
+    "list_type": _say_not_a_list,
+    "string_type": _say_not_a_text,
+    "bool_type": _say_not_a_switch,
+    "bool_parsing": _say_not_a_switch,
+    "literal_error": _say_choice,
+    "greater_than_equal": _say_bound("ge"),
+    "greater_than": _say_bound("gt"),
+    "less_than_equal": _say_bound("le"),
+    "less_than": _say_bound("lt"),
+    "too_short": _say_too_few,
+    "too_long": _say_too_many,
+    "string_too_short": _say_text_length,
+    "string_too_long": _say_text_length,
+    "string_pattern_mismatch": _say_pattern,
+    "value_error": _say_own_words,
+}

@@ -1,0 +1,131 @@
+"""Kubernetes' own words: quantities (``4Gi``), names and labels. Pure checks that name the remedy."""
+
+import re
+from decimal import Decimal
+from fractions import Fraction
+from typing import Annotated, Any, Final
+
+from pydantic import BeforeValidator, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from evergrad_manifest.reading.numbers import BINARY_UNITS, NumberError, show
+
+_SUFFIXES: Final[dict[str, Fraction]] = {
+    "": Fraction(1),
+    "n": Fraction(1, 10**9),
+    "u": Fraction(1, 10**6),
+    "m": Fraction(1, 1000),
+    "k": Fraction(10**3),
+    "M": Fraction(10**6),
+    "G": Fraction(10**9),
+    "T": Fraction(10**12),
+    "P": Fraction(10**15),
+    "E": Fraction(10**18),
+    **{unit: Fraction(size) for unit, size in BINARY_UNITS.items()},
+    "Ei": Fraction(2**60),
+}
+_PATTERN = r"(\+?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))(?:[eE]([+-]?[0-9]{1,3})|([numkMGTPE]|[KMGTPE]i)?)"
+_QUANTITY = re.compile(_PATTERN)
+_LIKELY = re.compile(r"([0-9.]+)\s*([A-Za-z]{1,3})")
+_PROPER_UNITS: Final = {
+    unit.lower(): unit for unit in ("k", "M", "G", "T", "P", "Ki", "Mi", "Gi", "Ti", "Pi")
+}
+_LONGEST = 64
+LARGEST_QUANTITY: Final = 2**63 - 1
+LONGEST_LABEL: Final = 63
+LONGEST_RUN_NAME: Final = 45
+"""A label less the longest suffix of what is named after a run: ``-coordinator-`` and its attempt."""
+
+DNS_LABEL: Final = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
+RUN_NAME: Final = r"^[a-z]([a-z0-9-]*[a-z0-9])?$"
+"""A label that a Service can have, too."""
+_LABEL_RULE = "letters, digits, '-', '_' and '.' are allowed, a letter or digit first and last"
+_LABEL_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*")
+
+
+def parse_quantity(value: Any) -> str:
+    """A Kubernetes quantity as text: ``4Gi``, ``500m``, ``2`` (a plain number is taken too). Raises NumberError."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise NumberError(
+            f"{show(value)} is not a quantity", "", "Write a number with a unit, such as 4Gi, 500m or 2"
+        )
+    if isinstance(value, float) and not value.is_integer():
+        why = "without quotes a quantity is a whole number, as the API server has it"
+        raise NumberError(
+            f"{show(value)} is not a Kubernetes quantity", why, f'Put it in quotes: "{show(value)}"'
+        )
+    text = value if isinstance(value, str) else show(int(value))
+    if len(text) > _LONGEST or _QUANTITY.fullmatch(text) is None:
+        raise _not_a_quantity(value, text)
+    if quantity_value(text) > LARGEST_QUANTITY:
+        raise NumberError(f"{show(value)} is too large", "the largest quantity is 2^63 - 1", "Lower it")
+    return text
+
+
+def quantity_value(text: str) -> Fraction:
+    """The exact number a valid quantity stands for: ``4Ki`` → 4096, ``500m`` → 1/2."""
+    match = _QUANTITY.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity")
+    number = Fraction(Decimal(match[1]))
+    return number * Fraction(10) ** int(match[2]) if match[2] else number * _SUFFIXES[match[3] or ""]
+
+
+def _not_a_quantity(value: Any, text: str) -> NumberError:
+    what = f"{show(value)} is not a Kubernetes quantity"
+    if text.startswith("-"):
+        return NumberError(
+            f"{show(value)} is negative", "a quantity is zero or more", "Write a positive quantity"
+        )
+    match = _LIKELY.fullmatch(text.strip()) if len(text) <= _LONGEST else None
+    guess = match[1] + _PROPER_UNITS.get(match[2].lower().removesuffix("b"), "?") if match is not None else ""
+    if _QUANTITY.fullmatch(guess):
+        return NumberError(
+            what,
+            "",
+            f"Did you mean {guess}? Units are k, M, G, T (powers of 1000) and Ki, Mi, Gi, Ti (of 1024)",
+        )
+    return NumberError(what, "", "Write a number with a unit, such as 4Gi, 500m or 2")
+
+
+class _QuantitySchema:
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": f"^{_PATTERN}$"}]}
+
+
+Quantity = Annotated[str, BeforeValidator(parse_quantity), _QuantitySchema()]
+
+
+def fault_of_key(key: str) -> tuple[str, str] | None:
+    """What is wrong with a label's or an annotation's key ``[prefix/]name``, and why, or None."""
+    prefix, slash, name = key.rpartition("/")
+    if slash and (len(prefix) > 253 or not _DNS_SUBDOMAIN.fullmatch(prefix)):
+        return f"{show(key)} is not a valid key", "the part before the / is not a DNS name"
+    if len(name) > LONGEST_LABEL:
+        return f"{show(key)} is too long", f"at most {LONGEST_LABEL} characters are allowed"
+    if not _LABEL_NAME.fullmatch(name):
+        return f"{show(key)} is not a valid key", _LABEL_RULE
+    return None
+
+
+def fault_of_label_value(value: str) -> tuple[str, str] | None:
+    """What is wrong with a label's value, and why, or None."""
+    if len(value) > LONGEST_LABEL:
+        return f"{show(value)} is too long", f"at most {LONGEST_LABEL} characters are allowed"
+    if value and not _LABEL_NAME.fullmatch(value):
+        return f"{show(value)} is not a valid label value", _LABEL_RULE
+    return None
+
+
+def is_dns_label(text: str) -> bool:
+    """Whether ``text`` can name a volume, a namespace or a run."""
+    return len(text) <= LONGEST_LABEL and re.fullmatch(DNS_LABEL[1:-1], text) is not None
+
+
+def is_dns_subdomain(text: str) -> bool:
+    """Whether ``text`` can name a PVC, a class or a secret."""
+    return len(text) <= 253 and _DNS_SUBDOMAIN.fullmatch(text) is not None

@@ -1,0 +1,125 @@
+"""What a script run needs to find on this machine: its program and its working directory. Looks, and writes nothing."""
+
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Final
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.reading.loader import path_label
+from evergrad_manifest.script import Program, Script, program_path, working_directory_of
+
+_COMMAND: Final = "spec.script.command"
+_NAMED: Final = f"{_COMMAND} names it"
+_RELATIVE: Final = "Check the path; it is relative to the manifest's directory"
+
+
+def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
+    """Why the script cannot start here: its file, executable or working directory is missing or cannot be used."""
+    return [
+        *_program_problems(script, base_directory),
+        *_directory_problems(working_directory_of(script, base_directory)),
+    ]
+
+
+def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
+    """What is wrong wherever the run starts: a Python file that should be beside the manifest. Absolute paths may be a pod's."""
+    program = script.program
+    if program.kind != "file" or Path(program.name).is_absolute():
+        return []
+    return _file_problems(base_directory / program.name)
+
+
+def is_module_found(script: Script, *, base_directory: Path) -> bool:
+    """Whether this interpreter finds the script's module, importing nothing. What import hooks would find is not seen."""
+    program, folder = script.program, working_directory_of(script, base_directory)
+    from_env = [str(folder / entry) for entry in script.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    places: Sequence[str] = (str(folder), *from_env, *sys.path)
+    parts = program.name.split(".")
+    for end in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:end]), places)
+        if found is None:
+            return False
+        places = tuple(found.submodule_search_locations or ())
+    return True
+
+
+def _program_problems(script: Script, base_directory: Path) -> list[Problem]:
+    program, path = script.program, program_path(script.program, base_directory)
+    if program.kind == "file" and path is not None:
+        return _file_problems(path)
+    if path is not None:
+        return _file_problems(path) or _executable_problems(path)
+    return _lookup_problems(program, script.env.get("PATH")) if program.kind == "executable" else []
+
+
+def _lookup_problems(program: Program, search_path: str | None) -> list[Problem]:
+    if shutil.which(program.name, path=search_path) is not None:
+        return []
+    where = "spec.script.env.PATH" if search_path is not None else "PATH"
+    why = f"a name without a slash is looked up in {where}"
+    return [
+        Problem(
+            f"{_COMMAND}[0]",
+            f"the executable {program.name!r} was not found",
+            why,
+            f"Install it, or write ./{program.name}",
+        )
+    ]
+
+
+def _file_problems(path: Path) -> list[Problem]:
+    mode = _mode_of(path)
+    if isinstance(mode, str):
+        return [Problem(path_label(path), mode, _NAMED, _RELATIVE)]
+    if stat.S_ISDIR(mode):
+        return [
+            Problem(
+                path_label(path),
+                "is a directory",
+                _NAMED,
+                "Name the file in it, or use -m and the module's name",
+            )
+        ]
+    return [] if os.access(path, os.R_OK) else [_denied(path, "read")]
+
+
+def _mode_of(path: Path) -> int | str:
+    """The mode of what is at ``path``, or why there is nothing that could be used."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return "does not exist"
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {getattr(error, 'strerror', None) or 'it is no path'}"
+
+
+def _executable_problems(path: Path) -> list[Problem]:
+    return [] if os.access(path, os.X_OK) else [_denied(path, "executed")]
+
+
+def _denied(path: Path, verb: str) -> Problem:
+    return Problem(
+        path_label(path), f"cannot be {verb}", f"permission is denied ({_NAMED})", "Change its permissions"
+    )
+
+
+def _directory_problems(path: Path) -> list[Problem]:
+    named, mode = "spec.script.workingDirectory names it", _mode_of(path)
+    if isinstance(mode, str):
+        return [Problem(path_label(path), mode, named, _RELATIVE)]
+    if not stat.S_ISDIR(mode):
+        return [
+            Problem(
+                path_label(path), "is not a directory", named, "Name the folder that the script starts in"
+            )
+        ]
+    return (
+        []
+        if os.access(path, os.X_OK)
+        else [Problem(path_label(path), "cannot be entered", named, "Change its permissions")]
+    )

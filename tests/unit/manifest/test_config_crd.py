@@ -1,0 +1,168 @@
+"""The CRD as it is generated: structural, documented, bounded, within its size, and true to the models."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evergrad_coordinator.contract import API_VERSION, KIND
+from evergrad_manifest.crd.definition import LARGEST_BYTES, build_definition, build_root
+from evergrad_manifest.crd.nodes import VALIDATIONS
+from evergrad_manifest.crd.rules import RULES
+from evergrad_manifest.crd.schema import LEFT_OUT, SHOWN_DEFAULTS
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.fields import walk_fields
+from evergrad_manifest.generate import DEFINITION
+from evergrad_manifest.reading.quantities import LONGEST_RUN_NAME
+
+ROOT = Path(__file__).resolve().parents[3]
+VALUE_WORDS = ("allOf", "anyOf", "oneOf", "not")
+
+
+def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every node that describes a value, with its path; not those inside of ``anyOf`` and its like, which only restrict."""
+    yield path, schema
+    for key, node in schema.get("properties", {}).items():
+        yield from nodes(node, f"{path}.{key}".lstrip("."))
+    if "items" in schema:
+        yield from nodes(schema["items"], f"{path}[]")
+    if "additionalProperties" in schema:
+        yield from nodes(schema["additionalProperties"], f"{path}{{}}")
+
+
+NODES = dict(nodes(build_root()))
+PLAIN = {path: node for path, node in NODES.items() if path not in ("", "metadata")}
+
+
+def test_every_field_says_what_it_is() -> None:
+    for path, node in PLAIN.items():
+        assert re.match(r"[A-Z`(<]|fp32|torch|jsonl|wsd|tokens", node.get("description", "")), path
+        assert "``" not in node["description"] and "\n" not in node["description"]
+
+
+def test_fields_of_the_models_say_their_default_or_that_they_are_needed() -> None:
+    for field in walk_fields(TrainingRun):
+        if field.path.startswith("spec.") and field.path not in LEFT_OUT and field.shape.section is None:
+            text = NODES[field.path]["description"]
+            assert "default" in text.casefold() or "required" in text, field.path
+
+
+def test_the_definition_has_each_field_of_the_models_and_no_other() -> None:
+    ours = {field.path for field in walk_fields(TrainingRun) if field.path.startswith("spec")} - set(LEFT_OUT)
+    below = ("spec.template.", "spec.training.model.config.")
+    theirs = {
+        re.sub(r"\{\}$", "", path) for path in PLAIN if path.startswith("spec") and not path.endswith("[]")
+    }
+    inside = {path for path in theirs if path.startswith(below) and path not in ours}
+    assert theirs - inside == ours
+
+
+def test_the_schema_is_structural() -> None:
+    for path, node in NODES.items():
+        assert not {"$ref", "title", "const", "nullable", "definitions", "examples"} & set(node), path
+        assert not ("properties" in node and "additionalProperties" in node), path
+        is_open = node.get("x-kubernetes-preserve-unknown-fields") or node.get("x-kubernetes-int-or-string")
+        assert node.get("type") or is_open, path
+        if node.get("x-kubernetes-int-or-string"):
+            assert node["anyOf"] == [{"type": "integer"}, {"type": "string"}], path
+        else:
+            restricting = [branch for word in VALUE_WORDS for branch in _branches(node.get(word, []))]
+            assert not any({"type", "description", "default"} & set(branch) for branch in restricting), path
+
+
+def _branches(branches: Any) -> list[dict[str, Any]]:
+    return branches if isinstance(branches, list) else [branches]
+
+
+def test_whatever_can_grow_is_bounded() -> None:
+    for path, node in PLAIN.items():
+        if path in ("apiVersion", "kind") or "enum" in node or node.get("format") == "date-time":
+            continue
+        kind = node.get("type")
+        assert kind != "array" or "maxItems" in node, path
+        assert kind != "string" or "maxLength" in node, path
+        assert "additionalProperties" not in node or "maxProperties" in node, path
+        is_open = kind == "object" and node.get("x-kubernetes-preserve-unknown-fields")
+        assert not is_open or "maxProperties" in node, path
+
+
+def test_lists_are_merged_by_their_keys_or_replaced_as_a_whole() -> None:
+    kinds = {
+        path: node["x-kubernetes-list-type"] for path, node in NODES.items() if node.get("type") == "array"
+    }
+    keys = {path: NODES[path]["x-kubernetes-list-map-keys"] for path, kind in kinds.items() if kind == "map"}
+    assert keys["status.conditions"] == ["type"]
+    assert keys["spec.template.env"] == keys["spec.template.volumes"] == ["name"]
+    for path, names in keys.items():
+        assert set(names) <= set(NODES[path]["items"]["required"]), path
+    assert kinds["spec.script.command"] == kinds["spec.training.data.sources"] == "atomic"
+
+
+def test_rules_say_what_is_wrong_and_what_to_do() -> None:
+    for path, node in NODES.items():
+        for one in node.get(VALIDATIONS, []):
+            assert one["message"].endswith(".") and ". " in one["message"], (path, one["message"])
+            assert len(one["message"]) <= 400
+            assert "\n" not in one["rule"]
+            blamed = (path + one.get("fieldPath", "")).lstrip(".")
+            assert blamed in NODES, (path, one["fieldPath"])
+
+
+def test_every_rule_stands_in_the_definition() -> None:
+    for path, rules in RULES.items():
+        assert all(rule in NODES[path][VALIDATIONS] for rule in rules), path
+
+
+def test_defaults_are_filled_in_for_operational_fields_only() -> None:
+    assert sorted(path for path, node in NODES.items() if "default" in node) == sorted(SHOWN_DEFAULTS)
+    assert not any(path.startswith(("spec.training", "spec.script")) for path in SHOWN_DEFAULTS)
+
+
+def test_the_definition_is_small_enough_for_every_way_of_applying_it() -> None:
+    assert len(json.dumps(build_definition(), separators=(",", ":")).encode()) < LARGEST_BYTES
+
+
+def test_the_file_is_what_the_builder_says_without_aliases() -> None:
+    text = (ROOT / DEFINITION).read_text("utf-8")
+    assert yaml.safe_load(text) == build_definition()
+    assert not re.search(r"[&*]id[0-9]", text)
+
+
+def test_names_are_those_of_the_contract() -> None:
+    spec = build_definition()["spec"]
+    (version,) = spec["versions"]
+    assert f"{spec['group']}/{version['name']}" == API_VERSION
+    assert spec["names"]["kind"] == KIND and spec["names"]["shortNames"] == ["trun"]
+    assert version["subresources"] == {"status": {}}
+
+
+def test_all_children_of_a_run_with_the_longest_name_have_names() -> None:
+    from evergrad_operator import names
+
+    run = "x" * LONGEST_RUN_NAME
+    assert LONGEST_RUN_NAME == names.LONGEST_RUN_NAME
+    children = [
+        names.node_pod_name(run, 1023, 999_999),
+        names.coordinator_pod_name(run, 9_999),
+        names.coordinator_service_name(run),
+        names.config_name(run),
+        names.claim_annotation(run).rpartition("/")[2],
+    ]
+    assert max(map(len, children)) <= 63
+
+
+@pytest.mark.parametrize(
+    "column",
+    build_definition()["spec"]["versions"][0]["additionalPrinterColumns"],
+    ids=lambda one: one["name"],
+)
+def test_each_column_reads_a_field_that_there_is(column: dict[str, Any]) -> None:
+    path = column["jsonPath"].removeprefix(".")
+    if path.startswith("metadata."):
+        assert column["type"] == "date"
+    else:
+        assert NODES[path]["type"] == column["type"]

@@ -1,0 +1,208 @@
+"""What may change in a run and what may not; the whole run on the wire and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from evergrad_manifest.errors import ConfigurationError
+
+from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
+from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.identity import (
+    ABSENT,
+    RECIPE_SECTIONS,
+    changed_fields,
+    config_hash,
+    from_wire,
+    problems_of_changes,
+    recipe_of,
+    to_wire,
+)
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.training import Training
+
+BASE = Path(__file__).parent / "base_manifest.yaml"
+
+
+def run(*overrides: str) -> TrainingRun:
+    return load_manifest(BASE, overrides=overrides).run
+
+
+OPERATIONAL = [
+    "metadata.name=other",
+    "metadata.labels={a: b}",
+    "spec.nodes.max=2",
+    "spec.workersPerNode=2",
+    "spec.resources={}",
+    "spec.storage={claimName: mine}",
+    "spec.template={labels: {a: b}}",
+    "spec.suspend=true",
+    "spec.image=example.org/trainer:2",
+    "spec.imagePullPolicy=Always",
+    "spec.restartNonce=again",
+    "spec.activeDeadlineSeconds=60",
+    "spec.ttlSecondsAfterFinished=60",
+    "spec.storage.path=elsewhere/first",
+    "spec.failurePolicy.maxFailuresWithoutProgress=9",
+    "spec.training.stop={afterStep: 3}",
+    "spec.training.checkpoint.every.steps=7",
+    "spec.training.evaluation.every.steps=7",
+    "spec.training.initFrom={path: x}",
+    "spec.training.runtime={compile: on, parallelism: fsdp2, activationCheckpointing: true, threads: 3, device: cpu}",
+    "spec.training.logging={every: {steps: 1}}",
+    "spec.training.metrics={port: 0}",
+    "spec.training.data.preparedDirectory=elsewhere",
+]
+
+RECIPE = [
+    ("spec.training.model.config.hidden_size=512", "spec.training.model.config.hidden_size", 256, 512),
+    (
+        "spec.training.tokenizer={type: transformers, path: t}",
+        "spec.training.tokenizer.type",
+        "byte",
+        "transformers",
+    ),
+    ("spec.training.data.sources[0].path=x", "spec.training.data.sources[0].path", "docs.jsonl", "x"),
+    ("spec.training.data.sources[0].weight=2", "spec.training.data.sources[0].weight", 1.0, 2.0),
+    ("spec.training.data.sequenceLength=128", "spec.training.data.sequenceLength", 256, 128),
+    ("spec.training.data.malformed=skip", "spec.training.data.malformed", "refuse", "skip"),
+    ("spec.training.batching.microBatchSize=2", "spec.training.batching.microBatchSize", 4, 2),
+    ("spec.training.optimizer.learningRate=2e-3", "spec.training.optimizer.learningRate", 0.001, 0.002),
+    ("spec.training.optimizer.betas=[0.9, 0.99]", "spec.training.optimizer.betas[1]", 0.95, 0.99),
+    ("spec.training.schedule.warmup=6%", "spec.training.schedule.warmup", 0.05, 0.06),
+    ("spec.training.reproducibility.seed=1", "spec.training.reproducibility.seed", 0, 1),
+    ("spec.training.reproducibility.elastic=exact", "spec.training.reproducibility.elastic", "fast", "exact"),
+    ("spec.training.runtime.precision=fp32", "spec.training.runtime.precision", "bf16-autocast", "fp32"),
+]
+
+
+@pytest.mark.parametrize("override", OPERATIONAL)
+def test_what_is_operational_may_change(override: str) -> None:
+    assert config_hash(run(override)) == config_hash(run())
+    assert changed_fields(recipe_of(run()), recipe_of(run(override))) == []
+
+
+@pytest.mark.parametrize(("override", "path", "old", "new"), RECIPE)
+def test_what_belongs_to_the_recipe_changes_the_hash_and_is_named_with_both_values(
+    override: str, path: str, old: Any, new: Any
+) -> None:
+    assert config_hash(run(override)) != config_hash(run())
+    assert (path, old, new) in changed_fields(recipe_of(run()), recipe_of(run(override)))
+
+
+def test_an_extended_run_keeps_its_hash_and_the_horizon_is_named() -> None:
+    longer = run("spec.training.horizon.tokens=40M")
+    assert config_hash(longer) == config_hash(run())
+    assert changed_fields(recipe_of(run()), recipe_of(longer)) == [
+        ("spec.training.horizon.tokens", 20_000_000, 40_000_000)
+    ]
+    other = run("spec.training.horizon={steps: 10}")
+    assert changed_fields(recipe_of(run()), recipe_of(other)) == [
+        ("spec.training.horizon.tokens", 20_000_000, ABSENT),
+        ("spec.training.horizon.steps", ABSENT, 10),
+    ]
+
+
+def test_spelling_does_not_change_the_hash() -> None:
+    spelled = run(
+        "spec.training.horizon.tokens=20_000k",
+        "spec.training.optimizer.learningRate=0.1%",
+        "spec.training.schedule.warmup=0.05",
+    )
+    assert spelled.spec.training == run().spec.training
+    assert config_hash(spelled) == config_hash(run())
+
+
+def test_the_hash_is_a_fixed_function_of_the_recipe() -> None:
+    # A release that changes this number makes every run in existence refuse to resume.
+    assert config_hash(run()) == "93d4973dbd209e0912e5b06f0d9659d66dfca1dd7eec42aedbc526d90de667cc"
+    assert config_hash(from_wire(json.loads(json.dumps(to_wire(run()))))) == config_hash(run())
+
+
+def test_sources_in_another_number_are_compared_as_a_whole() -> None:
+    more = run("spec.training.data.sources[1]={name: more, path: more.jsonl}")
+    (change,) = changed_fields(recipe_of(run()), recipe_of(more))
+    assert change[0] == "spec.training.data.sources"
+    assert [source["name"] for source in change[2]] == ["docs", "more"]
+
+
+def test_a_refused_resume_names_each_field_with_both_values() -> None:
+    changed = run("spec.training.reproducibility.seed=1", "spec.training.optimizer.betas=[0.9, 0.99]")
+    problems = problems_of_changes(
+        changed_fields(recipe_of(run()), recipe_of(changed)), directory="runs/docs-lm"
+    )
+    begin = "here, but the run in runs/docs-lm began with"
+    why = "the recipe of a run does not change"
+    remedy = "or give the changed run a name of its own."
+    assert [str(problem) for problem in problems] == [
+        f"spec.training.optimizer.betas[1]: 0.99 {begin} 0.95; {why}. Set it back to 0.95, {remedy}",
+        f"spec.training.reproducibility.seed: 1 {begin} 0; {why}. Set it back to 0, {remedy}",
+    ]
+
+
+def test_a_recipe_that_lost_or_gained_a_field_says_so() -> None:
+    assert changed_fields({"a": 1, "b": None}, {"b": None, "c": 2}) == [
+        ("spec.training.a", 1, ABSENT),
+        ("spec.training.c", ABSENT, 2),
+    ]
+    assert "nothing here" in str(problems_of_changes([("x", 1, ABSENT)], directory="d")[0])
+
+
+def test_a_null_in_the_models_own_configuration_is_a_change_that_is_named() -> None:
+    changed = run(
+        "spec.training.model.config={model_type: llama, hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4, x: null}"
+    )
+    assert config_hash(changed) != config_hash(run())
+    assert changed_fields(recipe_of(run()), recipe_of(changed)) == [
+        ("spec.training.model.config.x", ABSENT, None)
+    ]
+
+
+def test_every_section_of_the_training_is_decided_upon() -> None:
+    sections = {info.alias for info in Training.model_fields.values()}
+    assert sections == {*RECIPE_SECTIONS, *OPERATIONAL_SECTIONS}
+    assert not set(RECIPE_SECTIONS) & set(OPERATIONAL_SECTIONS)
+
+
+WIRES = [
+    (),
+    ("spec.training.schedule={type: cosine, warmup: 100%}",),
+    ("spec.training.schedule={type: constant}",),
+    ("spec.training.schedule={warmup: 100%, decay: 0}",),
+    ("spec.training.data.sources[0].type=tokens", "spec.training.data.sources[0].dtype=uint32"),
+    ("spec.training.model={path: model}", "spec.training.tokenizer={type: transformers, path: t}"),
+    ("spec.training.model.config.nothing={a: [1, null, 1.5, true, ü]}",),
+    ("spec.training.runtime.compile=off", "spec.nodes=null", "spec.workersPerNode=null"),
+    ("spec.template={volumes: [{name: a, emptyDir: {}}], env: [{name: A, value: '1'}]}",),
+]
+
+
+@pytest.mark.parametrize("overrides", WIRES)
+def test_a_run_survives_the_wire_and_is_itself_a_manifest(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    original = run(*overrides)
+    wire = json.loads(json.dumps(to_wire(original), allow_nan=False))
+    assert from_wire(wire) == original
+    as_json, as_yaml = tmp_path / "run.json", tmp_path / "run.yaml"
+    as_json.write_text(json.dumps(wire))
+    as_yaml.write_text(yaml.safe_dump(wire))
+    assert load_manifest(as_json).run == original
+    assert load_manifest(as_yaml).run == original
+    assert to_wire(load_manifest(as_json).run) == to_wire(original)
+
+
+def test_a_wire_that_was_tampered_with_is_refused() -> None:
+    wire = to_wire(run())
+    wire["spec"]["training"]["horizon"]["steps"] = 3
+    with pytest.raises(ConfigurationError, match="steps and tokens are both set"):
+        from_wire(wire)
+
+
+@pytest.mark.parametrize(
+    "change", ["spec.training.skipSteps=[4, 7]", "spec.training.onNonFinite={skip: 3, then: stop}"]
+)
+def test_taking_a_run_past_a_bad_step_leaves_it_the_same_run(change: str) -> None:
+    assert config_hash(run(change)) == config_hash(run())
+    assert recipe_of(run(change)) == recipe_of(run())
+    assert from_wire(to_wire(run(change))) == run(change)

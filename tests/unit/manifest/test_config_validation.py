@@ -1,0 +1,102 @@
+"""The table of bad manifests: every problem is found, at its path, in these words, and no other is claimed."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from evergrad_manifest.errors import ConfigurationError
+
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.reading.validation import check_run, parse_run
+from evergrad_manifest.reading.view import UNKNOWN, View, without_nulls
+
+FOLDER = Path(__file__).parent
+BASE = FOLDER / "base_manifest.yaml"
+TABLE: list[dict[str, Any]] = yaml.safe_load((FOLDER / "bad_manifests.yaml").read_text())
+
+
+def as_override(path: str, value: Any) -> str:
+    text = (
+        value
+        if isinstance(value, str)
+        else yaml.safe_dump(value, default_flow_style=True, width=10**6).split("\n...")[0].strip()
+    )
+    return f"{path}={text}"
+
+
+@pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
+def test_each_bad_manifest_is_refused_with_all_its_problems_and_no_other(case: dict[str, Any]) -> None:
+    overrides = [as_override(path, value) for path, value in case["set"].items()]
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(BASE, overrides=overrides)
+    said = {problem.path: str(problem) for problem in refused.value.problems}
+    assert sorted(said) == sorted(case["problems"]), "\n".join(said.values())
+    for path, fragment in case["problems"].items():
+        assert fragment in said[path]
+    assert len(refused.value.problems) == len(said)
+
+
+def test_the_names_of_the_cases_are_unique() -> None:
+    names = [case["name"] for case in TABLE]
+    assert len(names) == len(set(names))
+
+
+GOOD: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / "good_manifests.yaml").read_text())
+
+
+@pytest.mark.parametrize("changes", GOOD.values(), ids=GOOD)
+def test_what_is_right_at_the_edge_is_accepted(changes: dict[str, Any]) -> None:
+    overrides = [as_override(path, "null" if value is None else value) for path, value in changes.items()]
+    assert load_manifest(BASE, overrides=overrides).run.spec.nodes.min
+
+
+def test_the_base_manifest_has_no_problem() -> None:
+    run, problems = check_run(yaml.safe_load(BASE.read_text()))
+    assert problems == []
+    assert run is not None and run.spec.training.horizon.tokens == 20_000_000
+
+
+def test_an_empty_optional_section_means_its_defaults_and_an_empty_needed_one_is_named() -> None:
+    raw = yaml.safe_load(BASE.read_text())
+    raw["spec"]["template"] = None
+    raw["spec"]["training"]["schedule"] = None
+    assert parse_run(raw).spec.training.schedule.type == "wsd"
+    raw["spec"]["training"]["optimizer"] = None
+    with pytest.raises(
+        ConfigurationError,
+        match=r"spec\.training\.optimizer: is empty; a mapping is needed with keys such as type",
+    ):
+        parse_run(raw)
+
+
+def test_more_than_a_hundred_problems_are_counted() -> None:
+    raw = yaml.safe_load(BASE.read_text())
+    raw["spec"] |= {f"key{number}": 1 for number in range(150)}
+    with pytest.raises(ConfigurationError) as refused:
+        parse_run(raw)
+    assert len(refused.value.problems) == 101
+    assert "50 more problems are not listed" in str(refused.value.problems[-1])
+
+
+def test_a_view_of_a_right_manifest_is_the_parsed_manifest() -> None:
+    raw = without_nulls(yaml.safe_load(BASE.read_text()))
+    run = parse_run(raw)
+    assert _plain(View(raw).tree) == _plain(run.model_dump(by_alias=True, mode="python"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def test_a_view_knows_what_is_right_beside_what_is_wrong() -> None:
+    raw = copy.deepcopy(yaml.safe_load(BASE.read_text()))
+    raw["spec"]["training"]["batching"] = {"globalBatchSize": "x", "microBatchSize": "4"}
+    view = View(raw)
+    assert view.get("spec.training.batching.globalBatchSize") is UNKNOWN
+    assert view.get("spec.training.batching.microBatchSize") == 4
+    assert view.known("spec.training.batching.globalBatchSize", "spec.nodes.min") is None
+    assert view.known("spec.nodes.min", "spec.nodes.max") == (2, 4)

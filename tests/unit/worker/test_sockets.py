@@ -1,0 +1,79 @@
+"""Only connected TCP sockets are found and cut, and only those that are new."""
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from evergrad_trainer.worker.sockets import connected_sockets, cut_sockets
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        yield one
+
+
+@contextlib.contextmanager
+def connect(listener: socket.socket) -> Iterator[Pair]:
+    with socket.create_connection(listener.getsockname()) as ours, listener.accept()[0] as theirs:
+        yield ours, theirs
+
+
+def is_cut(one: socket.socket) -> bool:
+    one.settimeout(1)
+    try:
+        return one.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_connections_are_found_and_nothing_else(listener: socket.socket) -> None:
+    first, second = socket.socketpair()
+    with (
+        first,
+        second,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        socket.socket() as fresh,
+    ):
+        datagrams.connect(listener.getsockname())
+        before = connected_sockets()
+        for other in (first, second, datagrams, fresh, listener):
+            assert other.fileno() not in before
+        with connect(listener) as pair:
+            assert connected_sockets() - before == {one.fileno() for one in pair}
+
+
+def test_a_cut_frees_both_ends_and_spares_older_connections_and_listeners(listener: socket.socket) -> None:
+    with connect(listener) as old:
+        outside = connected_sockets()
+        with connect(listener) as new:
+            assert cut_sockets(except_for=outside) == 2
+            assert is_cut(new[0]) and is_cut(new[1])
+        assert not is_cut(old[0])
+        old[1].sendall(b"x")
+        assert old[0].recv(1) == b"x"
+        with connect(listener) as later:
+            later[0].sendall(b"y")
+            assert later[1].recv(1) == b"y"
+
+
+def test_cutting_twice_or_nothing_is_no_error(listener: socket.socket) -> None:
+    outside = connected_sockets()
+    assert cut_sockets(except_for=outside) == 0
+    with connect(listener):
+        cut_sockets(except_for=outside)
+        cut_sockets(except_for=outside)
+
+
+def test_looking_leaves_no_descriptor_behind(listener: socket.socket) -> None:
+    with connect(listener):
+        with socket.socket() as probe:
+            lowest = probe.fileno()
+        for _ in range(20):
+            connected_sockets()
+        with socket.socket() as probe:
+            assert probe.fileno() == lowest

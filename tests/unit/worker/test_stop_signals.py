@@ -1,0 +1,91 @@
+"""Signals set a flag, a second interrupt leaves at once, and what was there before comes back."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from evergrad_trainer.worker.signals import StopCount, StopSignals
+
+
+@pytest.fixture
+def signals() -> Iterator[StopSignals]:
+    one = StopSignals()
+    one.install()
+    yield one
+    one.uninstall()
+
+
+def wait_for(one: StopSignals) -> bool:
+    deadline = time.monotonic() + 60
+    while not one.is_requested and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return one.is_requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_a_request(signals: StopSignals, number: signal.Signals) -> None:
+    assert not signals.is_requested
+    os.kill(os.getpid(), number)
+    assert wait_for(signals)
+
+
+def test_many_terminations_are_one_request(signals: StopSignals) -> None:
+    for _ in range(5):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert wait_for(signals)
+
+
+@pytest.mark.parametrize(
+    ("later", "after", "meaning"),
+    [
+        (signal.SIGTERM, 0.0, "same"),
+        (signal.SIGTERM, 0.9, "same"),
+        (signal.SIGTERM, 1.1, "second"),
+        (signal.SIGINT, 0.0, "second"),
+        (signal.SIGINT, 9.0, "second"),
+    ],
+)
+def test_a_second_request_is_told_from_the_same_one_sent_to_the_process_and_its_group(
+    later: int, after: float, meaning: str
+) -> None:
+    count = StopCount()
+    assert count.note(signal.SIGTERM, now=5.0) == "first"
+    assert count.note(later, now=5.0 + after) == meaning
+
+
+def test_handlers_and_wakeup_are_put_back() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    one = StopSignals()
+    one.install()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] != before
+    one.uninstall()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) -> None:
+    """Stuck in C with the interpreter's lock released, as in a collective."""
+    code = (
+        "import threading; from evergrad_trainer.worker.signals import StopSignals; "
+        "s = StopSignals(); s.install(); print('ready', flush=True); lock = threading.Lock(); lock.acquire(); "
+        "[lock.acquire() for _ in range(1)]"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(number)
+    deadline = time.monotonic() + 100
+    while process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.3)
+        process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 76
+    assert "interrupted twice: leaving at once, state since the last checkpoint is not saved" in errors

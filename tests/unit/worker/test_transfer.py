@@ -1,0 +1,81 @@
+"""Who feeds whom, and that what arrives is what was sent, type by type and chunk by chunk."""
+
+import queue
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import pytest
+import torch
+
+from evergrad_trainer.state import transfer
+from evergrad_trainer.state.transfer import Feeding, feed, plan_feeding
+from evergrad_trainer.world import World
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ([-1, -1], ()),
+        ([5, 5, 5], ()),
+        ([0, -1], (Feeding(0, 1),)),
+        ([4, 5, -1], (Feeding(1, 0), Feeding(1, 2))),
+        ([5, -1, 5, -1, -1, 3], (Feeding(0, 1), Feeding(2, 3), Feeding(0, 4), Feeding(2, 5))),
+    ],
+)
+def test_those_with_the_newest_step_share_the_feeding(
+    steps: list[int], expected: tuple[Feeding, ...]
+) -> None:
+    assert plan_feeding(steps) == expected
+
+
+@dataclass
+class Wire:
+    """Worlds whose ranks are threads' ends of queues: here used one after the other."""
+
+    sent: "defaultdict[tuple[int, int], queue.Queue[torch.Tensor]]" = field(
+        default_factory=lambda: defaultdict(queue.Queue)
+    )
+
+    def world(self, rank: int) -> World:
+        wire = self
+
+        class Rank:
+            def __init__(self) -> None:
+                self.rank = rank
+
+            def send(self, values: torch.Tensor, *, to: int) -> None:
+                wire.sent[rank, to].put(values.clone())
+
+            def receive(self, values: torch.Tensor, *, source: int) -> None:
+                sent = wire.sent[source, rank].get_nowait()
+                assert sent.dtype == values.dtype and sent.shape == values.shape
+                values.copy_(sent)
+
+        return cast(World, Rank())
+
+
+def make_state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    made: dict[str, Any] = {
+        f"model.{index}": torch.randn(7, index + 1, generator=generator) for index in range(5)
+    }
+    made["model.half"] = torch.randn(9, generator=generator).to(torch.bfloat16)
+    made["optimizer.step"] = torch.tensor(float(seed))
+    made["optimizer.count"] = torch.tensor([seed, seed + 1])
+    made["optimizer.none"] = torch.zeros(0)
+    return made
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
+def test_a_straggler_then_holds_the_source_s_bits(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr(transfer, "_CHUNK_BYTES", chunk_bytes)
+    wire, source, straggler = Wire(), make_state(1), make_state(2)
+    untouched = {name: tensor.clone() for name, tensor in source.items()}
+    reversed_order = dict(reversed(straggler.items()))
+    feed(source, Feeding(0, 3), wire.world(0))
+    feed(reversed_order, Feeding(0, 3), wire.world(3))
+    assert all(one.empty() for one in wire.sent.values())
+    for name, tensor in untouched.items():
+        assert torch.equal(source[name], tensor), "a source only reads"
+        assert torch.equal(straggler[name], tensor), name

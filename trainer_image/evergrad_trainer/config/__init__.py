@@ -1,1 +1,0 @@
-"""The manifest: typed, frozen and pure. Reads no device, network or environment, and imports no torch."""

@@ -1,1 +1,0 @@
-"""Signals and the local launcher."""

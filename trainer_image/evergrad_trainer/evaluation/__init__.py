@@ -1,1 +1,0 @@
-"""Evaluation between two steps."""

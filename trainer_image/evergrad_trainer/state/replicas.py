@@ -1,0 +1,107 @@
+"""Compares the states that all ranks should hold alike: one 64-bit number a rank, summed from the bits of its tensors.
+
+A flipped bit changes the number. A rank is named by the majority of those that held the state before; without a majority all are
+suspected, because nobody can tell who is right.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from evergrad_trainer.errors import DivergedError
+from evergrad_trainer.state.transfer import Feeding
+from evergrad_trainer.world import World
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WORD_BYTES = 8
+
+
+def hash_state(state: Mapping[str, torch.Tensor]) -> int:
+    """A signed 64-bit number that depends on every bit of ``state``: the tensors' words, summed and weighed by their names.
+
+    Reads each tensor once and allocates next to nothing. Not against anybody who means harm.
+    """
+    names = sorted(state)
+    sums = [_sum_words(state[name]) for name in names]
+    if not sums:
+        return 0
+    # One transfer from the device for all tensors.
+    total = sum(value * _weight(name) for name, value in zip(names, torch.stack(sums).tolist(), strict=True))
+    return int((total + 2**63) % 2**64) - 2**63
+
+
+def find_suspects(values: Sequence[int], *, holders: Collection[int] = ()) -> tuple[int, ...]:
+    """Ranks whose value is wrong. The majority of ``holders`` (default: of all) is right; without one every rank is suspected."""
+    if len(set(values)) <= 1:
+        return ()
+    voters = [rank for rank in range(len(values)) if not holders or rank in holders]
+    value, votes = Counter(values[rank] for rank in voters).most_common(1)[0]
+    if 2 * votes <= len(voters):
+        return tuple(range(len(values)))
+    return tuple(rank for rank, own in enumerate(values) if own != value)
+
+
+def compare_states(
+    state: Mapping[str, torch.Tensor], world: World, *, step: int, holders: Collection[int] = ()
+) -> None:
+    """Compare the states of all ranks after ``step``. All ranks call this. Raises DivergedError on all, or PeerLostError."""
+    if world.size == 1:
+        return
+    hashes = world.gather_integers(hash_state(state))
+    suspects = find_suspects(hashes, holders=holders)
+    if suspects:
+        raise DivergedError(
+            describe_difference(suspects, size=world.size, what=f"the state after step {step}"), suspects
+        )
+
+
+def compare_fed(state: Mapping[str, torch.Tensor], world: World, feedings: Sequence[Feeding]) -> None:
+    """Compare each rank that was fed with its source alone. All ranks call this. Raises DivergedError, or PeerLostError."""
+    hashes = world.gather_integers(hash_state(state))
+    suspects = tuple(one.straggler for one in feedings if hashes[one.straggler] != hashes[one.source])
+    if suspects:
+        raise DivergedError(
+            describe_difference(suspects, size=world.size, what="the state that it was fed"), suspects
+        )
+
+
+def compare_steps(steps: Sequence[int]) -> None:
+    """Whether all ranks are at the same step, as each has said in an exchange. Raises DivergedError."""
+    suspects = find_suspects(steps)
+    if suspects:
+        told = ", ".join(f"rank {rank}: {step}" for rank, step in enumerate(steps))
+        what = f"the number of the step ({told})"
+        raise DivergedError(describe_difference(suspects, size=len(steps), what=what), suspects)
+
+
+def describe_difference(suspects: Sequence[int], *, size: int, what: str) -> str:
+    """The sentence that a person reads."""
+    if len(suspects) == size:
+        who = (
+            "one of ranks 0 and 1 is wrong, and two cannot tell which"
+            if size == 2
+            else "no majority of ranks agrees"
+        )
+        return f"replicas: {what} differs between ranks; {who}. Training goes back to the newest checkpoint."
+    ranks = ", ".join(map(str, suspects))
+    who = f"that of rank {ranks} is wrong" if len(suspects) == 1 else f"those of ranks {ranks} are wrong"
+    why = "memory or a device of its host may be faulty"
+    return f"replicas: {what} differs between ranks; by majority {who}: {why}. Look at that host if this comes again."
+
+
+def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the tensor's bits as 64-bit words (wrapping), on its device; what is left at the end counts as smaller ones."""
+    flat = tensor.detach().contiguous().flatten()
+    integers = flat.view(_INTEGERS[flat.element_size()])
+    per_word = _WORD_BYTES // flat.element_size()
+    if integers.storage_offset() % per_word:
+        integers = integers.clone()
+    end = integers.numel() - integers.numel() % per_word
+    return integers[:end].view(torch.int64).sum() + integers[end:].sum(dtype=torch.int64)
+
+
+def _weight(name: str) -> int:
+    """An odd number that belongs to a name, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") | 1

@@ -1,0 +1,272 @@
+"""torchrun's rendezvous backend ``evergrad``: torch's elastic agent as a node of the run's coordinator.
+
+    torchrun --nnodes=1:8 --rdzv-backend=evergrad --rdzv-endpoint=HOST:PORT --rdzv-id=RUN --max-restarts=1000000 script.py
+
+Loaded by every process that imports torch's rendezvous package, workers too, and while that import is under way: so only
+names of its api module are imported here, and what only an agent needs is imported by the handler.
+"""
+
+import atexit
+import contextlib
+import math
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+if TYPE_CHECKING:
+    from evergrad_coordinator.protocol import Go
+    from evergrad_trainer.torchrun.agent_link import AgentLink, NodeSettings
+
+BACKEND = "evergrad"
+_DEFAULT_LEASE_SECONDS = 10.0
+_OWN_KEYS = ("join_timeout", "lease", "node", "token_file")
+_TORCH_KEYS = ("timeout",)
+"""What torchrun's launcher adds to the configuration by itself."""
+_JOIN_SECONDS = 900.0
+"""What torchrun's launcher gives as ``timeout`` by itself."""
+_WAIT_SECONDS = 1.0
+
+
+def entry_point() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """What the distribution's metadata names: returns the creator of handlers."""
+    return create_handler
+
+
+def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The handler of this agent. Raises SystemExit(64) with all that is wrong with the arguments."""
+    from evergrad_coordinator.contract import ExitCode
+
+    try:
+        settings = parse_settings(parameters, dict(os.environ))
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(int(ExitCode.USER_ERROR)) from None
+    return EvergradRendezvousHandler(settings)
+
+
+def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]) -> "NodeSettings":
+    """torchrun's arguments and our variables as settings. Raises ValueError that names every problem, one a line."""
+    from importlib.metadata import version
+
+    from evergrad_trainer.torchrun.agent_link import NodeSettings
+
+    given = {str(key): value for key, value in parameters.config.items()}
+    unknown = sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS})
+    problems = [f"--rdzv-conf {key}: no such key. The keys are {', '.join(_OWN_KEYS)}." for key in unknown]
+    host, _, port = parameters.endpoint.strip().rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        problems.append(
+            f"--rdzv-endpoint {parameters.endpoint!r}: not HOST:PORT. Name the coordinator's host and port."
+        )
+    if not parameters.run_id or parameters.run_id == "none":
+        problems.append("--rdzv-id: missing. Give the run's name, the same as the coordinator's --run.")
+    node = str(
+        given.get("node") or environment.get("EVERGRAD_NODE") or environment.get("JOB_COMPLETION_INDEX") or ""
+    )
+    if not node:
+        problems.append(
+            "--rdzv-conf node: missing. Give this node's index: node=0, or EVERGRAD_NODE=0 in the environment."
+        )
+    token_file = str(given.get("token_file") or environment.get("EVERGRAD_TOKEN_FILE") or "")
+    if not token_file:
+        problems.append(
+            "--rdzv-conf token_file: missing. Give the coordinator's --token-file, or EVERGRAD_TOKEN_FILE."
+        )
+    elif not os.access(token_file, os.R_OK):
+        problems.append(f"--rdzv-conf token_file: {token_file} cannot be read.")
+    lease_seconds = _parse_positive(given.get("lease", _DEFAULT_LEASE_SECONDS))
+    if lease_seconds is None:
+        problems.append(f"--rdzv-conf lease: {given['lease']!r} is no number of seconds above zero.")
+    join_key = "join_timeout" if "join_timeout" in given else "timeout"
+    join_seconds = _parse_positive(given.get(join_key, _JOIN_SECONDS))
+    if join_seconds is None:
+        problems.append(f"--rdzv-conf {join_key}: {given[join_key]!r} is no number of seconds above zero.")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return NodeSettings(
+        run=parameters.run_id,
+        node=node,
+        host=host.strip("[]"),
+        port=int(port),
+        address=parameters.local_addr,
+        token_file=Path(token_file),
+        lease_seconds=lease_seconds or _DEFAULT_LEASE_SECONDS,
+        join_seconds=join_seconds or _JOIN_SECONDS,
+        fingerprint={"torch": version("torch")},
+    )
+
+
+class EvergradRendezvousHandler(RendezvousHandler):
+    """One for the life of an agent. The coordinator decides who is in a group, and how the run ends."""
+
+    def __init__(self, settings: "NodeSettings") -> None:
+        from evergrad_trainer.torchrun.agent_link import AgentLink
+
+        self._settings = settings
+        self._process = os.getpid()
+        self._is_closed = False
+        self._directory = Path(tempfile.mkdtemp(prefix="evergrad-"))
+        self._store: TCPStore | None = None
+        self._link: AgentLink = AgentLink(settings, directory=self._directory)
+        # All nodes start the same number of workers, so ranks need no exchange over a store of the agents.
+        os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
+        os.environ.update(self._link.board.environment)
+        self._link.start()
+        if threading.current_thread() is threading.main_thread():
+            # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.
+            signal.set_wakeup_fd(self._link.wakeup_write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._forget_in_child)
+        # An agent that ends by a signal does not call shutdown.
+        atexit.register(self._depart)
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """True: workers are clients of the store that rank 0's agent opened before it said ready."""
+        return True
+
+    def get_run_id(self) -> str:
+        return self._settings.run
+
+    def is_closed(self) -> bool:
+        return self._link.end is not None
+
+    def set_closed(self) -> None:
+        """Nothing: only the coordinator ends a run."""
+
+    def num_nodes_waiting(self) -> int:
+        """1 when the workers have to be stopped, for whatever reason: torch restarts them without counting it."""
+        return int(self._link.should_restart_workers())
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Called with the old workers gone; returns when this node has its place in a new group.
+
+        Raises SystemExit with the coordinator's exit code when the run has ended, or this node is not wanted, and
+        RendezvousTimeoutError when nobody has answered at the coordinator's address for as long as torch lets a join take.
+        A spare, which the coordinator knows of, may wait for ever.
+        """
+        link = self._link
+        self._store = None
+        link.leave_group()
+        silence = _Silence(self._settings, now=time.monotonic())
+        with link.changed:
+            answered = 0
+            while True:
+                if link.end is not None:
+                    raise SystemExit(link.end.exit_code)
+                if link.go is not None and link.go.generation >= link.newest and self._store is not None:
+                    go = link.go
+                    break
+                if link.plan is not None and link.plan.generation > answered:
+                    # A fresh store for each plan: whoever still knows an older one cannot reach it.
+                    answered = link.plan.generation
+                    self._store = self._open_store() if link.plan.is_member else None
+                    link.answer(link.plan, port=self._store.port if self._store is not None else 0)
+                    continue
+                link.changed.wait(_WAIT_SECONDS)
+                silence.check(link.seconds_since_contact(), now=time.monotonic())
+            link.take_place(go)
+        os.environ["EVERGRAD_GENERATION"] = str(go.generation)
+        return self._build_info(go)
+
+    def shutdown(self) -> bool:
+        """Called by the agent when it ends without a signal."""
+        self._link.report_failure()
+        self._depart()
+        return True
+
+    def _open_store(self) -> TCPStore:
+        return TCPStore(self._link.find_address(), 0, is_master=True, wait_for_workers=False)
+
+    def _build_info(self, go: "Go") -> RendezvousInfo:
+        bootstrap = RendezvousStoreInfo(go.address, go.port)
+        return RendezvousInfo(_ExitBarrierStore(self._link), go.node_rank, go.num_nodes, bootstrap)
+
+    def _forget_in_child(self) -> None:
+        if self._is_closed:
+            return
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+        # Not closed but replaced: objects copied by the fork close their numbers at some later time.
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in self._link.inherited_descriptors():
+            os.dup2(null, descriptor)
+        os.close(null)
+
+    def _depart(self) -> None:
+        if os.getpid() == self._process and not self._is_closed:
+            self._is_closed = True
+            self._link.depart()
+            if threading.current_thread() is threading.main_thread():
+                signal.set_wakeup_fd(-1)
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Silence:
+    """How long one rendezvous has waited for an answer of the coordinator, and what was said of it."""
+
+    def __init__(self, settings: "NodeSettings", *, now: float) -> None:
+        self._settings = settings
+        self._began = self._said = now
+
+    def check(self, seconds_since_contact: float, *, now: float) -> None:
+        """Say every ten seconds that nobody answers. Raises RendezvousTimeoutError when that has lasted too long."""
+        from evergrad_trainer.worker.silence import SAY_SECONDS, describe_silence
+
+        settings, waited = self._settings, min(seconds_since_contact, now - self._began)
+        address = f"{settings.host}:{settings.port}"
+        if waited > settings.join_seconds:
+            text = f"the coordinator at {address} has not answered for {settings.join_seconds:g} s (--rdzv-conf join_timeout)"
+            raise RendezvousTimeoutError(text)
+        if min(waited, now - self._said) >= SAY_SECONDS:
+            self._said = now
+            words = describe_silence(address, seconds=waited, was_there=math.isfinite(seconds_since_contact))
+            print(f"evergrad: {words}", file=sys.stderr, flush=True)
+
+
+class _ExitBarrierStore(HashStore):
+    """The agent's own store. With identical workers torch uses it for one thing: the barrier of agents whose workers ended well.
+
+    So its ``add`` is this node's vote, and its ``wait`` lasts until the coordinator has counted all.
+    """
+
+    def __init__(self, link: "AgentLink") -> None:
+        super().__init__()
+        self._link = link
+
+    def add(self, key: str, amount: int) -> int:
+        self._link.vote_done()
+        return 0
+
+    def wait(self, *_: object) -> None:
+        with self._link.changed:
+            while self._link.end is None:
+                self._link.changed.wait(_WAIT_SECONDS)
+            if self._link.end.exit_code != 0:
+                raise SystemExit(self._link.end.exit_code)
+
+
+def _parse_positive(value: object) -> float | None:
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if 0 < number < float("inf") else None

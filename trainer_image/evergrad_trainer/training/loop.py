@@ -1,0 +1,424 @@
+"""The training paragraph: step → observers → evaluation → saving → stop checks, until the horizon or a request to stop."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from evergrad_manifest.errors import Problem
+
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.errors import FencedError
+from evergrad_trainer.observers.base import Observer
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.training.evaluation import Evaluator
+from evergrad_trainer.training.step import (
+    FLAG_CHANGE,
+    FLAG_FENCED,
+    FLAG_SIGNAL,
+    FLAG_STOP_FILE,
+    NUM_FLAGS,
+    StepOutcome,
+    Stepper,
+)
+from evergrad_trainer.world import Membership, World
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
+
+    ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops. ``skip_steps``: these make no
+    update. Both may differ between processes that began before and after an edit; :func:`train` has them agree.
+    """
+
+    total_steps: int
+    save_every: int
+    evaluate_every: int | None
+    compare_every: int | None = None
+    evaluate_at_start: bool = False
+    after_step: int | None = None
+    stop_after_steps: int | None = None
+    non_finite_in_a_row: int = 0
+    skip_steps: frozenset[int] = frozenset()
+
+
+@dataclass
+class Progress:
+    """What a checkpoint remembers besides tensors.
+
+    ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands. ``resumed_step``: of
+    the newest checkpoint known to stand when this world began. ``steps_here``: trained since the run's processes were started.
+    ``is_save_lost``: a save was begun and ended with its world. ``last_record``: of the newest finished step, on every rank.
+    ``updates``: of the optimizer so far, finished steps less skipped ones. ``skipped``: steps without an update so far, and
+    ``non_finite``: how many of the newest steps in a row were not finite. ``refusal``: why the loop ended with "non_finite".
+    """
+
+    finished_steps: int = 0
+    evaluated_step: int = -1
+    saved_step: int = -1
+    resumed_step: int = -1
+    steps_here: int = 0
+    is_save_lost: bool = False
+    last_record: StepRecord | None = None
+    best: dict[str, Any] | None = None
+    updates: int = 0
+    skipped: int = 0
+    non_finite: int = 0
+    refusal: str = ""
+
+    def extra(self, cursor: dict[str, int]) -> dict[str, Any]:
+        """The JSON part of a checkpoint."""
+        return {"step": self.finished_steps, "cursor": cursor, **self.memory()}
+
+    def memory(self) -> dict[str, Any]:
+        """What belongs to the state after ``finished_steps``: saved with it, and told to processes that are fed with it."""
+        return {
+            "evaluated_step": self.evaluated_step,
+            "best": self.best,
+            "updates": self.updates,
+            "skipped": self.skipped,
+            "non_finite": self.non_finite,
+        }
+
+    def remember(self, memory: Mapping[str, Any]) -> None:
+        """Take over what :meth:`memory` said of the state after ``finished_steps``; older versions said less."""
+        self.evaluated_step = int(memory["evaluated_step"])
+        self.best = memory["best"]
+        self.updates = int(memory.get("updates", self.finished_steps))
+        self.skipped = int(memory.get("skipped", 0))
+        self.non_finite = int(memory.get("non_finite", 0))
+
+
+@dataclass(frozen=True)
+class Best:
+    """Which evaluation metric decides about the best checkpoint."""
+
+    metric: str
+    mode: str
+
+    def is_better(self, value: float, than: float | None) -> bool:
+        if not math.isfinite(value):
+            return False
+        return than is None or (value < than if self.mode == "min" else value > than)
+
+
+@dataclass
+class Run:
+    """Everything the loop uses; put together in ``stages.py``. ``observers`` may be replaced between two worlds."""
+
+    limits: Limits
+    membership: Membership
+    stepper: Stepper
+    stream: TrainingStream
+    checkpoints: CheckpointManager
+    state: Callable[[], dict[str, Any]]
+    evaluator: Evaluator
+    evaluation_sets: tuple[EvaluationSet, ...]
+    best: Best | None
+    observers: Observer
+    directory: RunDirectory
+    tokens_per_step: int
+    is_signalled: Callable[[], bool]
+    compare: Callable[[int], None]
+    """Raises DivergedError on all ranks where their states after that step are not the same."""
+    on_first_step: Callable[[], None]
+    model: dict[str, Any]
+    progress: Progress = field(default_factory=Progress)
+    is_comparing: bool = False
+    """Whether replicas are compared in this world, as its ranks have agreed."""
+
+    def extra(self) -> dict[str, Any]:
+        """The JSON part of a checkpoint of the state as it is now. ``model``: what the configuration was resolved to."""
+        return {**self.progress.extra(self.stream.cursor(self.progress.finished_steps)), "model": self.model}
+
+
+def train(run: Run) -> StopReason:
+    """Train until the horizon or until all ranks agree to stop; ``progress.saved_step`` then says whether the state is saved.
+
+    "change" means that the ranks agreed to leave this world: ``train`` is called again in the next one. The state is saved only
+    where nobody goes on with it.
+    "non_finite": the next step was not finite, more often in a row than may be skipped; ``progress.refusal`` says why.
+    Raises SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
+    Raises DivergedError (all ranks together) where replicas are found to differ; nothing was saved since they were equal.
+    Raises PeerLostError where the world has ended; ``progress.finished_steps`` is what this process holds.
+    """
+    limits, progress = _agree(run.limits, run.membership.world), run.progress
+    run.is_comparing = limits.compare_every is not None
+    first = progress.finished_steps + 1
+    reason = _evaluate(run) if _is_evaluation_missing(run) else None
+    if reason is None and (progress.is_save_lost or _is_due(progress.finished_steps, limits.save_every)):
+        # Of a world that ended between its last step and the save; after a resume the step is saved already.
+        _save(run)
+        progress.is_save_lost = False
+    if limits.after_step is not None and progress.finished_steps >= limits.after_step:
+        reason = reason or "after_step"
+    for step in range(first, limits.total_steps + 1):
+        if reason is not None:
+            break
+        begun = time.perf_counter()
+        outcome = run.stepper.run(
+            step, run.membership.world, _own_flags(run), is_skipped=step in limits.skip_steps
+        )
+        if outcome.is_non_finite:
+            # The state before this step is whole on every rank: it is saved before anything else may happen to it.
+            _raise_if_fenced(outcome)
+            if progress.non_finite == 0:
+                _save(run)
+            if progress.non_finite >= limits.non_finite_in_a_row:
+                reason = _refuse(run, outcome)
+                break
+        _finish_step(run, outcome, begun)
+        if step == first:
+            run.on_first_step()
+        _raise_if_fenced(outcome)
+        is_last = step == limits.total_steps
+        if _is_due(step, limits.evaluate_every) or (is_last and run.evaluation_sets):
+            reason = _evaluate(run)
+        if _is_due(step, limits.save_every):
+            _save(run)
+        elif _is_due(step, limits.compare_every):
+            run.compare(step)
+        run.checkpoints.poll()
+        reason = reason or _stop_reason(run, outcome)
+    if reason != "change":
+        return _leave(run, reason or "complete")
+    # Not all ranks may have heard yet why they leave, so one that knows speaks for all.
+    if not run.membership.world.all_agree(not run.membership.saves_first()):
+        _save_together(run)
+    return "change"
+
+
+def _agree(limits: Limits, world: World) -> Limits:
+    """The limits as all ranks take them: some processes may have read the file before it was edited in place."""
+    rows = world.gather_json([limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every])
+    skip_steps = frozenset(step for _, steps, _ in rows for step in steps)
+    in_a_row = max(number for number, _, _ in rows)
+    # Rank 0's: a comparison that only some make would wait for the others for ever.
+    return replace(limits, non_finite_in_a_row=in_a_row, skip_steps=skip_steps, compare_every=rows[0][2])
+
+
+def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
+    """Count the step, whether or not it made an update, and report it."""
+    progress = run.progress
+    progress.finished_steps = outcome.step
+    progress.steps_here += 1
+    if outcome.skipped is None:
+        progress.updates += 1
+    else:
+        progress.skipped += 1
+    if outcome.skipped != "requested":
+        # A step that was passed over says nothing about whether the ones around it are finite.
+        progress.non_finite = progress.non_finite + 1 if outcome.is_non_finite else 0
+    _report(run, outcome, begun)
+    if outcome.skipped is not None:
+        message = _words(outcome) or f"step {outcome.step}: passed over; spec.training.skipSteps names it."
+        emit(run, EventType.SKIPPED, why=outcome.skipped, message=message, in_a_row=progress.non_finite)
+
+
+def _refuse(run: Run, outcome: StepOutcome) -> StopReason:
+    """The run stops before this step."""
+    progress = run.progress
+    progress.refusal = _words(outcome)
+    emit(
+        run,
+        EventType.NON_FINITE,
+        why=outcome.skipped,
+        message=progress.refusal,
+        in_a_row=progress.non_finite + 1,
+    )
+    return "non_finite"
+
+
+def _words(outcome: StepOutcome) -> str:
+    return "\n".join(str(problem) for problem in outcome.problems)
+
+
+def _own_flags(run: Run) -> tuple[bool, ...]:
+    """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to watch."""
+    is_main = run.membership.world.is_main
+    flags = [False] * NUM_FLAGS
+    # A save that a join abandons is made again from its beginning: with a join a minute, a large one would never stand.
+    flags[FLAG_CHANGE] = run.membership.is_changing(is_saving=run.checkpoints.is_saving)
+    flags[FLAG_SIGNAL] = run.is_signalled()
+    flags[FLAG_STOP_FILE] = is_main and run.directory.stop_requested()
+    flags[FLAG_FENCED] = is_main and run.checkpoints.is_fenced()
+    return tuple(flags)
+
+
+def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
+    """Why all ranks leave after this step; the same on each, since it depends on agreed flags and on counts only."""
+    limits = run.limits
+    if outcome.step >= limits.total_steps:
+        return "complete"
+    if outcome.flags[FLAG_SIGNAL]:
+        return "signal"
+    if outcome.flags[FLAG_STOP_FILE]:
+        return "stop_file"
+    if limits.after_step is not None and outcome.step >= limits.after_step:
+        return "after_step"
+    if limits.stop_after_steps is not None and run.progress.steps_here >= limits.stop_after_steps:
+        return "stop_after_steps"
+    return "change" if outcome.flags[FLAG_CHANGE] else None
+
+
+def _save_together(run: Run) -> None:
+    """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what stands then."""
+    progress = run.progress
+    run.checkpoints.wait()
+    progress.saved_step = standing_step(run)
+    if progress.saved_step != progress.finished_steps:
+        _save(run, wait=True)
+        progress.saved_step = standing_step(run)
+
+
+def _leave(run: Run, reason: StopReason) -> StopReason:
+    """Save what is not saved yet, and say why the run leaves."""
+    progress = run.progress
+    _save_together(run)
+    if progress.finished_steps == 0:
+        # The state before the first step follows from the manifest: there is nothing to lose.
+        progress.saved_step = 0
+    if reason == "stop_file" and run.membership.world.is_main:
+        run.directory.consume_stop_file()
+    emit(run, EventType.STOP, reason=reason, saved=progress.saved_step == progress.finished_steps)
+    return reason
+
+
+def standing_step(run: Run) -> int:
+    """Step of the newest checkpoint this process knows to be published; -1 without one."""
+    published = run.checkpoints.published
+    return max(run.progress.resumed_step, -1 if published is None else published.step)
+
+
+def _is_due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0
+
+
+def _is_evaluation_missing(run: Run) -> bool:
+    """Before the first step of this process: at the start if asked for, or where a stop cut an evaluation short."""
+    progress, limits = run.progress, run.limits
+    if not run.evaluation_sets or progress.evaluated_step >= progress.finished_steps:
+        return False
+    if progress.finished_steps == 0:
+        return limits.evaluate_at_start
+    return (
+        _is_due(progress.finished_steps, limits.evaluate_every)
+        or progress.finished_steps == limits.total_steps
+    )
+
+
+def _evaluate(run: Run) -> StopReason | None:
+    """Evaluate all sets. Returns the reason when a stop or a change cut it short; it is then repeated after the resume."""
+    world, progress = run.membership.world, run.progress
+    values: dict[str, float] = {}
+    for one in run.evaluation_sets:
+        result = run.evaluator.run(
+            one,
+            world,
+            is_stopping=lambda: (
+                run.is_signalled() or run.membership.is_changing(is_saving=run.checkpoints.is_saving)
+            ),
+            on_progress=lambda done, total, name=one.name: run.observers.evaluation_progress(
+                name, done, total
+            ),  # type: ignore[misc]
+        )
+        if result is None:
+            return "signal" if not world.all_agree(not run.is_signalled()) else "change"
+        values[f"{one.name}/loss"] = result.loss
+        run.observers.evaluation_end(
+            EvaluationRecord(
+                step=progress.finished_steps,
+                generation=world.generation,
+                name=one.name,
+                loss=result.loss,
+                perplexity=math.exp(min(result.loss, 700.0)),
+                tokens=result.tokens,
+                seconds=result.seconds,
+                time=time.time(),
+            )
+        )
+    progress.evaluated_step = progress.finished_steps
+    _keep_best(run, values)
+    return None
+
+
+def _keep_best(run: Run, values: dict[str, float]) -> None:
+    if run.best is None or run.best.metric not in values or run.progress.finished_steps == 0:
+        return
+    value = values[run.best.metric]
+    than = run.progress.best["value"] if run.progress.best else None
+    if run.best.is_better(value, than):
+        step = run.progress.finished_steps
+        run.progress.best = {"metric": run.best.metric, "value": value, "step": step}
+        if run.progress.saved_step == step:
+            # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint stands, or is on its way.
+            run.checkpoints.mark_best(step)
+        _save(run, best=True)
+
+
+def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
+    step = run.progress.finished_steps
+    if run.progress.saved_step == step or step == 0:
+        return
+    if run.is_comparing:
+        # Every rank writes a part: replicas that differ would make a checkpoint of several states.
+        run.compare(step)
+    run.checkpoints.save(step, run.state(), extra=run.extra(), best=best, wait=wait)
+    run.progress.saved_step = step
+
+
+def _report(run: Run, outcome: StepOutcome, begun: float) -> None:
+    world, seconds = run.membership.world, outcome.seconds
+    total = time.perf_counter() - begun
+    record = StepRecord(
+        step=outcome.step,
+        generation=world.generation,
+        world_size=world.size,
+        loss=outcome.loss,
+        tokens=0 if outcome.skipped else run.tokens_per_step,
+        valid_tokens=outcome.valid_tokens,
+        sample_hash=outcome.sample_hash,
+        learning_rate=outcome.learning_rate,
+        grad_norm=outcome.grad_norm,
+        step_seconds=total,
+        data_seconds=seconds["data"],
+        forward_backward_seconds=seconds["forward_backward"],
+        communication_seconds=seconds["communication"],
+        optimizer_seconds=seconds["optimizer"],
+        other_seconds=max(0.0, total - sum(seconds.values())),
+        rank_skew_seconds=outcome.rank_skew_seconds,
+        time=time.time(),
+        skipped=outcome.skipped,
+    )
+    run.progress.last_record = record
+    run.observers.step_end(record)
+
+
+def _raise_if_fenced(outcome: StepOutcome) -> None:
+    if outcome.flags[FLAG_FENCED]:
+        raise FencedError(
+            Problem(
+                "run directory",
+                "a newer process trains this run",
+                f"it has claimed the directory since; this one leaves after step {outcome.step} without writing",
+                "Let the newer one go on, or stop it before starting another",
+            )
+        )
+
+
+def emit(run: Run, type_: str, **fields: Any) -> None:
+    """Tell the observers of a transition."""
+    world = run.membership.world
+    event = Event(
+        type=type_,
+        time=time.time(),
+        step=run.progress.finished_steps,
+        generation=world.generation,
+        fields=fields,
+    )
+    run.observers.event(event)

@@ -1,0 +1,1 @@
+"""The life of a training process: joining a world, training in it, leaving it."""

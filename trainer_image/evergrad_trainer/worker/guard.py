@@ -1,0 +1,139 @@
+"""The worker's ear: a thread that hears the supervisor while the main thread is inside a collective.
+
+::
+
+    IDLE --ready--> (begin) --> in a group --change or error--> leaving --> IDLE
+
+The main thread calls :meth:`Guard.await_order` when it is out of every group, :meth:`enter` before it sets one up and
+:meth:`leave` when it has taken it down. A hard change in between makes this thread cut the group's connections until ``leave``.
+"""
+
+import logging
+import os
+import threading
+import time
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.worker.channel import Begin, Change, Channel, Depart, Finish, Ping, Pong, Ready
+from evergrad_trainer.worker.sockets import connected_sockets, cut_sockets
+from evergrad_trainer.world import Interrupt
+
+_log = logging.getLogger(__name__)
+_CUT_SECONDS = 0.02
+"""Between two cuts while the main thread is still inside: it may open connections after the first."""
+
+Order = Begin | Depart | Finish
+
+
+class Guard:
+    """Reads the channel to the supervisor; its end ends this process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._newest = Change(generation=-1, hard=False)
+        self._patient_until = float("inf")
+        self._order: Order | None = None
+        self._inside: int | None = None
+        self._interrupt: Interrupt | None = None
+        self._outside_sockets: frozenset[int] = frozenset()
+        self._thread = threading.Thread(target=self._listen, name="evergrad-guard", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def is_changing(self) -> bool:
+        """Whether the running group is to be left at the next step boundary."""
+        return self._inside is not None and self._newest.generation > self._inside
+
+    def can_wait(self) -> bool:
+        """Whether it may go on for the sake of a save in flight: not for long, however often the plan is made anew."""
+        return time.monotonic() < self._patient_until
+
+    def saves_first(self) -> bool:
+        """Whether the group is to save its state before it is left."""
+        return self.is_changing() and self._newest.saves and not self._newest.hard
+
+    def is_changing_from(self, generation: int) -> bool:
+        """Whether a newer generation than that is planned, or the run is over."""
+        return self._newest.generation > generation or isinstance(self._order, Finish | Depart)
+
+    def await_order(self, *, step: int) -> Order:
+        """Out of every group, holding the state after ``step``: say so for each change, until told what to do."""
+        answered = -1
+        with self._changed:
+            while True:
+                order = self._order
+                if isinstance(order, Finish) or (
+                    order is not None and order.generation >= self._newest.generation
+                ):
+                    self._order = None
+                    return order
+                if self._newest.generation > answered:
+                    answered = self._newest.generation
+                    self._channel.send(Ready(answered, step))
+                self._changed.wait()
+
+    def enter(self, generation: int, interrupt: Interrupt) -> None:
+        """About to set up the group of ``generation``. ``interrupt`` is set if it must be left at once."""
+        with self._changed:
+            self._outside_sockets = connected_sockets()
+            self._inside, self._interrupt = generation, interrupt
+            if self._newest.generation <= generation:
+                self._patient_until = float("inf")
+            if self._newest.hard and self._newest.generation > generation:
+                interrupt.set()
+
+    def cut(self) -> None:
+        """Give the running group up from this side: peers must not wait for this process."""
+        with self._changed:
+            if self._interrupt is not None:
+                self._interrupt.set()
+            if self._inside is not None:
+                cut_sockets(except_for=self._outside_sockets)
+
+    def leave(self) -> None:
+        """The group is taken down; from here on nothing of this process is cut."""
+        with self._changed:
+            self._inside = self._interrupt = None
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                record = self._channel.receive(_CUT_SECONDS if self._is_cutting() else None)
+                with self._changed:
+                    if isinstance(record, Ping):
+                        self._channel.send(Pong())
+                    elif isinstance(record, Change):
+                        self._note(record)
+                    elif isinstance(record, Begin | Depart | Finish):
+                        self._order = record
+                        if isinstance(record, Finish) and self._interrupt is not None:
+                            self._interrupt.set()
+                    self._changed.notify_all()
+                    if self._is_cutting():
+                        # Under the lock: after ``leave`` a number may belong to the next group's connection.
+                        cut_sockets(except_for=self._outside_sockets)
+        except EOFError:
+            # Without a supervisor there is no way to hear of the group; its peers go on without this process.
+            os._exit(int(ExitCode.INTERNAL))
+        except Exception:  # noqa: BLE001 - nobody joins this thread, and a worker that is deaf is worse than one that is gone
+            _log.exception("the guard thread has failed; the worker ends")
+            os._exit(int(ExitCode.INTERNAL))
+
+    def _note(self, change: Change) -> None:
+        if change.generation > self._newest.generation or (
+            change.generation == self._newest.generation and change.hard
+        ):
+            self._newest = change
+            self._patient_until = min(self._patient_until, time.monotonic() + change.patience_seconds)
+        if (
+            change.hard
+            and self._interrupt is not None
+            and self._inside is not None
+            and change.generation > self._inside
+        ):
+            self._interrupt.set()
+
+    def _is_cutting(self) -> bool:
+        return self._interrupt is not None and self._interrupt.is_set

@@ -1,0 +1,79 @@
+"""SIGTERM and SIGINT set a flag that the ranks agree on at a step boundary; a second signal leaves at once."""
+
+import logging
+import os
+import signal
+import threading
+import time
+from typing import Literal
+
+from evergrad_coordinator.contract import ExitCode
+
+_log = logging.getLogger(__name__)
+_SAME_SECONDS = 1.0
+"""A SIGTERM that follows so soon is the same request: ``timeout`` sends its own to the process, then to its whole group."""
+
+
+class StopCount:
+    """Tells a first request to stop from a second one, and from a repetition of the first."""
+
+    def __init__(self) -> None:
+        self.first_at: float | None = None
+
+    def note(self, number: int, *, now: float) -> Literal["first", "same", "second"]:
+        """What a SIGTERM or SIGINT at the monotonic time ``now`` is."""
+        if self.first_at is None:
+            self.first_at = now
+            return "first"
+        return "same" if number == signal.SIGTERM and now - self.first_at < _SAME_SECONDS else "second"
+
+
+class StopSignals:
+    """Catches SIGTERM and SIGINT for as long as it is installed. Only for the main thread.
+
+    Python runs signal handlers only when the main thread is back in the interpreter, which a rank inside a collective is
+    not; so a thread reads the numbers from the wake-up pipe as they arrive.
+    """
+
+    def __init__(self) -> None:
+        self._requested = threading.Event()
+        self._count = StopCount()
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._previous: dict[signal.Signals, object] = {}
+        self._previous_wakeup = -1
+
+    def install(self) -> None:
+        """Start catching."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._previous[number] = signal.signal(number, lambda *_: None)
+        self._previous_wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, name="evergrad-signals", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Put back what was there before."""
+        signal.set_wakeup_fd(self._previous_wakeup)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        os.write(self._write_fd, b"\0")
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether this process was asked to stop."""
+        return self._requested.is_set()
+
+    def _listen(self) -> None:
+        while True:
+            for number in os.read(self._read_fd, 64):
+                if number == 0:
+                    return
+                if number not in (signal.SIGTERM, signal.SIGINT):
+                    continue
+                self._requested.set()
+                if self._count.note(number, now=time.monotonic()) == "second":
+                    # Whoever asks again does not want to wait for the save.
+                    os.write(
+                        2,
+                        b"interrupted twice: leaving at once, state since the last checkpoint is not saved\n",
+                    )
+                    os._exit(ExitCode.STOPPED_UNSAVED)
