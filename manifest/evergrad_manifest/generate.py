@@ -17,7 +17,7 @@ REFERENCE: Final = "docs/reference/configuration.md"
 SCHEMA: Final = "docs/reference/trainingrun.schema.json"
 DEFINITION: Final = "crds/trainingrun.yaml"
 CHARTS_DEFINITION: Final = "charts/evergrad/files/trainingrun.yaml"
-_ROOT: Final = Path(__file__).resolve().parents[3]
+_ROOT: Final = Path(__file__).resolve().parents[2]
 _BOUNDS: Final = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 _PREFACE = """\

@@ -23,9 +23,9 @@ import yaml
 from bed import toolbox
 from bed.api import Api, ApiError
 from bed.fixtures import Cluster
-from evergrad_manifest.errors import ConfigurationError
 
 from evergrad_coordinator.contract import API_VERSION
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest, read_document
 from evergrad_manifest.reading.overrides import Layered, Override, apply_override, parse_override
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import from_wire
 from evergrad_trainer.checkpoint.weights import find_checkpoint, read_plain_state
 from evergrad_trainer.data.tokenizers import load_tokenizer

@@ -3,9 +3,8 @@
 import errno
 from typing import Final
 
-from evergrad_manifest.errors import EvergradError, InputError
-
 from evergrad_coordinator.contract import ErrorKind
+from evergrad_manifest.errors import EvergradError, InputError
 
 HOST_ERRNOS: Final = frozenset(
     {

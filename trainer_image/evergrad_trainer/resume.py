@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.identity import (
     changed_fields,
     config_hash,

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from evergrad_manifest.errors import Problem
-
 from evergrad_coordinator.contract import RunFile
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.volume import PASSING, volume_error
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from evergrad_manifest.errors import Problem
-
 from evergrad_trainer.errors import VolumeError
 from evergrad_trainer.host_trouble import HOST_ERRNOS
 

@@ -4,14 +4,13 @@ import argparse
 import sys
 from functools import partial
 
-from evergrad_manifest.errors import Problem
-
 from evergrad_cli.cluster.arguments import add_cluster_arguments, add_run_name, note, say
 from evergrad_cli.cluster.client import KubernetesCluster, connect
 from evergrad_cli.cluster.errors import ClusterInputError, NotFoundError, RefusedError
 from evergrad_cli.cluster.following import Follower, Line, Reader, Selection, choose, list_pods, show_line
 from evergrad_cli.cluster.waiting import Goal, judge, read_run
 from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import Problem
 
 NAME = "logs"
 EXAMPLES = """\

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Final, get_args
 
-from evergrad_manifest.errors import Problem
 from pydantic.fields import FieldInfo
 
 from evergrad_coordinator.contract import VOLUME_PATH
 from evergrad_manifest.base import LocalPath, Section
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import Problem
 
 _VALIDATOR: Final = get_args(LocalPath)[1]
 _WHY: Final = "there is no folder of the file in a pod"

@@ -5,9 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from evergrad_manifest.errors import EvergradError, Problem
-
 from evergrad_cli.cluster.errors import NotFoundError, RefusedError, Status, UnreachableError
+from evergrad_manifest.errors import EvergradError, Problem
 
 _MANAGER: Final = re.compile(r'conflict with "((?:[^"\\]|\\.)*)"')
 _LONGEST: Final = 1000

@@ -2,11 +2,10 @@
 
 import argparse
 
-from evergrad_manifest.errors import Problem
-
 from evergrad_cli.cluster.runs import Run
 from evergrad_cli.cluster.switching import Switch, add_switch_arguments, flip, new_nonce
 from evergrad_cli.cluster.waiting import Goal
+from evergrad_manifest.errors import Problem
 
 NAME = "restart"
 EXAMPLES = """\

@@ -3,11 +3,10 @@
 import argparse
 from typing import Any
 
-from evergrad_manifest.errors import Problem
-
 from evergrad_cli.cluster.runs import NON_FINITE, Run
 from evergrad_cli.cluster.switching import Switch, add_switch_arguments, finished, flip, new_nonce
 from evergrad_cli.cluster.waiting import Goal
+from evergrad_manifest.errors import Problem
 
 NAME = "resume"
 EXAMPLES = """\

@@ -5,8 +5,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, Final
 
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-
 from evergrad_cli.cluster.arguments import add_cluster_arguments, add_timeout, note, say, say_json
 from evergrad_cli.cluster.client import APPLY, FIELD_MANAGER, Cluster, connect, find, runs_path
 from evergrad_cli.cluster.errors import RefusedError
@@ -14,6 +12,7 @@ from evergrad_cli.cluster.placement import placement_problems, placement_warning
 from evergrad_cli.cluster.runs import Run, parse_run
 from evergrad_cli.cluster.waiting import Goal, describe_change, wait_for
 from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_manifest.reading.view import without_nulls

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from evergrad_manifest.errors import Problem
-
 from evergrad_cli.cluster.arguments import (
     add_cluster_arguments,
     add_run_name,
@@ -21,6 +19,7 @@ from evergrad_cli.cluster.errors import ClusterInputError
 from evergrad_cli.cluster.runs import Run
 from evergrad_cli.cluster.waiting import Goal, read_run, wait_for
 from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import Problem
 
 
 @dataclass(frozen=True)

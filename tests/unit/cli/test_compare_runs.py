@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from evergrad_manifest.errors import InputError
 
+from evergrad_manifest.errors import InputError
 from evergrad_trainer.cli import compare_runs
 from evergrad_trainer.observers.jsonl import RunLog
 from evergrad_trainer.records import EvaluationRecord

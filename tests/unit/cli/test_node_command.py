@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from evergrad_manifest.errors import InputError, Problem
 
 from evergrad_cli.main import main
 from evergrad_coordinator.contract import ErrorKind, decode_termination
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import InputError, Problem
 from evergrad_manifest.script import Script
 from evergrad_trainer.cli import node
 from evergrad_trainer.cli.nodes import coordinator_settings

@@ -3,10 +3,10 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-from evergrad_manifest.errors import ConfigurationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_trainer.data.mixture import PERIOD, Mixture, quantise_weights
 from evergrad_trainer.data.order import Permutation, SampleId
 

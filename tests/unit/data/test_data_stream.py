@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from evergrad_manifest.errors import ConfigurationError
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.order import SampleId, sample_hash

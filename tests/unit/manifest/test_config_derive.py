@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from evergrad_manifest.errors import ConfigurationError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from evergrad_manifest.derive import derive_steps, slots_per_step, steps_for_tokens, steps_of
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.training import Training
 from evergrad_trainer.optim.schedule import build_schedule

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import yaml
-from evergrad_manifest.errors import ConfigurationError
 
 from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.identity import (
     ABSENT,
     RECIPE_SECTIONS,

@@ -6,8 +6,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from evergrad_manifest.errors import ConfigurationError, Problem
 
+from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.loader import MAX_BYTES, LoadedManifest, load_manifest
 from evergrad_manifest.reading.overrides import Override, parse_override, parse_path
 

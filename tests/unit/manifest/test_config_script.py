@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import yaml
-from evergrad_manifest.errors import ConfigurationError
 
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.fields import fields_of
 from evergrad_manifest.identity import (
     OPERATIONAL_OF_SCRIPT,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from evergrad_manifest.errors import ConfigurationError
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.validation import check_run, parse_run
 from evergrad_manifest.reading.view import UNKNOWN, View, without_nulls

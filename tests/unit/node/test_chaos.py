@@ -11,8 +11,8 @@ from itertools import islice
 from pathlib import Path
 
 import pytest
-from evergrad_manifest.errors import ConfigurationError
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_trainer.cli.run_arguments import check_arguments_of_script
 from evergrad_trainer.node.chaos import (
     DisturbedNodes,

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from evergrad_manifest.errors import EvergradError, InputError, Problem
 
 from evergrad_coordinator.contract import ErrorKind
+from evergrad_manifest.errors import EvergradError, InputError, Problem
 from evergrad_trainer.errors import PeerLostError, SaveError, VolumeError
 from evergrad_trainer.node import run
 from evergrad_trainer.worker import session

@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from evergrad_manifest.errors import ConfigurationError
 from prometheus_client.parser import text_string_to_metric_families
 
+from evergrad_manifest.errors import ConfigurationError
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.observers.accounting import CAUSES
 from evergrad_trainer.observers.history import Before

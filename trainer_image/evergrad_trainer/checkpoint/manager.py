@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evergrad_manifest.errors import Problem
 
 from evergrad_coordinator.contract import ErrorKind
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Checkpoint
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner
 from evergrad_trainer.checkpoint.filesystem import filesystem_store

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evergrad_manifest.errors import EvergradError
-
 from evergrad_trainer.checkpoint.files import HASH_ALGORITHM, hash_bytes
 from evergrad_trainer.checkpoint.layout import MANIFEST, Version
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from evergrad_manifest.errors import Problem, raise_if
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.dcp_storage import StoreReader
 from evergrad_trainer.checkpoint.layout import QUARANTINE, TENSORS
 from evergrad_trainer.checkpoint.manifest import (

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from evergrad_manifest.errors import Problem
 
 from evergrad_coordinator.contract import RunFile
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError

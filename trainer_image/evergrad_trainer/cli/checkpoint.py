@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from evergrad_manifest.errors import Problem
-
 from evergrad_coordinator.contract import ExitCode, RunFile
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
 from evergrad_trainer.checkpoint.retention import choose_best

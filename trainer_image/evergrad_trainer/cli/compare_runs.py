@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evergrad_manifest.errors import InputError, Problem
-
 from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import InputError, Problem
 
 if TYPE_CHECKING:
     from evergrad_trainer.observers.history import History

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
-
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.secret import read_token
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_manifest.script_files import script_problems

@@ -7,11 +7,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from evergrad_manifest.errors import ConfigurationError, raise_if
-
 from evergrad_coordinator.contract import ExitCode, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_manifest.script_files import script_problems
 from evergrad_trainer.checkpoint.generations import newest_generation

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from evergrad_manifest.errors import InputError
-
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.machine import Machine, process_start_time
 from evergrad_trainer.resume import Standing, check_extension, check_model_unchanged

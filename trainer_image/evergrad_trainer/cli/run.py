@@ -5,9 +5,8 @@ import functools
 import gc
 import sys
 
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-
 from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts

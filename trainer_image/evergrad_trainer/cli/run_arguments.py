@@ -3,9 +3,8 @@
 import argparse
 from pathlib import Path
 
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import add_manifest_arguments
 from evergrad_trainer.machine import Machine, observe_machine
 

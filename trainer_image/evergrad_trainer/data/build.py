@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from evergrad_manifest.errors import Problem
-
 from evergrad_manifest.training import HELD_OUT, Training
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.prepared import Prepared, TokenSequence

@@ -10,8 +10,8 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_trainer.data.order import Integers, Permutation, SampleId
 
 PERIOD: Final = 65536

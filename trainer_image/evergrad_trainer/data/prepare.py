@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import Problem, raise_if
-
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation.durable import disk_errors
 from evergrad_trainer.data.preparation.pool import Pool, build_pool

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from evergrad_manifest.errors import Problem, raise_if
-
 from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.data.preparation.documents import HARMLESS
 from evergrad_trainer.errors import DataError

@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.prepared import WIDTH, Shard, TokenSequence
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.volume import retry, volume_error

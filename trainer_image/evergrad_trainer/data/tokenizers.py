@@ -11,10 +11,10 @@ from typing import Any, Final, Protocol
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from evergrad_manifest.errors import Problem
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Tokenizer
 from evergrad_trainer.errors import DataError
 

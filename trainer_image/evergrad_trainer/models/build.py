@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Model
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.randomness import Purpose, seed_generators

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import NonFiniteError
 from evergrad_trainer.transports import Pending
 from evergrad_trainer.world import World

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import find_weights, load_directory
 

@@ -18,10 +18,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-from evergrad_manifest.errors import EvergradError
-
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.secret import obtain_token
+from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.worker.processes import die_with_parent, run_and_exit
 from evergrad_trainer.worker.signals import StopCount
 

@@ -10,7 +10,6 @@ import time
 import uuid
 from collections.abc import Callable
 
-from evergrad_manifest.errors import EvergradError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from evergrad_coordinator.client import CoordinatorClient
@@ -35,6 +34,7 @@ from evergrad_coordinator.protocol import (
     Welcome,
 )
 from evergrad_coordinator.wire import ProtocolError
+from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import is_host_trouble
 from evergrad_trainer.node.crew import LOCAL_GENERATION, Crew

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from evergrad_manifest.errors import Problem
-
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row

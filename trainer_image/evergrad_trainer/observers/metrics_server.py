@@ -4,8 +4,9 @@ import socketserver
 import threading
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from evergrad_manifest.errors import ConfigurationError, Problem
 from prometheus_client import CollectorRegistry, make_wsgi_app
+
+from evergrad_manifest.errors import ConfigurationError, Problem
 
 _FIELD = "spec.training.metrics.port"
 

@@ -12,9 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from evergrad_manifest.errors import Problem
-
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import Problem
 from evergrad_trainer import __version__
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.provenance.redaction import hide_home, redact_command

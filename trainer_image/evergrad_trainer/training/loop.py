@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from evergrad_manifest.errors import Problem
-
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.stream import TrainingStream

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from evergrad_manifest.errors import Problem
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from evergrad_manifest.errors import Problem
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import SlotBatch, TrainingStream

@@ -14,9 +14,8 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from evergrad_manifest.errors import EvergradError
-
 from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.checkpoint.manager import CheckpointManager, claim_exactly
 from evergrad_trainer.distributed import Place, abandon_world, choose_device, form_world, set_threads
 from evergrad_trainer.errors import DivergedError, PeerLostError

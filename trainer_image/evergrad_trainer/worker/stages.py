@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from evergrad_manifest.errors import EvergradError, InputError, Problem, raise_if
-
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_manifest.errors import EvergradError, InputError, Problem, raise_if
 from evergrad_manifest.identity import config_hash
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.checkpoint.weights import load_weights

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT
 from evergrad_trainer.data.preparation.documents import DocumentReader, Reason, Tally, read_blocks
 from evergrad_trainer.data.preparation.durable import unique_suffix, write_json

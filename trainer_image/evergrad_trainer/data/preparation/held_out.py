@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterator
 
 import numpy as np
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HeldOut
 from evergrad_trainer.data.order import Permutation
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Outcome, SplitJob

@@ -10,7 +10,6 @@ from selectors import EVENT_READ, DefaultSelector
 from typing import Any, Final, Protocol
 
 from evergrad_manifest.errors import EvergradError, Problem
-
 from evergrad_trainer.data.preparation.chunk import Job, Outcome, execute
 from evergrad_trainer.data.preparation.worker import describe_tokenizer
 from evergrad_trainer.data.tokenizers import TextTokenizer

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import xxhash
-from evergrad_manifest.errors import Problem
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import HELD_OUT, HeldOut
 from evergrad_trainer.data.preparation.chunk import WHOLE, Attempt, Job, Outcome, TokenizeJob, finished
 from evergrad_trainer.data.preparation.documents import HARMLESS, LineProblem, Tally

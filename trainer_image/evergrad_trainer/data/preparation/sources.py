@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import xxhash
-from evergrad_manifest.errors import Problem, raise_if
 
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_manifest.training import Source, Training
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.host_trouble import is_host_trouble
