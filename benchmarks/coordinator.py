@@ -18,8 +18,8 @@ from pathlib import Path
 
 from common import Row, print_rows
 
+from evergrad_coordinator.edge.server import allow_many_files
 from evergrad_coordinator.protocol import Go, Hello, Ping, Plan, Ready, Up
-from evergrad_coordinator.server import allow_many_files
 from evergrad_coordinator.wire import decode_from_coordinator, encode
 
 _PING = encode(Ping())

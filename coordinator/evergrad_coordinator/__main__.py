@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.failures import MAX_FAILURES
-from evergrad_coordinator.http import StatusServer
-from evergrad_coordinator.journal import FileStore, GenerationStore, JournalError, MemoryStore
-from evergrad_coordinator.membership import Membership
+from evergrad_coordinator.edge.http import StatusServer
+from evergrad_coordinator.edge.journal import FileStore, GenerationStore, JournalError, MemoryStore
+from evergrad_coordinator.edge.server import Server
+from evergrad_coordinator.rules.budget import MAX_FAILURES
+from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.state import MAX_GENERATION, Settings
 from evergrad_coordinator.secret import obtain_token
-from evergrad_coordinator.server import Server
-from evergrad_coordinator.state import MAX_GENERATION, Settings
 
 _TIMES = {
     "start_wait": "for --expect nodes at the start",

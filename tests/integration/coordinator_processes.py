@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from evergrad_coordinator.client import CoordinatorClient
+from evergrad_coordinator.edge.client import CoordinatorClient
 from evergrad_coordinator.protocol import (
     Broken,
     End,

@@ -36,8 +36,8 @@ from evergrad_coordinator.wire import encode
 NODE = """
 import asyncio, sys, time
 from pathlib import Path
-from evergrad_coordinator.client import CoordinatorClient
-from evergrad_coordinator.heartbeat import Heartbeat
+from evergrad_coordinator.edge.client import CoordinatorClient
+from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat, Hello
 
 port, token, folder = int(sys.argv[1]), Path(sys.argv[2]).read_text(), Path(sys.argv[3])

@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from evergrad_coordinator.membership import Membership
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
@@ -32,8 +31,9 @@ from evergrad_coordinator.protocol import (
     Up,
     Welcome,
 )
-from evergrad_coordinator.state import Close, Finish, Log, Persist, Send, Settings
-from evergrad_coordinator.status import Condition, describe_condition
+from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.state import Close, Finish, Log, Persist, Send, Settings
+from evergrad_coordinator.rules.status import Condition, describe_condition
 
 TOKEN = "the run's token"
 TICK = 0.1

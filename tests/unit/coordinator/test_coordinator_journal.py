@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from evergrad_coordinator.journal import FileStore, JournalError, MemoryStore
+from evergrad_coordinator.edge.journal import FileStore, JournalError, MemoryStore
 
 
 def test_a_new_file_begins_at_zero_and_remembers(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_second_holder_is_told_who_the_first_is(tmp_path: Path) -> None:
 
 
 def test_the_lock_ends_with_its_process(tmp_path: Path) -> None:
-    code = "import os, sys; from pathlib import Path; from evergrad_coordinator.journal import FileStore"
+    code = "import os, sys; from pathlib import Path; from evergrad_coordinator.edge.journal import FileStore"
     code += "; FileStore(Path(sys.argv[1])); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path / "state")], check=False).returncode == 9
     FileStore(tmp_path / "state").close()

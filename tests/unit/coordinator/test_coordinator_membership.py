@@ -6,7 +6,6 @@ import pytest
 from simulated_cluster import TOKEN, Cluster, FakeNode, make_settings
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.membership import Membership
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
@@ -28,8 +27,9 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )
-from evergrad_coordinator.state import Finish, Send, Settings
-from evergrad_coordinator.status import build_status
+from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.state import Finish, Send, Settings
+from evergrad_coordinator.rules.status import build_status
 
 
 def start_running(names: str = "012", **changes: Any) -> tuple[Cluster, list[FakeNode]]:
@@ -522,7 +522,7 @@ def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing
 
 
 def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
-    for settings in (Settings("r", 1, 2, 2), Settings("r", 1, 2, 2, token="")):
+    for settings in (Settings("r", 1, 2, 2, token=""), Settings("r", 1, 2, 2, token=TOKEN)):
         effects = Membership(settings, generation=0, now=0.0).hello(
             1, Hello("r", "0", "x", "a", 1, "in-process"), now=0.0
         )

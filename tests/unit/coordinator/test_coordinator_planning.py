@@ -2,12 +2,18 @@
 
 import pytest
 
-from evergrad_coordinator.accounting import Accounting
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
-from evergrad_coordinator.failures import LOSSES_PER_FAILURE, Break, Failure, FailureBudget, find_root_cause
-from evergrad_coordinator.planning import assign_places, choose_members, choose_saver, find_running
 from evergrad_coordinator.protocol import Broken, Cause, Had
-from evergrad_coordinator.state import Node, Place, Training, World, node_order
+from evergrad_coordinator.rules.accounting import Accounting
+from evergrad_coordinator.rules.budget import (
+    LOSSES_PER_FAILURE,
+    Break,
+    Failure,
+    FailureBudget,
+    find_root_cause,
+)
+from evergrad_coordinator.rules.planning import assign_places, choose_members, choose_saver, find_running
+from evergrad_coordinator.rules.state import Node, Place, Training, World, node_order
 
 
 def build_node(name: str, *, workers: int = 1, step: int | None = None, had: Had | None = None) -> Node:

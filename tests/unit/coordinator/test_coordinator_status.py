@@ -5,7 +5,7 @@ import json
 from simulated_cluster import Cluster, make_settings
 
 from evergrad_coordinator.protocol import Broken, Progress
-from evergrad_coordinator.status import MAX_LISTED, build_metrics, build_status
+from evergrad_coordinator.rules.status import MAX_LISTED, build_metrics, build_status
 
 EDGE = {"connections": 3.0, "journal_writable": 1.0}
 

@@ -234,12 +234,14 @@ def test_a_recipe_is_the_same_however_its_keys_are_ordered_and_with_its_nulls() 
 
 
 def test_a_coordinators_answer_is_read_into_values() -> None:
-    from evergrad_coordinator.membership import Membership
-    from evergrad_coordinator.state import Settings
-    from evergrad_coordinator.status import build_status
+    from evergrad_coordinator.rules.membership import Membership
+    from evergrad_coordinator.rules.state import Settings
+    from evergrad_coordinator.rules.status import build_status
 
     raw = build_status(
-        Membership(Settings(run="docs-lm", min_nodes=2, max_nodes=3, expect=3), generation=0, now=0.0),
+        Membership(
+            Settings(run="docs-lm", min_nodes=2, max_nodes=3, expect=3, token="secret"), generation=0, now=0.0
+        ),
         now=1.0,
     )
     progress = parse_progress(raw, attempt=4)

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from evergrad.board_file import STOP_SECONDS_VARIABLE
-from evergrad_coordinator.heartbeat import Heartbeat
+from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import Beat, Recovery
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Metrics

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from evergrad_coordinator.client import CoordinatorClient
 from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_coordinator.edge.client import CoordinatorClient
 from evergrad_coordinator.protocol import (
     Broken,
     Capacity,

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from evergrad_coordinator.client import CoordinatorClient
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.heartbeat import Heartbeat
+from evergrad_coordinator.edge.client import CoordinatorClient
+from evergrad_coordinator.edge.heartbeat import Heartbeat
 from evergrad_coordinator.protocol import (
     Beat,
     Done,

@@ -4,8 +4,8 @@ from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import PROTOCOL_VERSION, Hello, Message, Refused
+from evergrad_coordinator.rules.state import MAX_GENERATION, Settings
 from evergrad_coordinator.secret import is_token
-from evergrad_coordinator.state import MAX_GENERATION, Settings
 
 MAX_NAME = 63
 MAX_ADDRESS = 255

@@ -9,9 +9,9 @@ import json
 import time
 from collections.abc import Callable
 
+from evergrad_coordinator.edge.server import Server
+from evergrad_coordinator.rules.status import build_metrics, build_status
 from evergrad_coordinator.secret import is_token
-from evergrad_coordinator.server import Server
-from evergrad_coordinator.status import build_metrics, build_status
 
 MAX_REQUEST_BYTES = 8192
 MAX_CONNECTIONS = 64

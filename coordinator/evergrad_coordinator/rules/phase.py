@@ -6,7 +6,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evergrad_coordinator.membership import Membership
+    from evergrad_coordinator.rules.membership import Membership
 
 
 class Phase(Enum):

@@ -24,18 +24,18 @@ A plan makes preparing or draining; ``ready`` of all members makes starting; all
 
 import dataclasses
 
-from evergrad_coordinator import admission, adoption, planning
-from evergrad_coordinator.accounting import Accounting
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.departures import Departures
-from evergrad_coordinator.failures import Failure, FailureBudget
-from evergrad_coordinator.gathering import Gathering, JoinHold
-from evergrad_coordinator.limits import check_limits
-from evergrad_coordinator.phase import Phase, find_phase
 from evergrad_coordinator.protocol import Commit, End, Hello, Message, Ping, Plan, Welcome
-from evergrad_coordinator.reports import handle_report
-from evergrad_coordinator.roster import REPLACED, Roster
-from evergrad_coordinator.state import (
+from evergrad_coordinator.rules import admission, adoption, planning
+from evergrad_coordinator.rules.accounting import Accounting
+from evergrad_coordinator.rules.budget import Failure, FailureBudget
+from evergrad_coordinator.rules.departures import Departures
+from evergrad_coordinator.rules.limits import check_limits
+from evergrad_coordinator.rules.members import REPLACED, Roster
+from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.rendezvous import Gathering, JoinHold
+from evergrad_coordinator.rules.reports import handle_report
+from evergrad_coordinator.rules.state import (
     Close,
     Effect,
     Finish,

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from evergrad_coordinator import planning
 from evergrad_coordinator.protocol import Leave
-from evergrad_coordinator.state import Key, Node
+from evergrad_coordinator.rules import planning
+from evergrad_coordinator.rules.state import Key, Node
 
 if TYPE_CHECKING:
-    from evergrad_coordinator.membership import Membership
+    from evergrad_coordinator.rules.membership import Membership
 
 
 @dataclass

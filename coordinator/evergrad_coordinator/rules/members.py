@@ -1,9 +1,9 @@
 """Who is connected, and which processes may come back: newest incarnation of a node wins for good. Pure."""
 
-from evergrad_coordinator import admission
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import End, Hello, Refused
-from evergrad_coordinator.state import Key, Node, Settings
+from evergrad_coordinator.rules import admission
+from evergrad_coordinator.rules.state import Key, Node, Settings
 
 REPLACED = End(ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.protocol import Commit
-from evergrad_coordinator.state import Node, Settings
+from evergrad_coordinator.rules.state import Node, Settings
 
 
 @dataclass

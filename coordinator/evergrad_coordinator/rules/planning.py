@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from evergrad_coordinator.failures import Break
 from evergrad_coordinator.protocol import Go
-from evergrad_coordinator.state import Key, Node, Place, Proposal, Settings, World, node_order
+from evergrad_coordinator.rules.budget import Break
+from evergrad_coordinator.rules.state import Key, Node, Place, Proposal, Settings, World, node_order
 
 
 def choose_members(

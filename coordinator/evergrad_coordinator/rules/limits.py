@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evergrad_coordinator.failures import Failure
 from evergrad_coordinator.protocol import Broken
-from evergrad_coordinator.state import Proposal, node_order
+from evergrad_coordinator.rules.budget import Failure
+from evergrad_coordinator.rules.state import Proposal, node_order
 
 if TYPE_CHECKING:
-    from evergrad_coordinator.membership import Membership
+    from evergrad_coordinator.rules.membership import Membership
 
 
 def check_limits(group: Membership, now: float) -> None:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.failures import MAX_FAILURES
-from evergrad_coordinator.journal import GenerationStore, JournalError
-from evergrad_coordinator.membership import Membership
+from evergrad_coordinator.edge.journal import GenerationStore, JournalError
 from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong
+from evergrad_coordinator.rules.budget import MAX_FAILURES
+from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.state import Close, Effect, Finish, Key, Log, Persist, Send
 from evergrad_coordinator.secret import is_token
-from evergrad_coordinator.state import Close, Effect, Finish, Key, Log, Persist, Send
 from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, decode_from_node, encode
 
 _PING = Ping()

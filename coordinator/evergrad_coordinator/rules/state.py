@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
 from evergrad_coordinator.protocol import Had, Message, Ready, Recovery
-from evergrad_coordinator.secret import new_token
 
 MAX_GENERATION = 2**52
 """Generations stay below: whoever claims more is not believed, and there is always room above."""
@@ -19,9 +18,9 @@ class Settings:
     max_nodes: int
     expect: int
     """So many nodes are waited for at the start, ``start_wait_seconds`` long."""
+    token: str
+    """Shown by every node that joins."""
     recovery: Recovery = "in-process"
-    token: str = field(default_factory=new_token)
-    """Whoever joins must say it; by itself one that nobody knows."""
     start_wait_seconds: float = 30.0
     debounce_seconds: float = 0.03
     silence_seconds: float = 3.0

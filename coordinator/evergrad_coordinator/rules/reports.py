@@ -6,8 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.failures import Failure
-from evergrad_coordinator.phase import Phase
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
@@ -21,10 +19,12 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )  # fmt: skip
-from evergrad_coordinator.state import Node, World
+from evergrad_coordinator.rules.budget import Failure
+from evergrad_coordinator.rules.phase import Phase
+from evergrad_coordinator.rules.state import Node, World
 
 if TYPE_CHECKING:
-    from evergrad_coordinator.membership import Membership
+    from evergrad_coordinator.rules.membership import Membership
 
 
 def handle_report(group: Membership, node: Node, message: Message, now: float) -> None:

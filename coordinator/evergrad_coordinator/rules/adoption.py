@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from evergrad_coordinator.gathering import Gathering
-from evergrad_coordinator.phase import Phase
-from evergrad_coordinator.planning import find_newest_running
 from evergrad_coordinator.protocol import Commit, Permit
-from evergrad_coordinator.reports import handle_report
-from evergrad_coordinator.state import Node, World
+from evergrad_coordinator.rules.phase import Phase
+from evergrad_coordinator.rules.planning import find_newest_running
+from evergrad_coordinator.rules.rendezvous import Gathering
+from evergrad_coordinator.rules.reports import handle_report
+from evergrad_coordinator.rules.state import Node, World
 
 if TYPE_CHECKING:
-    from evergrad_coordinator.membership import Membership
+    from evergrad_coordinator.rules.membership import Membership
 
 _LEASE_MARGIN_SECONDS = 1.0
 """A node's last contact may be that much older than the coordinator's: two pings."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
 from evergrad_coordinator.protocol import Broken, Recovery
-from evergrad_coordinator.state import Key, Training
+from evergrad_coordinator.rules.state import Key, Training
 
 MAX_FAILURES = 2**31
 """Nobody allows more."""
