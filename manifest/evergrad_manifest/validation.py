@@ -1,0 +1,98 @@
+"""Checks a run as the API server sends it: the validation of ``evergrad validate``, and what may no longer change. Pure."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from evergrad_manifest.envelope import Metadata, TrainingRun
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.fields import choices_of, fields_of, value_at
+from evergrad_manifest.identity import changed_fields, recipe_of, show_value, to_wire
+from evergrad_manifest.reading.problems import at_most
+from evergrad_manifest.reading.validation import check_run, parse_run
+from evergrad_manifest.reading.view import without_nulls
+
+INVALID_SPEC: Final = "InvalidSpec"
+"""Value of ``status.reason`` of a run that was refused before its first pod; such a run may still change as a whole."""
+_FIXED: Final = {
+    "image": "all pods of a run have one image",
+    "storage": "the run's state is there",
+    "workersPerNode": "it belongs to how the run was planned",
+}
+"""Fields of ``spec`` outside the recipe that a run keeps, with the reason."""
+
+
+def problems_of(document: Mapping[str, Any], *, old: Mapping[str, Any] | None = None) -> tuple[Problem, ...]:
+    """Return every problem of ``document``, an object as the API server sends it; empty for a valid one.
+
+    They are those that ``evergrad validate`` prints for a file of the same content, but without lines of the file. With
+    ``old``, the object before an update, a valid ``document`` is also compared with it.
+    """
+    run, found = check_run(manifest_of(document))
+    if run is not None and not found and old is not None and not is_open(old):
+        found = list(_forbidden_changes(old, run))
+    return at_most(found)
+
+
+def parse_object(document: Mapping[str, Any]) -> TrainingRun:
+    """Return the run that an object of the API server describes. Raises ConfigurationError with all its problems."""
+    return parse_run(manifest_of(document))
+
+
+def read_object(document: Mapping[str, Any]) -> TrainingRun:
+    """Return the run that an object describes, by its single fields alone: for an object known to be valid, and cheap.
+
+    Raises pydantic's ValidationError.
+    """
+    return TrainingRun.model_validate(without_nulls(manifest_of(document)))
+
+
+def manifest_of(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a file would say of an object of the API server: no ``status``, no metadata that the cluster sets.
+
+    The items of a list have neither apiVersion nor kind; both are filled in.
+    """
+    kinds = {key: fields_of(TrainingRun)[key] for key in ("apiVersion", "kind")}
+    found: dict[str, Any] = {key: choices_of(info)[0] for key, info in kinds.items()}
+    found |= {key: value for key, value in document.items() if key != "status"}
+    if isinstance(metadata := found.get("metadata"), Mapping):
+        found["metadata"] = {key: value for key, value in metadata.items() if key in fields_of(Metadata)}
+    return found
+
+
+def is_open(document: Mapping[str, Any]) -> bool:
+    """Return whether the run was refused before it began, so that its recipe may be corrected in place."""
+    status = document.get("status")
+    reason, recipe = value_at(status, ("reason",)), value_at(status, ("recipeHash",))
+    return reason == INVALID_SPEC and not recipe
+
+
+def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Problem]:
+    try:
+        before = read_object(old)
+    except ValidationError:
+        # An older version accepted it. What cannot be read cannot be compared; the API server's own rules still hold.
+        return
+
+    # A run stays typed or a script: neither can read what the other saved.
+    had, has = ("training" if one.spec.script is None else "script" for one in (before, run))
+    if had != has:
+        remedy = f"Set {had} again, or make a new TrainingRun"
+        yield Problem(f"spec.{has}", f"replaces {had}", "neither can go on with what the other saved", remedy)
+        return
+
+    # A field of the recipe that differs in meaning, and not only in spelling.
+    further = ", with training.initFrom for the weights" if has == "training" else ""
+    for path, was, now in changed_fields(recipe_of(before), recipe_of(run), where=f"spec.{has}"):
+        why = "the recipe of a run does not change"
+        remedy = f"Set it back to {show_value(was)}, or make a new TrainingRun{further}"
+        yield Problem(path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy)
+
+    # What else belongs to the run's state and pods.
+    olds, news = (without_nulls(to_wire(one))["spec"] for one in (before, run))
+    for key, why in _FIXED.items():
+        pair = [{key: spec[key]} if key in spec else {} for spec in (olds, news)]
+        for path, was, now in changed_fields(*pair, where="spec"):
+            what = f"{show_value(now)} cannot replace {show_value(was)}"
+            yield Problem(path, what, why, f"Set it back to {show_value(was)}, or make a new TrainingRun")

@@ -1,0 +1,155 @@
+"""An object of the API server is refused for what a file of the same content is refused for, and for what may not change."""
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.reading.overrides import Layered, Override, apply_override, parse_override
+from evergrad_manifest.validation import INVALID_SPEC, parse_object, problems_of, read_object
+
+FOLDER = Path(__file__).parent
+BASE: dict[str, Any] = yaml.safe_load((FOLDER / "base_manifest.yaml").read_text())
+NEVER_SENT = ("a missing kind", "metadata of the cluster")
+"""An API server fills in the one and sets the other."""
+TABLE: list[dict[str, Any]] = [
+    case
+    for case in yaml.safe_load((FOLDER / "bad_manifests.yaml").read_text())
+    if case["name"] not in NEVER_SENT
+]
+REPLACED = "the recipe of a run does not change. Set it back to 0.001, or make a new TrainingRun"
+OF_CLUSTER = {
+    "uid": "3b0c",
+    "generation": 4,
+    "resourceVersion": "17",
+    "creationTimestamp": "2026-01-02T03:04:05Z",
+    "managedFields": [{"manager": "kubectl"}],
+    "finalizers": ["evergrad.dev/end"],
+    "labels": {"team": "one"},
+    "namespace": "default",
+}
+
+
+def changed(changes: dict[str, Any], base: dict[str, Any] = BASE) -> dict[str, Any]:
+    """The content of ``base`` with ``changes``, path to value; a text is read as YAML."""
+    layered = Layered(copy.deepcopy(base), {}, [], set())
+    for path, value in changes.items():
+        override = parse_override(f"{path}=x")
+        assert isinstance(override, Override)
+        value = yaml.safe_load(value) if isinstance(value, str) else value
+        layered = apply_override(layered, Override(override.path, value, {}))
+    assert not layered.problems
+    value = json.loads(json.dumps(layered.value))
+    assert isinstance(value, dict)
+    return value
+
+
+def sent(document: dict[str, Any], **status: Any) -> dict[str, Any]:
+    """The object that an API server makes of ``document``."""
+    metadata = document.get("metadata")
+    metadata = {**metadata, **OF_CLUSTER} if isinstance(metadata, dict) else metadata
+    return {**document, "metadata": metadata, "status": {"phase": "Running", **status}}
+
+
+def without_lines(text: str) -> str:
+    return re.sub(r" \(line \d+\)", "", text)
+
+
+@pytest.mark.parametrize("case", TABLE, ids=[case["name"] for case in TABLE])
+def test_an_object_is_refused_in_the_words_of_the_file_with_its_content(
+    case: dict[str, Any], tmp_path: Path
+) -> None:
+    document = changed(case["set"])
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(document))
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(file)
+    said = [without_lines(str(problem)) for problem in refused.value.problems]
+    assert [str(problem) for problem in problems_of(document)] == said
+    if not any(path.startswith(("metadata", "status")) for path in case["set"]):
+        assert [str(problem) for problem in problems_of(sent(document))] == said
+        with pytest.raises(ConfigurationError):
+            parse_object(sent(document))
+
+
+def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
+    run = parse_object(sent(BASE))
+    assert problems_of(sent(BASE)) == () and run == read_object(sent(BASE))
+    assert run.metadata.labels == {"team": "one"}
+    listed = {key: value for key, value in sent(BASE).items() if key not in ("apiVersion", "kind")}
+    assert read_object(listed) == run
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"spec.training.optimizer.learningRate": 0.002},
+            (
+                f"spec.training.optimizer.learningRate: 0.002 cannot replace 0.001; {REPLACED}, "
+                "with training.initFrom for the weights."
+            ),
+        ),
+        (
+            {"spec.image": "example.org/a:2"},
+            (
+                "spec.image: 'example.org/a:2' cannot replace nothing; all pods of a run have one image. "
+                "Set it back to nothing, or make a new TrainingRun."
+            ),
+        ),
+        (
+            {"spec.storage.size": "30Gi"},
+            (
+                "spec.storage.size: '30Gi' cannot replace '20Gi'; the run's state is there. "
+                "Set it back to '20Gi', or make a new TrainingRun."
+            ),
+        ),
+        (
+            {"spec.training": None, "spec.script": {"command": ["train.py"]}, "spec.workersPerNode": 1},
+            (
+                "spec.script: replaces training; neither can go on with what the other saved. "
+                "Set training again, or make a new TrainingRun."
+            ),
+        ),
+    ],
+    ids=["recipe", "image", "volume", "kind"],
+)
+def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: str) -> None:
+    assert [str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))] == [problem]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"spec.training.horizon.tokens": 20_000_000},
+        {"spec.training.optimizer.learningRate": "0.1%"},
+        {"spec.training.skipSteps": [4]},
+        {"spec.training.checkpoint.every.steps": 7},
+        {"spec.nodes.max": 3},
+        {"spec.suspend": True},
+    ],
+    ids=["number", "percent", "skipped step", "cadence", "nodes", "suspend"],
+)
+def test_another_spelling_and_what_is_operational_may_change(changes: dict[str, Any]) -> None:
+    assert problems_of(sent(changed(changes)), old=sent(BASE)) == ()
+
+
+def test_a_run_that_was_refused_before_it_began_may_change_as_a_whole() -> None:
+    bad = changed({"spec.training.schedule.warmup": "150%"})
+    assert [problem.path for problem in problems_of(sent(bad))] == ["spec.training.schedule.warmup"]
+    good = changed({"spec.training.optimizer.learningRate": 0.5})
+    assert problems_of(sent(good), old=sent(bad, reason=INVALID_SPEC)) == ()
+    assert problems_of(sent(good), old=sent(BASE, reason=INVALID_SPEC, recipeHash="ab")) != ()
+
+
+def test_an_invalid_update_says_what_is_invalid_and_not_what_changed() -> None:
+    bad = changed({"spec.training.batching.microBatchSize": 5})
+    assert [problem.path for problem in problems_of(sent(bad), old=sent(BASE))] == [
+        "spec.training.batching.globalBatchSize"
+    ]
