@@ -277,7 +277,7 @@ def warm_up_this_process() -> None:
 
     import evergrad_trainer.cli.node
     import evergrad_trainer.worker.inprocess
-    import evergrad_trainer.worker.session  # noqa: F401
+    import evergrad_trainer.worker.run  # noqa: F401
     from evergrad_trainer.node.run import prepare_process
 
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

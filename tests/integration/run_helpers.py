@@ -368,7 +368,7 @@ def _serve() -> None:
     import evergrad_cli.main as command_line
     import evergrad_trainer.report.build as report
     import evergrad_trainer.worker.local
-    import evergrad_trainer.worker.session  # noqa: F401
+    import evergrad_trainer.worker.run  # noqa: F401
 
     command_line.build_whole_parser()
 

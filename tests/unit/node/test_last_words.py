@@ -12,10 +12,10 @@ from evergrad_coordinator.contract import ErrorKind
 from evergrad_manifest.errors import EvergradError, InputError, Problem
 from evergrad_trainer.errors import PeerLostError, SaveError, VolumeError
 from evergrad_trainer.node import run
-from evergrad_trainer.worker import session
+from evergrad_trainer.worker import run as launched
 from evergrad_trainer.worker.channel import Failed, channel_pair
 from evergrad_trainer.worker.pulse import Pulse
-from evergrad_trainer.worker.stages import SessionPlan
+from evergrad_trainer.worker.session import SessionPlan
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_a_fresh_worker_names_the_kind_of_its_error(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(session, "_open", fail)
+    monkeypatch.setattr(launched, "_open", fail)
     plan = cast(SessionPlan, SimpleNamespace(run_directory=tmp_path / "run"))
     ours, theirs = channel_pair()
     try:

@@ -34,7 +34,7 @@ from evergrad_trainer.resume import inspect_directory, resolved_script_record
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from evergrad_trainer.worker.stages import SessionPlan
+    from evergrad_trainer.worker.session import SessionPlan
 
 _SOFT_MARGIN_SECONDS = 10
 COORDINATOR = "coordinator"

@@ -16,7 +16,7 @@ from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from evergrad_trainer.models.build import ModelPlan
-    from evergrad_trainer.worker.stages import SessionPlan
+    from evergrad_trainer.worker.session import SessionPlan
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def plan_session(
     from evergrad_trainer.data.tokenizers import load_tokenizer
     from evergrad_trainer.recipes import RECIPES
     from evergrad_trainer.training.build import threads_per_worker
-    from evergrad_trainer.worker.stages import SessionPlan
+    from evergrad_trainer.worker.session import SessionPlan
 
     training, base = loaded.run.training, loaded.base_directory
     prepared_directory = directory.path.parent / ".prepared"

@@ -68,7 +68,7 @@ def execute(args: argparse.Namespace) -> int:
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
     from evergrad_trainer.worker.local import launch_workers
-    from evergrad_trainer.worker.session import run_session
+    from evergrad_trainer.worker.run import run_session
 
     machine, num_workers = machine_and_workers(args, loaded.run, may_touch=args.nodes is None)
     try:

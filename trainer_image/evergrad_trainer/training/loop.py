@@ -108,7 +108,7 @@ class Best:
 
 @dataclass
 class Run:
-    """Everything the loop uses; put together in ``stages.py``. ``observers`` may be replaced between two worlds."""
+    """Everything the loop uses; put together in ``worker.opening``. ``observers`` may be replaced between two worlds."""
 
     limits: Limits
     membership: Membership

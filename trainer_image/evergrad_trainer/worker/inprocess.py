@@ -32,25 +32,16 @@ from evergrad_trainer.state.transfer import feed, plan_feeding
 from evergrad_trainer.training.build import Machinery, build_machinery, rebuild_state
 from evergrad_trainer.training.loop import Progress, Run, standing_step, train
 from evergrad_trainer.transports import Transport, choose_transport
+from evergrad_trainer.worker.announcing import announce, describe_run
 from evergrad_trainer.worker.channel import MAX_TEXT, Begin, Broken, Channel, Depart, Ended, Saved, Up, Warm
+from evergrad_trainer.worker.ending import finish
 from evergrad_trainer.worker.guard import Guard
 from evergrad_trainer.worker.life import End, Held, Life, Phase
+from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_data
 from evergrad_trainer.worker.pulse import Pulse
-from evergrad_trainer.worker.stages import (
-    AGREED,
-    Session,
-    SessionPlan,
-    announce,
-    build_checkpoints,
-    build_last_words,
-    build_run,
-    describe_run,
-    finish,
-    has_checkpoints,
-    open_data,
-    report_failure,
-    restore,
-)
+from evergrad_trainer.worker.reporting import AGREED, build_last_words, report_failure
+from evergrad_trainer.worker.restoring import restore
+from evergrad_trainer.worker.session import Session, SessionPlan
 from evergrad_trainer.world import Interrupt, Membership, World
 
 _log = logging.getLogger(__name__)

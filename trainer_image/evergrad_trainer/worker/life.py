@@ -9,7 +9,7 @@
      │ └──finish, depart──▶ ENDED      LEAVING
      └──────── out of the group ──────────┘
 
-IDLE answers every planned change with ``ready``: see ``elastic.guard``. An error in any other state ends the life.
+IDLE answers every planned change with ``ready``: see ``worker.guard``. An error in any other state ends the life.
 """
 
 from collections.abc import Mapping

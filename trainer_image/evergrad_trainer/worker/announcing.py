@@ -1,0 +1,117 @@
+"""What rank 0 records of a run: who trains what, from where, and how long the start took."""
+
+import dataclasses
+import gc
+import os
+import time
+
+from evergrad_coordinator.wire import to_camel
+from evergrad_trainer.optim.schedule import build_schedule
+from evergrad_trainer.provenance.record import record_process
+from evergrad_trainer.records import Event, EventType, RunInfo
+from evergrad_trainer.resume import resolved_record
+from evergrad_trainer.training.build import Machinery
+from evergrad_trainer.worker.session import Session
+
+_JUMP = 1.1
+"""A rise of the learning rate from one step to the next that a longer schedule alone does not explain."""
+
+
+def announce(session: Session, machinery: Machinery) -> None:
+    """Rank 0 records who trains what, from where."""
+    if not session.world.is_main:
+        return
+    plan, progress, world = session.plan, session.progress, session.world
+    derived = {to_camel(key): value for key, value in dataclasses.asdict(plan.numbers).items()}
+    base = os.path.relpath(plan.base_directory, plan.run_directory)
+    record = resolved_record(
+        plan.run,
+        plan.prepared,
+        base_directory=base,
+        derived=derived,
+        data_fingerprint=session.data.fingerprint,
+        model=plan.model.describe(),
+    )
+    before = session.directory.read_resolved()
+    session.directory.write_resolved(record)
+    if session.directory.is_complete():
+        session.directory.unmark_complete()
+    record_process(
+        session.directory,
+        run=plan.run,
+        command=plan.command,
+        world_size=world.size,
+        generation=world.generation,
+    )
+    session.observers.run_start(describe_run(session, machinery))
+    start = {
+        "run": plan.run.metadata.name,
+        "process_start_time": plan.process_start,
+        "resumed_from": progress.finished_steps or None,
+        "total_steps": plan.numbers.total_steps,
+        "world_size": world.size,
+        "pid": os.getpid(),
+    }
+    session.observers.event(
+        Event(EventType.START, time.time(), progress.finished_steps, world.generation, start)
+    )
+    session.is_announced = True
+    session.release_events()
+    if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
+        _announce_extension(session, from_steps=int(before["derived"]["totalSteps"]))
+
+
+def _announce_extension(session: Session, *, from_steps: int) -> None:
+    """Say that the horizon grew, and that the learning rate jumps where the shorter schedule had lowered it already."""
+    plan, done = session.plan, session.progress.finished_steps
+    session.emit(EventType.EXTENDED, {"from_steps": from_steps, "to_steps": plan.numbers.total_steps})
+    training = plan.run.training
+    before, now = (
+        build_schedule(training.schedule, peak=training.optimizer.learning_rate, total_steps=steps)
+        for steps in (from_steps, plan.numbers.total_steps)
+    )
+    if done > 0 and now(done + 1) > _JUMP * before(done):
+        message = (
+            f"the learning rate rises from {before(done):.3g} at step {done} to {now(done + 1):.3g} at the next one: "
+            f"the schedule over {from_steps} steps had decayed already. "
+            "To go on gently, begin a new run with initFrom and a warm-up"
+        )
+        session.emit(EventType.WARNING, {"message": message})
+
+
+def describe_run(session: Session, machinery: Machinery) -> RunInfo:
+    """What observers know before the first step they see."""
+    plan, world = session.plan, session.world
+    runtime = plan.run.training.runtime
+    return RunInfo(
+        name=plan.run.metadata.name,
+        generation=world.generation,
+        world_size=world.size,
+        total_steps=plan.numbers.total_steps,
+        start_step=session.progress.finished_steps,
+        tokens_per_step=plan.numbers.tokens_per_step,
+        samples_per_step=plan.numbers.samples_per_step,
+        parameters=sum(parameter.numel() for parameter in machinery.model.parameters()),
+        precision=runtime.precision,
+        parallelism=runtime.parallelism,
+        model=plan.model.name,
+        run_directory=str(plan.run_directory),
+        metrics_address=session.metrics_address,
+    )
+
+
+def announce_first_step(session: Session) -> None:
+    """Say what the start-up consisted of; from here on the garbage collector need not look at what start-up made."""
+    if "first_step" in session.marks:
+        return
+    session.mark("first_step")
+    previous, phases = session.plan.process_start, {}
+    for phase, moment in session.marks.items():
+        phases[phase] = round(moment - previous, 6)
+        previous = moment
+    if session.is_announced:
+        session.emit(EventType.PHASES, phases)
+    if not gc.isenabled():
+        gc.enable()
+        gc.collect()
+        gc.freeze()

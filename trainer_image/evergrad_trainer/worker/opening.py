@@ -1,0 +1,68 @@
+"""What a process opens and builds before its first step: data, checkpoints, and everything the loop uses."""
+
+from evergrad_manifest.identity import config_hash
+from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
+from evergrad_trainer.data.build import Data
+from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.recipes import RECIPES
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.training.build import (
+    Machinery,
+    build_best,
+    build_comparison,
+    build_evaluator,
+    build_limits,
+    build_stepper,
+)
+from evergrad_trainer.training.loop import Run
+from evergrad_trainer.worker.announcing import announce_first_step
+from evergrad_trainer.worker.session import Session, SessionPlan
+
+
+def open_data(plan: SessionPlan) -> Data:
+    """The run's prepared data, in the order of its recipe."""
+    training = plan.run.training
+    return RECIPES[training.recipe].open_data(
+        training, plan.prepared, load_tokenizer(training.tokenizer, plan.base_directory)
+    )
+
+
+def build_checkpoints(session: Session) -> CheckpointManager:
+    """What saves and restores this session's state."""
+    plan = session.plan
+    return CheckpointManager(
+        session.directory.checkpoints,
+        membership=session.membership,
+        settings=plan.run.training.checkpoint,
+        identity=Identity(plan.run.metadata.name, config_hash(plan.run), session.data.fingerprint),
+        on_event=session.emit,
+    )
+
+
+def has_checkpoints(directory: RunDirectory) -> bool:
+    return any(directory.checkpoints.glob("step-*"))
+
+
+def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:
+    training, numbers = session.plan.run.training, session.plan.numbers
+    return Run(
+        limits=build_limits(
+            training, total_steps=numbers.total_steps, stop_after_steps=session.plan.stop_after_steps
+        ),
+        membership=session.membership,
+        stepper=build_stepper(training, machinery, session.data.train, total_steps=numbers.total_steps),
+        stream=session.data.train,
+        checkpoints=checkpoints,
+        state=machinery.state,
+        evaluator=build_evaluator(training, machinery),
+        evaluation_sets=session.data.evaluation,
+        best=build_best(training),
+        observers=session.observers,
+        directory=session.directory,
+        tokens_per_step=numbers.tokens_per_step,
+        is_signalled=session.is_signalled,
+        compare=build_comparison(machinery, session.membership),
+        on_first_step=lambda: announce_first_step(session),
+        model=session.plan.model.describe(),
+        progress=session.progress,
+    )

@@ -1,0 +1,87 @@
+"""An error that ends a worker: in the events, in the log, on stderr, and as words to its supervisor."""
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable
+
+from evergrad_coordinator.contract import ErrorKind, ExitCode
+from evergrad_manifest.errors import EvergradError, InputError
+from evergrad_trainer.distributed import read_launch
+from evergrad_trainer.errors import CheckpointError, FencedError, SaveError
+from evergrad_trainer.host_trouble import describe_host_trouble
+from evergrad_trainer.records import EventType
+from evergrad_trainer.worker.channel import MAX_TEXT, Failed
+from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer
+from evergrad_trainer.worker.session import Session
+
+_log = logging.getLogger(__name__)
+AGREED = (FencedError, CheckpointError, SaveError)
+"""Errors that all ranks raise together, so that rank 0 speaks for them."""
+
+
+def report_failure(session: Session | None, error: Exception, *, rank: int) -> ExitCode:
+    """Report an error once: in the events, the log and on stderr. Wrong input has no traceback."""
+    code = error.exit_code if isinstance(error, EvergradError) else ExitCode.INTERNAL
+    # For the file alone: the terminal gets its own, shorter words below.
+    _log.info(
+        "failed with %s: %s",
+        type(error).__name__,
+        error,
+        exc_info=None if isinstance(error, InputError) else error,
+    )
+    if session is not None:
+        _close_quietly(session, error, code)
+    if isinstance(error, AGREED) and rank != 0:
+        return code
+    where = f"rank {rank}: " if rank else ""
+    if isinstance(error, InputError):
+        for problem in error.problems:
+            print(f"error: {where}{problem}", file=sys.stderr)
+    elif isinstance(error, EvergradError):
+        print(f"error: {where}{error}", file=sys.stderr)
+    elif is_lost_peer(f"{type(error).__name__}: {error}", world_size=read_launch().world_size):
+        # A consequence, whose cause another rank tells.
+        print(f"error: rank {rank}: {LOST_WORDS}", file=sys.stderr)
+    else:
+        print(f"error: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        traceback.print_exception(error)
+    return code
+
+
+def build_last_words(
+    session: Session | None, error: Exception, code: ExitCode, *, generation: int, is_agreed: bool
+) -> Failed:
+    """What a worker tells its node of the error that ends it. ``is_agreed``: all ranks raise it, and the same process goes on."""
+    notes = "\n".join(getattr(error, "__notes__", ()))
+    kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL
+    if describe_host_trouble(error) is not None:
+        kind = ErrorKind.ENVIRONMENT
+    return Failed(
+        generation,
+        step=session.progress.finished_steps if session is not None else -1,
+        exit_code=int(code),
+        error=type(error).__name__,
+        text=f"{error}\n{notes}".strip()[:MAX_TEXT],
+        is_final=isinstance(error, InputError),
+        is_agreed=is_agreed,
+        kind=kind.value,
+    )
+
+
+def _close_quietly(session: Session, error: Exception, code: ExitCode) -> None:
+    """The last events of a failing process; a second failure here must not hide the first."""
+    calls: list[Callable[[], None]] = [
+        session.release_events,
+        lambda: session.emit(
+            EventType.FAILED,
+            {"error": type(error).__name__, "message": str(error)[:4000], "exit_code": int(code)},
+        ),
+        lambda: session.emit(EventType.END, {"exit_code": int(code)}),
+        session.observers.close,
+    ]
+    for call in calls:
+        try:
+            call()
+        except Exception:  # noqa: BLE001 - the first error is the one that counts
+            _log.exception("while closing after an error")
