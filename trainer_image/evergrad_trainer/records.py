@@ -1,5 +1,6 @@
 """What the loop tells its observers: plain frozen records, the rows of the run directory's JSONL files."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ class StepRecord:
     ``loss`` is in nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are this step's, over
     all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and ``other_seconds`` is what
     no phase claims. ``time`` is Unix time in seconds at the end of the step. ``skipped``: why the step made no update, one of
-    SKIP_REASONS; null for all others.
+    SKIP_REASONS; null for all others. ``metrics``: what the recipe measures besides, by name, over all ranks.
     """
 
     step: int
@@ -32,6 +33,7 @@ class StepRecord:
     rank_skew_seconds: float
     time: float
     skipped: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 SKIP_REASONS = ("loss", "grad", "empty", "requested")
@@ -40,7 +42,7 @@ SKIP_REASONS = ("loss", "grad", "empty", "requested")
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation of one named set. ``loss`` is in nats per valid token."""
+    """One evaluation of one named set. ``loss`` is in nats per valid token; ``metrics``: what the evaluator measures besides."""
 
     step: int
     generation: int
@@ -50,6 +52,16 @@ class EvaluationRecord:
     tokens: int
     seconds: float
     time: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def record_row(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
+    """The record as a line of its file: its fields in their order; ``metrics`` is left out where it is empty."""
+    row = dict(record.__dict__)
+    if not row["metrics"]:
+        # Rows of a recipe without metrics of its own are what they were before there were any.
+        del row["metrics"]
+    return row
 
 
 @dataclass(frozen=True)

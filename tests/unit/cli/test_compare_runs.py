@@ -5,6 +5,7 @@ import json
 import math
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -100,6 +101,37 @@ def test_the_last_row_of_a_step_counts(tmp_path: Path, synthetic: ModuleType, co
     code, result = compare("--exact")
     assert code == 0
     assert result["repeated_steps"]["b"] == {"num_steps": 1, "ranges": [[3, 3]], "num_with_other_samples": 1}
+
+
+def test_metrics_of_a_recipe_are_compared_like_losses(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
+    def rows(**changed: float) -> list[Any]:
+        values = {"ce": 2.0, "kl": 0.5}
+        last = synthetic.step_record(2, metrics=values | changed)
+        return [synthetic.step_record(1, metrics=values), last]
+
+    _write(tmp_path / "a", rows())
+    _write(tmp_path / "b", rows(kl=0.5 * (1 + 1e-7)))
+    assert compare()[0] == 0
+    code, result = compare("--exact")
+    assert (code, list(_by_field(result))) == (1, ["kl"])
+    found = _by_field(result)["kl"]
+    assert (found["first_step"], found["a"], found["num_steps"]) == (2, 0.5, 1)
+
+
+def test_a_metric_that_only_one_run_has_makes_them_differ(
+    tmp_path: Path, synthetic: ModuleType, compare: Compare
+) -> None:
+    _write(tmp_path / "a", [synthetic.step_record(1)], (_evaluation(1),))
+    evaluation = replace(_evaluation(1), metrics={"accuracy": 0.5})
+    _write(tmp_path / "b", [synthetic.step_record(1, metrics={"kl": 0.5})], (evaluation,))
+    code, result = compare()
+    assert code == 1
+    assert {name: (one["a"], one["b"], one["where"]) for name, one in _by_field(result).items()} == {
+        "kl": (None, 0.5, ""),
+        "accuracy": (None, 0.5, "heldOut"),
+    }
 
 
 def test_the_first_step_with_other_samples_is_named(

@@ -40,7 +40,7 @@ def test_a_step_row_has_every_field_of_the_record_in_its_order(
     log.step_end(record)
     log.close()
     row = json.loads(directory.metrics.read_text())
-    assert row == record.__dict__
+    assert row == {name: value for name, value in record.__dict__.items() if name != "metrics"}
     assert list(row)[:8] == [
         "step",
         "generation",
@@ -72,6 +72,61 @@ def test_everything_written_is_read_back_equal(directory: RunDirectory, syntheti
     assert history.evaluations == (evaluation,)
     assert list(history.events) == events
     assert history.notes == ()
+
+
+def test_a_row_without_metrics_of_its_own_is_byte_for_byte_what_it_always_was(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
+    log = RunLog(directory)
+    log.step_end(synthetic.step_record(7, loss=2.5, learning_rate=1e-3, grad_norm=0.5, time=1.77e9))
+    log.evaluation_end(EvaluationRecord(40, 1, "heldOut", 2.5, 12.18, 4096, 1.5, 1.77e9))
+    log.close()
+    assert directory.metrics.read_text() == (
+        '{"step":7,"generation":1,"world_size":2,"loss":2.5,"tokens":8192,"valid_tokens":8192,'
+        '"sample_hash":"538454127b096493","learning_rate":0.001,"grad_norm":0.5,"step_seconds":0.5,'
+        '"data_seconds":0.002,"forward_backward_seconds":0.4,"communication_seconds":0.06,'
+        '"optimizer_seconds":0.03,"other_seconds":0.008,"rank_skew_seconds":0.004,"time":1770000000.0,'
+        '"skipped":null}\n'
+    )
+    assert directory.evaluation.read_text() == (
+        '{"step":40,"generation":1,"name":"heldOut","loss":2.5,"perplexity":12.18,"tokens":4096,'
+        '"seconds":1.5,"time":1770000000.0}\n'
+    )
+
+
+def test_metrics_of_a_recipe_stand_in_their_rows_and_are_read_back(
+    directory: RunDirectory, synthetic: ModuleType
+) -> None:
+    records = [
+        synthetic.step_record(1),
+        synthetic.step_record(2, metrics={"ce": 2.5, "kl": 0.125}),
+        synthetic.step_record(3, metrics={"kl": 0.25}),
+        *(synthetic.step_record(step) for step in range(4, 5000)),
+        synthetic.step_record(5000, metrics={"ce": 1.5}),
+        synthetic.step_record(5001),
+    ]
+    evaluation = EvaluationRecord(2, 1, "heldOut", 2.5, 12.18, 4096, 1.5, 1.77e9, {"accuracy": 0.75})
+    log = RunLog(directory)
+    for record in records:
+        log.step_end(record)
+    log.evaluation_end(evaluation)
+    log.close()
+    assert json.loads(directory.metrics.read_text().splitlines()[1])["metrics"] == {"ce": 2.5, "kl": 0.125}
+    history = read_history(directory)
+    assert set(history.steps.metrics) == {"ce", "kl"}
+    assert [history.steps.record(row) for row in range(len(history.steps))] == records
+    assert [history.steps.take(history.steps.step > 4999).record(row) for row in (0, 1)] == records[-2:]
+    assert history.evaluations == (evaluation,)
+
+
+@pytest.mark.parametrize("metrics", ["[]", '{"kl": "much"}', "null"])
+def test_metrics_that_are_no_numbers_by_name_are_refused_with_their_line(
+    directory: RunDirectory, synthetic: ModuleType, metrics: str
+) -> None:
+    row = json.dumps({**synthetic.step_record(1).__dict__, "metrics": "here"})
+    directory.metrics.write_text(row.replace('"here"', metrics) + "\n")
+    with pytest.raises(RunDirectoryError, match="line 1: has impossible metrics"):
+        read_history(directory)
 
 
 def test_non_finite_values_are_null_in_the_file_and_nan_when_read(

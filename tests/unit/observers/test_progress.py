@@ -84,6 +84,22 @@ def test_lines_are_printed_every_n_steps_and_at_every_notable_event(synthetic: M
     ]
 
 
+def test_metrics_of_a_recipe_stand_at_the_end_of_a_line_and_in_a_wide_bar(synthetic: ModuleType) -> None:
+    stream = io.StringIO()
+    lines = ProgressLines(stream, every=1, clock=Clock())
+    lines.run_start(INFO)
+    record = synthetic.step_record(1201, grad_norm=0.5, metrics={"kl": 0.125})
+    lines.step_end(record)
+    lines.evaluation_end(replace(EVALUATION, metrics={"accuracy": 0.75}))
+    assert stream.getvalue().splitlines()[-2].endswith(" grad_norm=0.500 kl=0.125")
+    assert stream.getvalue().splitlines()[-1].endswith(" seconds=3.14 accuracy=0.75")
+    state = State(Clock())
+    state.start(INFO)
+    state.finish_step(record)
+    assert "kl 0.125" in render_line(state, 300).plain
+    assert "kl" not in render_line(state, 80).plain
+
+
 def test_a_rank_0_that_takes_over_says_who_came_or_went_instead_of_starting_again(
     synthetic: ModuleType,
 ) -> None:
@@ -354,7 +370,7 @@ def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
     ]
     text = (directory.logs / "node-0-rank-1.log").read_text()
     assert re.search(
-        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node 0 rank 1 INFO evergrad_trainer\.loop: quiet 1$",
+        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node 0 rank 1 INFO evergrad_trainer\.training\.loop: quiet 1$",
         text,
         re.MULTILINE,
     )

@@ -75,6 +75,21 @@ def _train(exporter: PrometheusExporter, synthetic: ModuleType) -> None:
     )
 
 
+def test_metrics_of_a_recipe_are_shown_by_their_names(
+    exporter: PrometheusExporter, synthetic: ModuleType
+) -> None:
+    exporter.run_start(INFO)
+    exporter.step_end(synthetic.step_record(41, metrics={"kl": 0.5}))
+    exporter.step_end(synthetic.step_record(42, metrics={"kl": 0.25, "ce": 2.0}))
+    exporter.evaluation_end(
+        EvaluationRecord(42, 3, "heldOut", 2.5, 12.2, 4096, 2.0, 116.5, {"accuracy": 0.75})
+    )
+    samples = _samples(exporter)
+    assert samples["evergrad_task_metric", (("metric", "kl"),)] == 0.25
+    assert samples["evergrad_task_metric", (("metric", "ce"),)] == 2.0
+    assert samples["evergrad_eval_metric", (("dataset", "heldOut"), ("metric", "accuracy"))] == 0.75
+
+
 def test_gauges_show_the_last_values_and_counters_the_sums(
     exporter: PrometheusExporter, synthetic: ModuleType
 ) -> None:

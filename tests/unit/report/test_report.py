@@ -15,7 +15,7 @@ import pytest
 from evergrad_trainer.cli import report as report_command
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.observers.jsonl import RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, record_row
 from evergrad_trainer.report.build import write_report
 from evergrad_trainer.report.facts import gather_facts
 from evergrad_trainer.report.html import render_html
@@ -301,7 +301,7 @@ def test_the_same_files_give_the_same_report_but_for_its_time(tmp_path: Path, sy
 
 
 def test_a_hundred_thousand_steps_make_a_page_of_ordinary_size(tmp_path: Path, synthetic: ModuleType) -> None:
-    row = dumps_strict(synthetic.step_record(1).__dict__)
+    row = dumps_strict(record_row(synthetic.step_record(1)))
     head, rest = row.split(",", 1)
     assert head == '{"step":1'
     with (tmp_path / "metrics.jsonl").open("w") as file:
@@ -319,6 +319,22 @@ def test_long_tables_show_their_ends_and_say_what_is_left_out(tmp_path: Path, sy
     assert "100 rows are left out here" in Page(html).text
     assert "| … 50 rows are left out here |" in markdown
     assert "| 300 |" in markdown and "| 3 | heldOut |" in markdown
+
+
+def test_metrics_of_a_recipe_have_a_plot_each_and_columns_in_the_table_of_evaluations(
+    tmp_path: Path, synthetic: ModuleType
+) -> None:
+    run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=3, ended="killed"))
+    log = RunLog(run.directory)
+    for step in (4, 5):
+        log.step_end(synthetic.step_record(step, metrics={"kl": 0.5 * step}))
+    log.evaluation_end(EvaluationRecord(5, 1, "heldOut", 2.5, 12.2, 100, 1.0, run.now, {"accuracy": 0.625}))
+    log.close()
+    facts = gather_facts(run.directory)
+    plots = {plot.title: plot for plot in build_plots(facts)}
+    assert plots["kl"].legend[-1].value == "last 2.5"
+    assert facts.evaluations.titles[3:6] == ("Perplexity", "accuracy", "Tokens")
+    assert facts.evaluations.rows[-1][4] == "0.6250"
 
 
 def test_many_evaluation_sets_are_all_in_the_table_and_six_in_the_plot(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.records import record_row
 
 if TYPE_CHECKING:
     from evergrad_trainer.report.build import ReportPaths
@@ -53,7 +54,7 @@ def _summary(paths: "ReportPaths") -> dict[str, Any]:
         "step": int(steps.step[-1]) if len(steps) else 0,
         "loss": float(steps.loss[-1]) if len(steps) else None,
         "tokens": int(steps.tokens.sum()),
-        "evaluations": [dict(one.__dict__) for one in facts.history.evaluations],
+        "evaluations": [record_row(one) for one in facts.history.evaluations],
         "goodput": {
             "ratio": goodput.ratio,
             "elapsed_seconds": goodput.elapsed_seconds,

@@ -57,6 +57,7 @@ def _parts(state: State) -> list[tuple[int, str, str]]:
         parts.append((6, state.recent_change, "yellow"))
     if state.saved_step is not None:
         parts.append((5, f"saved {count(state.saved_step)}", "dim"))
+    parts.extend((1, f"{name} {compact(value)}", "cyan") for name, value in state.metrics.items())
     parts.extend((4, f"{name} {real(loss)}", "magenta") for name, loss in state.evaluations.items())
     if state.activity:
         parts.append((9, state.activity, "yellow"))

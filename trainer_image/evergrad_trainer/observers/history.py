@@ -3,8 +3,8 @@
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
@@ -30,7 +30,10 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class StepTable:
-    """The rows of metrics.jsonl as columns of equal length, in the order of the file. Fields as in StepRecord."""
+    """The rows of metrics.jsonl as columns of equal length, in the order of the file. Fields as in StepRecord.
+
+    ``metrics``: a column for each name that any row has; not a number where a row has it not.
+    """
 
     step: Integers
     generation: Integers
@@ -49,6 +52,7 @@ class StepTable:
     other_seconds: Reals
     rank_skew_seconds: Reals
     time: Reals
+    metrics: Mapping[str, Reals] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -71,15 +75,20 @@ class StepTable:
 
     def record(self, row: int) -> StepRecord:
         """One row as a record."""
-        values = {column.name: getattr(self, column.name)[row].item() for column in fields(self)}
-        return StepRecord(**values | {"sample_hash": f"{values['sample_hash']:016x}"})
+        values = {name: getattr(self, name)[row].item() for name in _NAMES}
+        metrics = {name: column[row].item() for name, column in self.metrics.items()}
+        return StepRecord(
+            **values | {"sample_hash": f"{values['sample_hash']:016x}"},
+            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
+        )
 
     def take(self, rows: npt.NDArray[Any]) -> "StepTable":
         """These rows only, by indices or by a mask."""
-        return replace(self, **{column.name: getattr(self, column.name)[rows] for column in fields(self)})
+        columns = {name: getattr(self, name)[rows] for name in _NAMES}
+        return replace(self, **columns, metrics={name: column[rows] for name, column in self.metrics.items()})
 
 
-_NAMES = tuple(column.name for column in fields(StepTable))
+_NAMES = tuple(column.name for column in fields(StepTable) if column.name != "metrics")
 _VALUES = itemgetter(*_NAMES)
 
 
@@ -88,9 +97,11 @@ class _Columns:
 
     def __init__(self) -> None:
         self._columns: dict[str, array[Any]] = {name: array(_typecode(name)) for name in _NAMES}
+        self._metrics: dict[str, array[float]] = {}
 
     def extend(self, rows: list[dict[str, Any]]) -> None:
         """Append all rows (at least one), or raise; after an exception the object is of no more use."""
+        first = len(self)
         for (name, column), values in zip(
             self._columns.items(), zip(*map(_VALUES, rows), strict=True), strict=True
         ):
@@ -100,9 +111,29 @@ class _Columns:
                 column.extend(values)
             else:
                 column.extend([math.nan if value is None else value for value in values])
+        for place, row in enumerate(rows, start=first):
+            if "metrics" in row:
+                self._extend_metrics(place, row["metrics"])
+
+    def __len__(self) -> int:
+        return len(self._columns["step"])
+
+    def _extend_metrics(self, place: int, metrics: Any) -> None:
+        if not isinstance(metrics, Mapping):
+            raise TypeError("metrics is no mapping")
+        for name, value in metrics.items():
+            column = self._metrics.setdefault(name, array("d"))
+            # A name may appear at any row, and be missing from any.
+            column.extend([math.nan] * (place - len(column)))
+            column.append(math.nan if value is None else value)
 
     def table(self) -> StepTable:
-        return StepTable(**{name: np.asarray(memoryview(column)) for name, column in self._columns.items()})
+        for column in self._metrics.values():
+            column.extend([math.nan] * (len(self) - len(column)))
+        return StepTable(
+            **{name: np.asarray(memoryview(column)) for name, column in self._columns.items()},
+            metrics={name: np.asarray(memoryview(column)) for name, column in self._metrics.items()},
+        )
 
 
 def _typecode(name: str) -> str:
@@ -150,6 +181,8 @@ def _first_bad(lines: JsonLines, chunk: list[tuple[int, dict[str, Any]]]) -> Run
         if missing:
             return lines.malformed(number, f"has no {' and no '.join(missing)}")
         if not _fits(row):
+            if _fits({**row, "metrics": {}}):
+                return lines.malformed(number, f"has impossible metrics, {row['metrics']!r}")
             name = next((name for name in _NAMES if not _fits(_EXAMPLE | {name: row[name]})), _NAMES[0])
             return lines.malformed(number, f"has an impossible {name}, {row[name]!r}")
     return lines.malformed(chunk[0][0], "is not a row of this file")
@@ -167,7 +200,7 @@ _EXAMPLE: dict[str, Any] = {name: "0" if name == "sample_hash" else 0 for name i
 
 
 def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
-    names = [field.name for field in fields(EvaluationRecord)]
+    names = [column.name for column in fields(EvaluationRecord) if column.name != "metrics"]
     missing = [name for name in names if name not in row]
     if missing:
         raise ValueError(f"has no {' and no '.join(missing)}")
@@ -176,7 +209,13 @@ def _evaluation(row: dict[str, Any]) -> EvaluationRecord:
         values[name] = math.nan if values[name] is None else float(values[name])
     for name in ("step", "generation", "tokens"):
         values[name] = int(values[name])
-    return EvaluationRecord(**values | {"name": str(values["name"])})
+    metrics = row.get("metrics", {})
+    if not isinstance(metrics, dict):
+        raise ValueError(f"has impossible metrics, {metrics!r}")
+    return EvaluationRecord(
+        **values | {"name": str(values["name"])},
+        metrics={name: math.nan if value is None else float(value) for name, value in metrics.items()},
+    )
 
 
 def _parsed(path: Path, notes: list[str], parse: Callable[[dict[str, Any]], Row]) -> Iterator[Row]:

@@ -41,6 +41,7 @@ class Instruments:
         self.eval_metric = self._gauge(
             "eval_metric", "Last value of another evaluation metric", "dataset", "metric"
         )
+        self.task_metric = self._gauge("task_metric", "What the recipe measures, of the last step", "metric")
         self.grad_norm = self._gauge("grad_norm", "Global gradient norm of the last step, before clipping")
         self.learning_rate = self._gauge("learning_rate", "Learning rate of the last step")
         self.world_size = self._gauge("world_size", "Processes that train together")

@@ -14,7 +14,7 @@ from evergrad_manifest.errors import Problem
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord, record_row
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict, encode_text, mend_last_line, reported
 from evergrad_trainer.volume import retry, volume_error
 
@@ -168,11 +168,10 @@ class RunLog(BaseObserver):
         self._facts = {name: getattr(info, name) for name in _START_FACTS}
 
     def step_end(self, record: StepRecord) -> None:
-        # A frozen dataclass without nested ones: its __dict__ is the row, in the order of the fields.
-        self._metrics.write(record.__dict__)
+        self._metrics.write(record_row(record))
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
-        self._evaluation.write(record.__dict__)
+        self._evaluation.write(record_row(record))
 
     def event(self, event: Event) -> None:
         if event.type == EventType.START:

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from evergrad_trainer.observers.events import saved_step
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
@@ -66,6 +66,7 @@ class State:
         self._changed = -math.inf
         self.evaluations: dict[str, float] = {}
         self.best_evaluations: dict[str, float] = {}
+        self.metrics: Mapping[str, float] = {}
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=clock)
         self._steps = Rate(window_seconds=LONG_WINDOW_SECONDS, clock=clock)
 
@@ -77,6 +78,7 @@ class State:
     def finish_step(self, record: StepRecord) -> None:
         self.step, self.num_processes = record.step, record.world_size
         self.loss = self.loss if record.skipped else record.loss
+        self.metrics = self.metrics if record.skipped else record.metrics
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
         self._steps.add(1, first_seconds=record.step_seconds)
 

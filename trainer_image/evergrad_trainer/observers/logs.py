@@ -7,7 +7,7 @@ from typing import TextIO
 
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import event_row
-from evergrad_trainer.records import EvaluationRecord, Event, RunInfo
+from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, record_row
 from evergrad_trainer.run_directory import RunDirectory, dumps_strict, reported
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class EventLog(BaseObserver):
         _log.info("run %s", dumps_strict(info.__dict__))
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
-        _log.info("evaluation %s", dumps_strict(record.__dict__))
+        _log.info("evaluation %s", dumps_strict(record_row(record)))
 
     def event(self, event: Event) -> None:
         _log.info("event %s", dumps_strict(event_row(event)))

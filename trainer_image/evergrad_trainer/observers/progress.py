@@ -1,7 +1,7 @@
 """What people see while a run trains: a bar on a terminal, plain lines anywhere else."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from evergrad_coordinator.text import compact, duration, real, short_count
@@ -24,8 +24,13 @@ def describe_evaluation(record: EvaluationRecord) -> str:
     """An evaluation in one plain line."""
     return (
         f"evaluation step={record.step} set={record.name} loss={real(record.loss)} "
-        f"perplexity={compact(record.perplexity)} seconds={record.seconds:.2f}"
+        f"perplexity={compact(record.perplexity)} seconds={record.seconds:.2f}{_metrics(record.metrics)}"
     )
+
+
+def _metrics(metrics: Mapping[str, float]) -> str:
+    """Further ``key=value`` pairs at the end of a line."""
+    return "".join(f" {name}={compact(value)}" for name, value in metrics.items())
 
 
 class ProgressLines(BaseObserver):
@@ -57,7 +62,7 @@ class ProgressLines(BaseObserver):
         self._print(
             f"step {record.step}/{state.total_steps} loss={real(record.loss)} tokens/s={state.tokens_per_second:.0f} "
             f"eta={duration(state.remaining_seconds)} learning_rate={compact(record.learning_rate)} "
-            f"grad_norm={real(record.grad_norm, 3)}"
+            f"grad_norm={real(record.grad_norm, 3)}{_metrics(record.metrics)}"
         )
 
     def evaluation_end(self, record: EvaluationRecord) -> None:

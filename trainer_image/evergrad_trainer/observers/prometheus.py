@@ -106,6 +106,8 @@ class PrometheusExporter(BaseObserver):
             self._losses.append(record.loss)
             metrics.loss.labels(run, "train", "").set(sum(self._losses) / len(self._losses))
             metrics.grad_norm.labels(run).set(record.grad_norm)
+            for name, value in record.metrics.items():
+                metrics.task_metric.labels(run, name).set(value)
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
         metrics.step.labels(run).set(record.step)
         metrics.steps.labels(run).inc()
@@ -123,6 +125,8 @@ class PrometheusExporter(BaseObserver):
     def evaluation_end(self, record: EvaluationRecord) -> None:
         self._metrics.loss.labels(self._run, "eval", record.name).set(record.loss)
         self._metrics.eval_metric.labels(self._run, record.name, "perplexity").set(record.perplexity)
+        for name, value in record.metrics.items():
+            self._metrics.eval_metric.labels(self._run, record.name, name).set(value)
         self._live.evaluation(record)
         self._publish()
 

@@ -10,7 +10,7 @@ from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.events import event_row, parse_event_row
 from evergrad_trainer.observers.history import read_before
-from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
+from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord, record_row
 from evergrad_trainer.run_directory import RunDirectory
 
 _log = logging.getLogger(__name__)
@@ -32,10 +32,10 @@ class Relay(BaseObserver):
         self._send("run_start", asdict(info))
 
     def step_end(self, record: StepRecord) -> None:
-        self._send("step_end", dict(record.__dict__))
+        self._send("step_end", record_row(record))
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
-        self._send("evaluation_end", dict(record.__dict__))
+        self._send("evaluation_end", record_row(record))
 
     def event(self, event: Event) -> None:
         self._send("event", event_row(event))

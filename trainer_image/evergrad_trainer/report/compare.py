@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from evergrad_trainer.observers.history import History, Reals, StepTable
+from evergrad_trainer.observers.history import History, Integers, Reals, StepTable
 from evergrad_trainer.records import EvaluationRecord
 
 Mask = npt.NDArray[np.bool_]
@@ -120,7 +120,7 @@ def _counting(steps: StepTable, rules: Rules) -> StepTable:
 
 def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Difference]:
     by_tolerance = {
-        name: _disagree(getattr(a, name), getattr(b, name), rules)
+        name: _disagree((getattr(a, name), getattr(b, name)), rules)
         for name in ("loss", "learning_rate", "grad_norm")
     }
     exactly = {
@@ -129,12 +129,22 @@ def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Differen
     }
     only_told = set(_INFORMATIONAL) if rules.exact else {"grad_norm", *_INFORMATIONAL}
     masks = by_tolerance | exactly
-    found = (_differing(name, a, b, masks[name], counts=name not in only_told) for name in _COLUMNS)
+    found = [
+        _differing(
+            name, a.step, (getattr(a, name), getattr(b, name)), masks[name], counts=name not in only_told
+        )
+        for name in _COLUMNS
+    ]
+    for name in dict.fromkeys([*a.metrics, *b.metrics]):
+        # Not a number where only one of the runs measures it.
+        pair = tuple(side.metrics.get(name, np.full(len(side), np.nan)) for side in (a, b))
+        found.append(_differing(name, a.step, pair, _disagree(pair, rules)))
     return [difference for difference in found if difference is not None]
 
 
-def _disagree(a: Reals, b: Reals, rules: Rules) -> Mask:
+def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:
     """Where two columns differ: bit by bit, or by more than the tolerance relative to the larger. Not a number equals itself."""
+    a, b = pair
     both_nan = np.isnan(a) & np.isnan(b)
     if rules.exact:
         return np.asarray((a.view(np.uint64) != b.view(np.uint64)) & ~both_nan)
@@ -145,21 +155,31 @@ def _disagree(a: Reals, b: Reals, rules: Rules) -> Mask:
     return np.asarray(~agrees & ~both_nan)
 
 
-def _differing(name: str, a: StepTable, b: StepTable, mask: Mask, *, counts: bool) -> Difference | None:
+def _differing(
+    name: str,
+    steps: Integers,
+    pair: Sequence[npt.NDArray[Any]],
+    mask: Mask,
+    *,
+    counts: bool = True,
+    where: str = "",
+) -> Difference | None:
+    """One column of both runs, by what ``mask`` says of its rows; None where no row differs."""
     rows = np.nonzero(mask)[0]
     if not len(rows):
         return None
-    left, right = getattr(a, name), getattr(b, name)
-    first = [column[rows[0]].item() for column in (left, right)]
+    left, right = pair
+    first = [column[rows[0]].item() for column in pair]
     shown = [f"{value:016x}" if name == "sample_hash" else value for value in first]
     return Difference(
         field=name,
         counts=counts,
         num_steps=len(rows),
-        first_step=int(a.step[rows[0]]),
+        first_step=int(steps[rows[0]]),
         a=shown[0],
         b=shown[1],
         largest_relative=_largest_relative(left[rows], right[rows]) if left.dtype == np.float64 else None,
+        where=where,
     )
 
 
@@ -182,31 +202,20 @@ def _evaluation_differences(
     pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], rules: Rules
 ) -> list[Difference]:
     found = []
-    for name in dict.fromkeys(a.name for a, _ in pairs):
-        own = [(a, b) for a, b in pairs if a.name == name]
-        losses = [np.array([one.loss for one in side], np.float64) for side in zip(*own, strict=True)]
-        found.append(_differing_evaluations("loss", own, list(_disagree(losses[0], losses[1], rules)), name))
-        found.append(_differing_evaluations("tokens", own, [a.tokens != b.tokens for a, b in own], name))
+    for where in dict.fromkeys(a.name for a, _ in pairs):
+        sides = list(zip(*[pair for pair in pairs if pair[0].name == where], strict=True))
+        steps = np.array([one.step for one in sides[0]], np.int64)
+        metrics = dict.fromkeys(name for side in sides for one in side for name in one.metrics)
+        tokens = tuple(np.array([one.tokens for one in side], np.int64) for side in sides)
+        losses = tuple(np.array([one.loss for one in side], np.float64) for side in sides)
+        found.append(_differing("loss", steps, losses, _disagree(losses, rules), where=where))
+        found.append(_differing("tokens", steps, tokens, tokens[0] != tokens[1], where=where))
+        for name in metrics:
+            values = tuple(
+                np.array([one.metrics.get(name, np.nan) for one in side], np.float64) for side in sides
+            )
+            found.append(_differing(name, steps, values, _disagree(values, rules), where=where))
     return [difference for difference in found if difference is not None]
-
-
-def _differing_evaluations(
-    field: str, pairs: Sequence[tuple[EvaluationRecord, EvaluationRecord]], differs: Sequence[bool], name: str
-) -> Difference | None:
-    bad = [pair for pair, is_bad in zip(pairs, differs, strict=True) if is_bad]
-    if not bad:
-        return None
-    values = [np.array([getattr(one, field) for one in side], np.float64) for side in zip(*bad, strict=True)]
-    return Difference(
-        field=field,
-        counts=True,
-        num_steps=len(bad),
-        first_step=bad[0][0].step,
-        a=getattr(bad[0][0], field),
-        b=getattr(bad[0][1], field),
-        largest_relative=_largest_relative(values[0], values[1]) if field == "loss" else None,
-        where=name,
-    )
 
 
 def _repeats(steps: StepTable, rules: Rules) -> Repeats:

@@ -21,6 +21,8 @@ WIDE, NARROW = 960, (460, 270)
 """Pixels. Plots that fill a wide page have a second form of that width."""
 
 _MOST_SETS = 6
+_MOST_METRICS = 12
+"""Metrics of the recipe that get a plot: a page of more would not be read."""
 _MOST_CHANGES = 2000
 _TIME_UNITS = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 PHASES = (
@@ -87,6 +89,7 @@ def build_plots(facts: Facts) -> tuple[Plot, ...]:
                 _speed_plot(facts),
                 _norm_plot(facts),
                 _split_plot(facts),
+                *(_metric_plot(facts, name) for name in list(facts.steps.metrics)[:_MOST_METRICS]),
             )
         ),
         *([_draw(_world_plot(facts), span)] if facts.goodput.changes else []),
@@ -238,6 +241,28 @@ def _norm_plot(facts: Facts) -> _Draft:
     return _Draft(
         "Gradient norm, before clipping", "Global gradient norm against the step.", legend, paint, unit="norm"
     )
+
+
+def _metric_plot(facts: Facts, name: str) -> _Draft:
+    """One metric of the recipe, as it says it."""
+    values = _finite(facts.steps.metrics[name])
+    window = max(1, len(values) // 50)
+    raw = envelope(facts.steps.step, values)
+    smoothed = means(facts.steps.step, smooth(values, window), points=400)
+    known = values[np.isfinite(values)]
+    last = compact(float(known[-1])) if len(known) else "–"
+
+    def paint(axes: "Axes") -> None:
+        if window > 1:
+            _line(axes, raw, "s1", width=0.8, opacity=0.38)
+        _line(axes, smoothed, "s1", width=1.6)
+
+    legend = [Legend("each step", "s1", "faint")] if window > 1 else []
+    legend.append(
+        Legend(f"mean of {window} steps" if window > 1 else "each step", "s1", "line", f"last {last}")
+    )
+    description = f"{name} against the step; the last is {last}."
+    return _Draft(name, description, legend, paint, unit="")
 
 
 def _split_plot(facts: Facts) -> _Draft:

@@ -144,20 +144,22 @@ def _processes(number: int | None) -> str:
 def evaluation_table(evaluations: Sequence[EvaluationRecord]) -> Table:
     """All evaluations in order; the best of each set is marked."""
     best = best_evaluations(evaluations)
-    titles = ("Step", "Set", "Loss", "Perplexity", "Tokens", "Took", "")
+    metrics = dict.fromkeys(name for one in evaluations for name in one.metrics)
+    titles = ("Step", "Set", "Loss", "Perplexity", *metrics, "Tokens", "Took", "")
     rows = [
         (
             count(one.step),
             one.name,
             real(one.loss),
             real(one.perplexity, 2),
+            *(real(one.metrics.get(name, math.nan)) for name in metrics),
             count(one.tokens),
             duration(one.seconds),
             "best" if one is best.get(one.name) else "",
         )
         for one in evaluations
     ]
-    return build_table(titles, rows, numeric=(titles[0], *titles[2:6]))
+    return build_table(titles, rows, numeric=(titles[0], *titles[2:-1]))
 
 
 def best_evaluations(evaluations: Sequence[EvaluationRecord]) -> dict[str, EvaluationRecord]:

@@ -2,9 +2,9 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -20,11 +20,15 @@ _ROUNDS_BETWEEN_STOP_CHECKS = 4
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """``loss`` in nats per valid token over the whole set; ``tokens`` are the valid ones."""
+    """``loss`` in nats per valid token over the whole set; ``tokens`` are the valid ones.
+
+    ``metrics``: what the evaluator measures besides, by name.
+    """
 
     loss: float
     tokens: int
     seconds: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -328,7 +328,8 @@ def _evaluate(run: Run) -> StopReason | None:
         )
         if result is None:
             return "signal" if not world.all_agree(not run.is_signalled()) else "change"
-        values[f"{one.name}/loss"] = result.loss
+        measured = {"loss": result.loss, **result.metrics}
+        values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
         run.observers.evaluation_end(
             EvaluationRecord(
                 step=progress.finished_steps,
@@ -339,6 +340,7 @@ def _evaluate(run: Run) -> StopReason | None:
                 tokens=result.tokens,
                 seconds=result.seconds,
                 time=time.time(),
+                metrics=result.metrics,
             )
         )
     progress.evaluated_step = progress.finished_steps
@@ -393,6 +395,7 @@ def _report(run: Run, outcome: StepOutcome, begun: float) -> None:
         rank_skew_seconds=outcome.rank_skew_seconds,
         time=time.time(),
         skipped=outcome.skipped,
+        metrics=outcome.metrics,
     )
     run.progress.last_record = record
     run.observers.step_end(record)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -58,6 +58,8 @@ class StepOutcome:
     rank_skew_seconds: float
     skipped: str | None = None
     problems: tuple[Problem, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """What the recipe measures besides, by name."""
 
     @property
     def is_non_finite(self) -> bool:
