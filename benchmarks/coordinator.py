@@ -19,8 +19,8 @@ from pathlib import Path
 from common import Row, print_rows
 
 from evergrad_coordinator.edge.server import allow_many_files
-from evergrad_coordinator.protocol import Go, Hello, Ping, Plan, Ready, Up
-from evergrad_coordinator.wire import decode_from_coordinator, encode
+from evergrad_coordinator.protocol import Go, Hello, Ping, Plan, Ready, Up, decode_from_coordinator
+from evergrad_coordinator.wire import encode
 
 _PING = encode(Ping())
 _TOKEN = "benchmark"

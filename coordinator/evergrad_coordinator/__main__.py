@@ -15,9 +15,10 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.edge.http import StatusServer
 from evergrad_coordinator.edge.journal import FileStore, GenerationStore, JournalError, MemoryStore
 from evergrad_coordinator.edge.server import Server
+from evergrad_coordinator.protocol import MAX_GENERATION
 from evergrad_coordinator.rules.budget import MAX_FAILURES
 from evergrad_coordinator.rules.membership import Membership
-from evergrad_coordinator.rules.state import MAX_GENERATION, Settings
+from evergrad_coordinator.rules.state import Settings
 from evergrad_coordinator.secret import obtain_token
 
 _TIMES = {

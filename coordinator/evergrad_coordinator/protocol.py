@@ -5,11 +5,19 @@ to all → ``ready`` from all members → ``go``. Generations only grow; what na
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
+
+from evergrad_coordinator.wire import Bounds, Codec, LongText
 
 PROTOCOL_VERSION = 1
-MAX_TEXT = 4096
-"""Longest text in a message; a ``message`` that is longer is cut by the sender."""
+MAX_GENERATION = 2**52
+"""Generations stay below: whoever claims more is not believed, and there is always room above."""
+MAX_WORKERS = 4096
+
+Generation = Annotated[int, Bounds(0, MAX_GENERATION)]
+Workers = Annotated[int, Bounds(0, MAX_WORKERS)]
+Step = Annotated[int, Bounds(-1, MAX_GENERATION)]
+"""-1: no step has been finished."""
 
 Recovery = Literal["in-process", "fresh"]
 """in-process: workers outlive a change of the group. fresh: each generation has its own workers."""
@@ -99,7 +107,7 @@ class Capacity(Message):
     """The number of this node's warm workers has changed."""
 
     TYPE = "capacity"
-    workers: int
+    workers: Workers
 
 
 @dataclass(frozen=True)
@@ -110,10 +118,10 @@ class Ready(Message):
     """
 
     TYPE = "ready"
-    generation: int
-    workers: int
-    port: int
-    step: int = -1
+    generation: Generation
+    workers: Workers
+    port: Annotated[int, Bounds(0, 65535)]
+    step: Step = -1
 
 
 @dataclass(frozen=True)
@@ -121,8 +129,8 @@ class Up(Message):
     """The group of ``generation`` exists and goes on after ``step``."""
 
     TYPE = "up"
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -133,14 +141,14 @@ class Broken(Message):
     """
 
     TYPE = "broken"
-    generation: int
+    generation: Generation
     cause: Cause
-    rank: int = -1
-    step: int = -1
+    rank: Annotated[int, Bounds(-1, MAX_GENERATION)] = -1
+    step: Step = -1
     exit_code: int | None = None
-    message: str = ""
+    message: LongText = ""
     is_final: bool = False
-    time_since: float = 0.0
+    time_since: Annotated[float, Bounds(0, MAX_GENERATION)] = 0.0
 
 
 @dataclass(frozen=True)
@@ -156,7 +164,7 @@ class Left(Message):
     """Last words of a node that leaves as told. ``is_saved``: it was told to save, and has."""
 
     TYPE = "left"
-    generation: int
+    generation: Generation
     is_saved: bool
 
 
@@ -165,8 +173,8 @@ class Boundary(Message):
     """A checkpoint of ``step`` stands: joins that were held may happen now."""
 
     TYPE = "boundary"
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,7 @@ class Done(Message):
     """All of this node's workers have ended well (fresh workers only)."""
 
     TYPE = "done"
-    generation: int
+    generation: Generation
 
 
 @dataclass(frozen=True)
@@ -182,8 +190,8 @@ class Result(Message):
     """The run's end is committed: training is complete (``exit_code`` 0), or stopped for all as agreed (75, 76)."""
 
     TYPE = "result"
-    generation: int
-    step: int
+    generation: Generation
+    step: Step
     exit_code: int = 0
     reason: str = "complete"
 
@@ -193,13 +201,13 @@ class Progress(Message):
     """Where training is; from rank 0's node, at most twice a second. None where it is not known."""
 
     TYPE = "progress"
-    generation: int
-    step: int
-    total_steps: int | None = None
+    generation: Generation
+    step: Step
+    total_steps: Annotated[int, Bounds(0, MAX_GENERATION)] | None = None
     loss: float | None = None
     tokens_per_second: float | None = None
     eta_seconds: float | None = None
-    checkpoint_step: int | None = None
+    checkpoint_step: Step | None = None
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,7 @@ class Commit(Message):
 
     TYPE = "commit"
     request: int
-    generation: int
+    generation: Generation
 
 
 # ---- coordinator → node ----------------------------------------------------------------------------------------------
@@ -230,7 +238,7 @@ class Refused(Message):
 
     TYPE = "refused"
     reason: str
-    message: str
+    message: LongText
     exit_code: int
 
 
@@ -285,7 +293,7 @@ class End(Message):
     TYPE = "end"
     exit_code: int
     reason: str
-    message: str = ""
+    message: LongText = ""
 
 
 @dataclass(frozen=True)
@@ -309,3 +317,15 @@ FROM_NODES: tuple[type[Message], ...] = (
     Hello, Beat, Ping, Capacity, Ready, Up, Broken, Leaving, Left, Boundary, Done, Result, Progress, Commit,
 )  # fmt: skip
 FROM_COORDINATOR: tuple[type[Message], ...] = (Welcome, Refused, Plan, Go, Leave, End, Pong, Permit)
+
+_from_nodes, _from_coordinator = Codec(FROM_NODES), Codec(FROM_COORDINATOR)
+
+
+def decode_from_node(line: bytes) -> Message:
+    """The message of a line that a node has sent. Raises ProtocolError, naming the field, for anything else."""
+    return _from_nodes.decode(line)
+
+
+def decode_from_coordinator(line: bytes) -> Message:
+    """The message of a line that the coordinator has sent. Raises ProtocolError, naming the field, for anything else."""
+    return _from_coordinator.decode(line)

@@ -1,25 +1,59 @@
-"""Messages ↔ lines of JSON. Strict both ways: a line that is no message of the protocol is refused, naming the field."""
+"""The codec: frozen dataclasses ↔ lines of JSON, strict both ways. A value that does not fit is refused, naming its field.
+
+A field may be an int, float, str, bool, enum or Literal, any of them or None, a dataclass, a tuple or a mapping of such
+values, or ``Any`` for JSON that somebody else checks. ``Annotated`` carries what a type cannot say: ``Bounds`` of a
+number, ``Cut`` of a text.
+"""
 
 import dataclasses
+import enum
 import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from evergrad_coordinator.protocol import FROM_COORDINATOR, FROM_NODES, MAX_TEXT, Message
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 MAX_LINE_BYTES = 64 * 1024
-"""Longest message in either direction, with its newline."""
+"""Longest line in either direction, with its newline."""
 MAX_INTEGER = 2**53 - 1
 """Largest magnitude of a whole number: what every JSON reader holds exactly."""
+MAX_TEXT = 4096
+"""Longest text of a record, in characters."""
 
 
 class ProtocolError(ValueError):
-    """A line that is no message of this protocol."""
+    """A line, or a value of one, that no record of the codec can hold. The text names the field."""
+
+
+class Record(typing.Protocol):
+    """Any dataclass. ``TYPE``, where it has one, is the value of ``type`` on the wire; else the name of its class."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+R = TypeVar("R", bound=Record)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Least and greatest value of a number: ``Annotated[int, Bounds(0, 65535)]``."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Longest text, in characters. The sender cuts a longer one; the receiver refuses it."""
+
+    most: int
+
+
+LongText = typing.Annotated[str, Cut(MAX_TEXT)]
+"""Text of unknown length, such as the last words of a failure."""
 
 
 def to_camel(name: str) -> str:
@@ -28,87 +62,71 @@ def to_camel(name: str) -> str:
     return head + "".join(part.capitalize() for part in rest)
 
 
-def encode(message: Message) -> bytes:
-    """One line with its newline. A ``message`` text that is too long is cut.
+class Codec(Generic[R]):
+    """Lines of the given kinds of records, each one JSON object with its ``type``.
 
     Raises:
-        ProtocolError: a number is not finite, or the line would be longer than ``MAX_LINE_BYTES``.
+        TypeError: at once, if a field of a record has a type that the codec does not know.
     """
-    text = json.dumps({"type": message.TYPE, **_to_wire(message)}, separators=(",", ":"))
-    if "NaN" in text or "Infinity" in text:
-        _refuse_numbers(message)
+
+    def __init__(self, kinds: Iterable[type[R]], *, max_bytes: int = MAX_LINE_BYTES) -> None:
+        self._kinds = {_type_of(kind): kind for kind in kinds}
+        self._max_bytes = max_bytes
+        for kind in self._kinds.values():
+            _fields(kind)
+
+    def encode(self, record: R) -> bytes:
+        """One line with its newline.
+
+        Raises:
+            ProtocolError: a number is not finite, or the line would be too long.
+        """
+        return encode(record, max_bytes=self._max_bytes)
+
+    def decode(self, line: bytes) -> R:
+        """The record of one line. Unknown fields are ignored: a newer sender may have more. Raises ProtocolError."""
+        if len(line) > self._max_bytes:
+            raise ProtocolError(f"line: more than {self._max_bytes} bytes")
+        try:
+            found = json.loads(line)
+        # ValueError: not UTF-8, not JSON, or a number of thousands of digits.
+        except (ValueError, RecursionError) as error:
+            raise ProtocolError(f"line: not JSON; {type(error).__name__}") from None
+        if not isinstance(found, dict):
+            raise ProtocolError("line: not a JSON object")
+        name = found.get("type")
+        kind = self._kinds.get(name) if isinstance(name, str) else None
+        if kind is None:
+            raise ProtocolError(f"type: {_show(name)} is none of {', '.join(self._kinds)}")
+        return from_json(kind, found, where=_type_of(kind))
+
+
+def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
+    """One line with its newline. Raises ProtocolError as ``Codec.encode`` does."""
+    name = _type_of(type(record))
+    found = {"type": name, **to_json(record)}
+    try:
+        text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        _refuse_numbers(record, where=name)
+        raise
     line = text.encode("ascii") + b"\n"
-    if len(line) > MAX_LINE_BYTES:
+    if len(line) > max_bytes:
         raise ProtocolError(
-            f"{message.TYPE}: {len(line)} bytes are more than the {MAX_LINE_BYTES} of a line. Shorten its texts."
+            f"{name}: {len(line)} bytes are more than the {max_bytes} of a line. Shorten its texts."
         )
     return line
 
 
-def decode_from_node(line: bytes) -> Message:
-    """What a node has sent. Raises ProtocolError, naming the field, for anything else."""
-    return _decode(line, _NODE_TYPES)
+def to_json(record: Record) -> dict[str, Any]:
+    """The record as an object that ``json`` can write, with the wire's names."""
+    return {one.wire: one.write(getattr(record, one.name)) for one in _fields(type(record))}
 
 
-def decode_from_coordinator(line: bytes) -> Message:
-    """What the coordinator has sent. Raises ProtocolError, naming the field, for anything else."""
-    return _decode(line, _COORDINATOR_TYPES)
-
-
-_NODE_TYPES = {kind.TYPE: kind for kind in FROM_NODES}
-_COORDINATOR_TYPES = {kind.TYPE: kind for kind in FROM_COORDINATOR}
-_Reader = Callable[[Any, str], Any]
-
-
-@dataclass(frozen=True)
-class _Field:
-    name: str
-    wire: str
-    read: _Reader
-    is_required: bool
-
-
-def _to_wire(message: Message) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for one in _fields(type(message)):
-        value = getattr(message, one.name)
-        if isinstance(value, Message):
-            value = _to_wire(value)
-        elif one.name == "message":
-            value = value[:MAX_TEXT]
-        found[one.wire] = value
-    return found
-
-
-def _refuse_numbers(message: Message) -> None:
-    for one in _fields(type(message)):
-        value = getattr(message, one.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ProtocolError(
-                f"{message.TYPE}.{one.wire}: {value} is no number JSON knows. Send null or leave it out."
-            )
-
-
-def _decode(line: bytes, known: Mapping[str, type[Message]]) -> Message:
-    if len(line) > MAX_LINE_BYTES:
-        raise ProtocolError(f"line: more than {MAX_LINE_BYTES} bytes")
-    try:
-        found = json.loads(line)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # ValueError: not UTF-8, not JSON, or a number of thousands of digits
-        raise ProtocolError(f"line: not JSON; {type(error).__name__}") from None
+def from_json(kind: type[R], found: object, *, where: str) -> R:
+    """The record of a JSON object. Raises ProtocolError, naming the field behind ``where``."""
     if not isinstance(found, dict):
-        raise ProtocolError("line: not a JSON object")
-    name = found.get("type")
-    kind = known.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ProtocolError(f"type: {_show(name)} is none of {', '.join(known)}")
-    return _build(kind, found, kind.TYPE)
-
-
-def _build(kind: type[Message], found: dict[str, Any], where: str) -> Message:
+        raise ProtocolError(f"{where}: {_show(found)} is not an object")
     values = {}
     for one in _fields(kind):
         if one.wire in found:
@@ -118,42 +136,94 @@ def _build(kind: type[Message], found: dict[str, Any], where: str) -> Message:
     return kind(**values)
 
 
-_known_fields: dict[type[Message], tuple[_Field, ...]] = {}
+# ---- what is known of a record's fields, found once ------------------------------------------------------------------
+
+_Reader = Callable[[Any, str], Any]
+_Writer = Callable[[Any], Any]
+_UNIONS = (types.UnionType, typing.Union)
+"""``int | None`` is the first, ``Annotated[int, …] | None`` the second."""
 
 
-def _fields(kind: type[Message]) -> tuple[_Field, ...]:
-    if kind not in _known_fields:
-        _known_fields[kind] = _find_fields(kind)
-    return _known_fields[kind]
+@dataclass(frozen=True)
+class _Field:
+    name: str
+    wire: str
+    read: _Reader
+    write: _Writer
+    is_required: bool
 
 
-def _find_fields(kind: type[Message]) -> tuple[_Field, ...]:
-    hints = typing.get_type_hints(kind)
+def _type_of(kind: type[Record]) -> str:
+    return getattr(kind, "TYPE", kind.__name__)
+
+
+@functools.cache
+def _fields(kind: type[Record]) -> tuple[_Field, ...]:
+    hints = typing.get_type_hints(kind, include_extras=True)
     return tuple(
         _Field(
             name=one.name,
             wire=to_camel(one.name),
             read=_reader(hints[one.name]),
+            write=_writer(hints[one.name]),
             is_required=one.default is dataclasses.MISSING and one.default_factory is dataclasses.MISSING,
         )
         for one in dataclasses.fields(kind)
     )
 
 
+def _refuse_numbers(record: Record, *, where: str) -> None:
+    for one in _fields(type(record)):
+        value = getattr(record, one.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ProtocolError(
+                f"{where}.{one.wire}: {value} is no number JSON knows. Send null or leave it out."
+            )
+
+
+def _writer(hint: Any) -> _Writer:
+    """How a value of this type becomes JSON. ``_reader`` has refused types that are not known."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        cut = next((one for one in arguments[1:] if isinstance(one, Cut)), None)
+        return _writer(arguments[0]) if cut is None else lambda value: value[: cut.most]
+    if origin in _UNIONS:
+        inner = _writer(next(one for one in arguments if one is not types.NoneType))
+        return lambda value: None if value is None else inner(value)
+    if origin is tuple:
+        one_item = _writer(arguments[0])
+        return lambda value: [one_item(one) for one in value]
+    if dataclasses.is_dataclass(hint):
+        return to_json
+    return lambda value: value
+
+
 def _reader(hint: Any) -> _Reader:
     if hint in _SCALARS:
         return _SCALARS[hint]
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        reader = _reader(arguments[0])
+        for limit in arguments[1:]:
+            reader = functools.partial(_read_limited, inner=reader, limit=limit)
+        return reader
     if origin is Literal:
         return functools.partial(_read_choice, choices=arguments)
-    if origin is types.UnionType and types.NoneType in arguments:
+    if origin in _UNIONS and len(arguments) == 2 and types.NoneType in arguments:
         inner = _reader(next(one for one in arguments if one is not types.NoneType))
         return lambda value, where: None if value is None else inner(value, where)
-    if origin is dict:
-        return _read_texts
-    if isinstance(hint, type) and issubclass(hint, Message):
-        return functools.partial(_read_message, kind=hint)
-    raise TypeError(f"{hint}: no field of a message may have this type")
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return functools.partial(_read_items, inner=_reader(arguments[0]))
+    if origin in (dict, Mapping) and arguments[0] is str:
+        return functools.partial(_read_mapping, inner=_reader(arguments[1]))
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return functools.partial(_read_enum, kind=hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return lambda value, where: from_json(hint, value, where=where)
+    raise TypeError(f"{hint}: no field of a record may have this type")
+
+
+# ---- one reader a type -----------------------------------------------------------------------------------------------
 
 
 def _read_integer(value: Any, where: str) -> int:
@@ -165,11 +235,8 @@ def _read_integer(value: Any, where: str) -> int:
 
 
 def _read_number(value: Any, where: str) -> float:
-    if (
-        type(value) not in (int, float)
-        or (type(value) is int and abs(value) > MAX_INTEGER)
-        or not math.isfinite(value)
-    ):
+    is_number = type(value) is float or (type(value) is int and abs(value) <= MAX_INTEGER)
+    if not is_number or not math.isfinite(value):
         raise ProtocolError(f"{where}: {_show(value)} is not a finite number")
     return float(value)
 
@@ -196,20 +263,42 @@ def _read_choice(value: Any, where: str, *, choices: tuple[str, ...]) -> str:
     return value
 
 
-def _read_texts(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise ProtocolError(f"{where}: {_show(value)} is not an object")
-    return {_read_text(key, where): _read_text(one, f"{where}.{key[:40]}") for key, one in value.items()}
+def _read_enum(value: Any, where: str, *, kind: type[enum.Enum]) -> enum.Enum:
+    for member in kind:
+        if type(value) in (str, int) and member.value == value:
+            return member
+    raise ProtocolError(f"{where}: {_show(value)} is none of {', '.join(str(one.value) for one in kind)}")
 
 
-def _read_message(value: Any, where: str, *, kind: type[Message]) -> Message:
+def _read_limited(value: Any, where: str, *, inner: _Reader, limit: Bounds | Cut) -> Any:
+    known = inner(value, where)
+    if isinstance(limit, Bounds) and not limit.least <= known <= limit.most:
+        raise ProtocolError(f"{where}: {known} is not within {limit.least} and {limit.most}")
+    if isinstance(limit, Cut) and len(known) > limit.most:
+        raise ProtocolError(f"{where}: longer than {limit.most} characters")
+    return known
+
+
+def _read_items(value: Any, where: str, *, inner: _Reader) -> tuple[Any, ...]:
+    if not isinstance(value, list):
+        raise ProtocolError(f"{where}: {_show(value)} is not a list")
+    return tuple(inner(one, f"{where}[{number}]") for number, one in enumerate(value))
+
+
+def _read_mapping(value: Any, where: str, *, inner: _Reader) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ProtocolError(f"{where}: {_show(value)} is not an object")
-    return _build(kind, value, where)
+    return {_read_text(key, where): inner(one, f"{where}.{key[:40]}") for key, one in value.items()}
 
 
 def _show(value: Any) -> str:
     return ascii(value)[:60] if isinstance(value, str | int | float | bool | None) else type(value).__name__
 
 
-_SCALARS: dict[Any, _Reader] = {int: _read_integer, float: _read_number, str: _read_text, bool: _read_flag}
+_SCALARS: dict[Any, _Reader] = {
+    int: _read_integer,
+    float: _read_number,
+    str: _read_text,
+    bool: _read_flag,
+    Any: lambda value, where: value,
+}

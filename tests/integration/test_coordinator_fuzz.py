@@ -25,7 +25,7 @@ if "coordinator_processes" not in sys.modules:
 from coordinator_processes import Coordinator, Node, Start, end_nodes, hello_line, poll, run_coordinators
 
 from evergrad_coordinator.protocol import FROM_COORDINATOR, FROM_NODES, Go, Plan
-from evergrad_coordinator.wire import to_camel
+from evergrad_coordinator.wire import LongText, to_camel
 
 WELL_FORMED_CONNECTIONS, LINES_EACH = 115, 900
 HOSTILE_CONNECTIONS, HOSTILE_LINES = 400, 40
@@ -62,7 +62,7 @@ def build_well_formed(rng: random.Random) -> bytes:
         value: Any = rng.choice([0, 1, 1, 2, 3, rng.randrange(2**50)])
         if field.type is bool:
             value = rng.random() < 0.5
-        elif field.type is str:
+        elif field.type in (str, LongText):
             value = "".join(chr(rng.randrange(1, 0xD7FF)) for _ in range(rng.randrange(20)))
         elif field.name == "cause":
             value = rng.choice(CAUSES)

@@ -8,8 +8,19 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from evergrad_coordinator.protocol import Commit, End, Hello, Message, Permit, Ping, Pong, Refused, Welcome
-from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, decode_from_coordinator, encode
+from evergrad_coordinator.protocol import (
+    Commit,
+    End,
+    Hello,
+    Message,
+    Permit,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+    decode_from_coordinator,
+)
+from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, encode
 
 PING_SECONDS = 0.5
 SILENCE_SECONDS = 5.0

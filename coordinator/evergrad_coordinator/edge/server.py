@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.edge.journal import GenerationStore, JournalError
-from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong
+from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong, decode_from_node
 from evergrad_coordinator.rules.budget import MAX_FAILURES
 from evergrad_coordinator.rules.membership import Membership
 from evergrad_coordinator.rules.state import Close, Effect, Finish, Key, Log, Persist, Send
 from evergrad_coordinator.secret import is_token
-from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, decode_from_node, encode
+from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, encode
 
 _PING = Ping()
 _PING_LINE = encode(_PING).rstrip()

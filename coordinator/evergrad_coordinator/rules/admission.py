@@ -1,15 +1,12 @@
 """Who may join: the checks of a hello. Pure."""
 
-from typing import Any
-
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.protocol import PROTOCOL_VERSION, Hello, Message, Refused
-from evergrad_coordinator.rules.state import MAX_GENERATION, Settings
+from evergrad_coordinator.protocol import MAX_GENERATION, MAX_WORKERS, PROTOCOL_VERSION, Hello, Refused
+from evergrad_coordinator.rules.state import Settings
 from evergrad_coordinator.secret import is_token
 
 MAX_NAME = 63
 MAX_ADDRESS = 255
-MAX_WORKERS = 4096
 
 
 def refuse(hello: Hello, settings: Settings, *, fingerprint: dict[str, str] | None) -> Refused | None:
@@ -87,25 +84,4 @@ def _find_difference(mine: dict[str, str], group: dict[str, str]) -> tuple[str, 
             ours, theirs = (str(one.get(key, "nothing"))[:MAX_ADDRESS] for one in (mine, group))
             text = f"hello.fingerprint.{key[:MAX_NAME]}: {ours}; the group's first member has {theirs}. All nodes need the same."
             return "FingerprintDiffers", text
-    return None
-
-
-_BOUNDS = {
-    "generation": (0, MAX_GENERATION),
-    "workers": (0, MAX_WORKERS),
-    "port": (0, 65535),
-    "step": (-1, MAX_GENERATION),
-    "total_steps": (0, MAX_GENERATION),
-    "checkpoint_step": (-1, MAX_GENERATION),
-    "rank": (-1, MAX_GENERATION),
-    "time_since": (0, MAX_GENERATION),
-}
-
-
-def find_bad_value(message: Message) -> str | None:
-    """The first field that is out of its bounds, in words; None if all are right."""
-    for name, (least, most) in _BOUNDS.items():
-        value: Any = getattr(message, name, None)
-        if value is not None and not least <= value <= most:
-            return f"{message.TYPE}.{name}: {value} is not within {least} and {most}"
     return None

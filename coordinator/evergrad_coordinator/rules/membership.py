@@ -26,7 +26,7 @@ import dataclasses
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import Commit, End, Hello, Message, Ping, Plan, Welcome
-from evergrad_coordinator.rules import admission, adoption, planning
+from evergrad_coordinator.rules import adoption, planning
 from evergrad_coordinator.rules.accounting import Accounting
 from evergrad_coordinator.rules.budget import Failure, FailureBudget
 from evergrad_coordinator.rules.departures import Departures
@@ -126,9 +126,7 @@ class Membership:
         node.seen = now
         if isinstance(message, Ping):
             return []
-        if bad := admission.find_bad_value(message):
-            self.drop(node, bad, now)
-        elif isinstance(message, Commit):
+        if isinstance(message, Commit):
             adoption.answer_commit(self, node, message)
         else:
             handle_report(self, node, message, now)

@@ -5,9 +5,6 @@ from dataclasses import dataclass, field
 from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
 from evergrad_coordinator.protocol import Had, Message, Ready, Recovery
 
-MAX_GENERATION = 2**52
-"""Generations stay below: whoever claims more is not believed, and there is always room above."""
-
 
 @dataclass(frozen=True)
 class Settings:

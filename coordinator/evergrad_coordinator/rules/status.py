@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.protocol import MAX_TEXT
 from evergrad_coordinator.rules.membership import Membership
 from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import node_order
+from evergrad_coordinator.wire import MAX_TEXT
 
 MAX_LISTED = 64
 """Members and other nodes in /status; the rest is only counted."""

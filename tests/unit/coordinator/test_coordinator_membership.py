@@ -1212,17 +1212,6 @@ def test_a_leaver_that_was_told_to_save_may_commit() -> None:
 # ---- nonsense --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "message", [Capacity(-1), Capacity(10**9), Up(-1, 0), Up(1, -2), Broken(1, "stuck", time_since=-1)]
-)
-def test_a_value_out_of_bounds_costs_the_connection(message: Message) -> None:
-    cluster, nodes = start_running()
-    nodes[2].say(message)
-    assert nodes[2].peer not in cluster.peers
-    cluster.run(3)
-    assert cluster.condition.phase == "Running"
-
-
 def test_messages_of_unknown_connections_are_ignored() -> None:
     cluster, _ = start_running()
     assert cluster.group.receive(12345, Up(1, 1), now=cluster.now) == []

@@ -2,7 +2,10 @@
 
 import contextlib
 import dataclasses
+import enum
 import json
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,8 +15,8 @@ from hypothesis import strategies as st
 from evergrad_coordinator.protocol import (
     FROM_COORDINATOR,
     FROM_NODES,
-    MAX_TEXT,
     Broken,
+    Capacity,
     Commit,
     Go,
     Had,
@@ -23,13 +26,18 @@ from evergrad_coordinator.protocol import (
     Plan,
     Progress,
     Ready,
+    Up,
+    decode_from_coordinator,
+    decode_from_node,
 )
 from evergrad_coordinator.wire import (
     MAX_LINE_BYTES,
+    MAX_TEXT,
+    Codec,
     ProtocolError,
-    decode_from_coordinator,
-    decode_from_node,
     encode,
+    from_json,
+    to_json,
 )
 
 HELLO = Hello(
@@ -48,7 +56,9 @@ HELLO = Hello(
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=500)
 NODE_MESSAGES = st.one_of(
     st.builds(Ping),
-    st.builds(Ready, *[st.integers(0, 2**53 - 1)] * 3, st.integers(-1, 2**53 - 1)),
+    st.builds(
+        Ready, st.integers(0, 2**52), st.integers(0, 4096), st.integers(0, 65535), st.integers(-1, 2**52)
+    ),
     st.builds(Commit, st.integers(-(2**53) + 1, 2**53 - 1), st.integers(0, 2**40)),
     st.builds(Broken, st.integers(0, 9), st.just("stuck"), message=TEXTS),
     st.builds(
@@ -106,6 +116,23 @@ def test_a_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
     line = json.dumps({"type": "ready", "generation": 1, "workers": 1, "port": 5, **changes}).encode()
     with pytest.raises(ProtocolError, match=named.replace(".", r"\.")):
         decode_from_node(line)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (Capacity(-1), "capacity.workers: -1 is not within 0 and 4096"),
+        (Capacity(10**9), "capacity.workers"),
+        (Ready(1, 1, 65536), "ready.port"),
+        (Up(-1, 0), "up.generation"),
+        (Up(1, -2), "up.step"),
+        (Progress(1, 1, total_steps=-1), "progress.totalSteps"),
+        (Broken(1, "stuck", time_since=-1), "broken.timeSince"),
+    ],
+)
+def test_a_number_of_a_node_that_is_out_of_its_bounds_is_refused(message: Message, field: str) -> None:
+    with pytest.raises(ProtocolError, match=re.escape(field)):
+        decode_from_node(encode(message))
 
 
 def test_a_missing_field_is_named() -> None:
@@ -204,3 +231,43 @@ def test_random_values_give_a_message_or_a_protocol_error(kind: type[Message], d
         found[head + "".join(map(str.capitalize, rest))] = data.draw(_JSON)
     with contextlib.suppress(ProtocolError):
         assert isinstance(decode_from_node(json.dumps(found).encode()), kind)
+
+
+class Colour(enum.StrEnum):
+    RED = "red"
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    leaves: tuple[Leaf, ...]
+    colours: Mapping[str, Colour]
+    anything: Any = None
+
+
+TREE = Tree((Leaf("a"), Leaf("b")), {"first": Colour.RED}, anything=[1, {"x": None}])
+
+
+def test_the_codec_takes_any_dataclass_with_lists_enums_and_nested_records() -> None:
+    codec = Codec([Tree, Leaf])
+    assert codec.decode(codec.encode(TREE)) == TREE
+    assert codec.decode(codec.encode(Leaf("x"))) == Leaf("x")
+
+
+def test_a_wrong_item_deep_in_a_record_is_named() -> None:
+    found = to_json(TREE)
+    found["leaves"][1]["text"] = 3
+    with pytest.raises(ProtocolError, match=r"tree\.leaves\[1\]\.text: 3 is not a text"):
+        from_json(Tree, found, where="tree")
+    with pytest.raises(ProtocolError, match=r"tree\.colours\.first: 'blue' is none of red"):
+        from_json(Tree, {**to_json(TREE), "colours": {"first": "blue"}}, where="tree")
+
+
+def test_a_record_with_a_field_that_the_codec_does_not_know_is_refused_at_once() -> None:
+    kind = dataclasses.make_dataclass("Odd", [("when", complex)], frozen=True)
+    with pytest.raises(TypeError, match="complex"):
+        Codec([kind])

@@ -34,8 +34,9 @@ from evergrad_coordinator.protocol import (
     Refused,
     Result,
     Welcome,
+    decode_from_node,
 )
-from evergrad_coordinator.wire import decode_from_node, encode
+from evergrad_coordinator.wire import encode
 from evergrad_trainer.node import stopping
 from evergrad_trainer.node import supervisor as supervisor_module
 from evergrad_trainer.node.crew import Crew

@@ -9,8 +9,7 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from evergrad.report_values import read_values
-from evergrad_coordinator.protocol import Progress
-from evergrad_coordinator.rules.state import MAX_GENERATION
+from evergrad_coordinator.protocol import MAX_GENERATION, Progress
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import tell

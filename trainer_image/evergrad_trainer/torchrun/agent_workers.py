@@ -14,7 +14,8 @@ from pathlib import Path
 
 from evergrad.board_file import LEASE_LOST
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.protocol import MAX_TEXT, Broken, Cause
+from evergrad_coordinator.protocol import Broken, Cause
+from evergrad_coordinator.wire import MAX_TEXT
 from evergrad_trainer.worker.lost_peers import is_lost_peer
 
 _FIND_SECONDS = 20.0
