@@ -121,9 +121,12 @@ class EventType:
 
 
 StopReason = Literal[
-    "complete", "signal", "stop_file", "stop_after_steps", "after_step", "non_finite", "change"
+    "complete", "signal", "stop_file", "stop_after_steps", "after_step", "observer", "non_finite", "change"
 ]
-"""Why the loop ended; ``change`` is no end of the run: it goes on in another world."""
+"""Why the loop ended; ``observer``: one asked for it. ``change`` is no end of the run: it goes on in another world."""
+
+Wish = Literal["stop", "save", "evaluate"]
+"""What an observer may ask for: leave after this step, save it, or evaluate all sets."""
 
 
 @dataclass(frozen=True)

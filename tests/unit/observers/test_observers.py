@@ -4,6 +4,7 @@ import errno
 import logging
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,7 @@ from evergrad_trainer.errors import VolumeError
 from evergrad_trainer.observers.base import BaseObserver, Observers
 from evergrad_trainer.observers.history import read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord
+from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord, Wish
 from evergrad_trainer.run_directory import RunDirectory
 
 INFO = RunInfo(
@@ -62,6 +63,26 @@ class Essential(Failing):
     """As Failing, but the run must not go on without it."""
 
     essential = True
+
+
+class _Wishing(BaseObserver):
+    def __init__(self, *wishes: Any) -> None:
+        self.asked = frozenset(wishes)
+
+    def wishes(self) -> frozenset[Wish]:
+        return self.asked
+
+
+def test_wishes_of_all_observers_are_put_together() -> None:
+    observers = Observers([_Wishing("stop"), BaseObserver(), _Wishing("save", "stop"), _Wishing()])
+    assert observers.wishes() == {"stop", "save"}
+    assert Observers([]).wishes() == frozenset()
+
+
+def test_a_wish_that_nobody_can_grant_is_a_failure_of_its_observer() -> None:
+    observers = Observers([_Wishing("explode"), _Wishing("evaluate")])
+    assert observers.wishes() == {"evaluate"}
+    assert observers.failures == {"_Wishing": 1}
 
 
 def test_every_observer_hears_everything_in_order(synthetic: ModuleType) -> None:

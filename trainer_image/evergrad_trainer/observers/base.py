@@ -2,16 +2,17 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, get_args
 
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord, Wish
 from evergrad_trainer.run_directory import run_directory_error
 
 _log = logging.getLogger(__name__)
 
 FAILURES_BEFORE_DISABLED = 3
+WISHES: tuple[Wish, ...] = get_args(Wish)
 
 
 class Observer(Protocol):
@@ -29,6 +30,8 @@ class Observer(Protocol):
     def evaluation_progress(self, name: str, done: int, total: int) -> None: ...
 
     def event(self, event: Event) -> None: ...
+
+    def wishes(self) -> frozenset[Wish]: ...
 
     def close(self) -> None: ...
 
@@ -53,8 +56,22 @@ class BaseObserver:
     def event(self, event: Event) -> None:
         """Called at each transition of the run."""
 
+    def wishes(self) -> frozenset[Wish]:
+        """Called before each step: what this observer asks for. All ranks do it after that step, at its boundary."""
+        return frozenset()
+
     def close(self) -> None:
         """Called once, after everything else, also after an error."""
+
+
+def _known(wishes: Iterable[Wish]) -> frozenset[Wish]:
+    """``wishes``, unless one of them is none. Raises ValueError then."""
+    found = frozenset(wishes)
+    if unknown := found - set(WISHES):
+        raise ValueError(
+            f"asks for {', '.join(sorted(map(str, unknown)))}; it may ask for {', '.join(WISHES)}"
+        )
+    return found
 
 
 class Observers(BaseObserver):
@@ -87,6 +104,12 @@ class Observers(BaseObserver):
 
     def event(self, event: Event) -> None:
         self._tell(lambda observer: observer.event(event))
+
+    def wishes(self) -> frozenset[Wish]:
+        """What any of them asks for."""
+        found: set[Wish] = set()
+        self._tell(lambda observer: found.update(_known(observer.wishes())))
+        return frozenset(found)
 
     def close(self) -> None:
         """Close all of them, also when one fails; then raise the first error of an essential one."""

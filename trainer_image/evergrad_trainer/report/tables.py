@@ -42,6 +42,7 @@ ENDING_TEXTS = {
     "stop_file": "stopped by the stop file",
     "stop_after_steps": "stopped after its number of steps",
     "after_step": "stopped after the requested step",
+    "observer": "stopped at the wish of an observer",
     "non_finite": "stopped before a step whose loss or gradient is not finite",
     "complete": "complete, then extended",
     "killed": "killed",
