@@ -45,6 +45,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "checkpoint-cost": _simple("checkpoint_cost"),
     "checkpoint-throughput": _simple("checkpoint_throughput"),
     "memory": _simple("memory"),
+    "overlap": _simple("overlap"),
     "overhead": _simple("overhead"),
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),

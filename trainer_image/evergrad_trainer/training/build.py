@@ -12,8 +12,9 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.build import ModelPlan, build_model
+from evergrad_trainer.models.compilation import compile_blocks
 from evergrad_trainer.models.determinism import is_cublas_deterministic, use_deterministic_kernels
-from evergrad_trainer.models.parallel import build_gradient_sum, shard, transformer_blocks
+from evergrad_trainer.models.parallel import build_gradient_sum, shard
 from evergrad_trainer.objectives.causal_lm import LossSum
 from evergrad_trainer.optim.adamw import build_adamw, set_updates, state_tensors
 from evergrad_trainer.optim.schedule import build_schedule
@@ -64,14 +65,12 @@ def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_w
     model.to(world.device)  # type: ignore[arg-type]
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
     should_compile = runtime.compile == "on" or (runtime.compile == "auto" and world.device.type == "cuda")
+    # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before sharding.
+    has_blocks = should_compile and compile_blocks(model)
     if is_sharded:
-        if should_compile:
-            # Before sharding, block by block: FSDP2's gathers stay outside the compiled graphs.
-            for block in transformer_blocks(model):
-                block.compile(dynamic=False)
         shard(model, world, precision=runtime.precision)
     loss_sum = RECIPES[training.recipe].build_loss(model)
-    if should_compile and not is_sharded:
+    if should_compile and not has_blocks and not is_sharded:
         loss_sum = torch.compile(loss_sum, dynamic=False)
     return Machinery(
         model=model,

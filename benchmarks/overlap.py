@@ -1,0 +1,164 @@
+"""Share of the reduction of gradients that is hidden behind the backward pass, in a world of two: eager, compiled by blocks, and whole.
+
+``measure`` starts this file twice, as the two ranks. Two processes hold the 10M Llama and sum its gradients in the trainer's own
+buckets. A step takes two turns: one begins each sum as soon as its gradients are there, one begins all of them after the backward
+pass. What is left to wait for after the backward pass, divided by what there is to wait for where nothing was begun under it, is the
+exposed share; the rest is hidden.
+
+Two links: gloo over this machine's loopback, whose work takes the same cores as the backward pass; and a paced one, which takes no
+core and moves nothing, but lets a bucket arrive when a link of fixed bandwidth would have (the whole sum takes half a backward pass).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common import Row, model_config, print_rows
+
+_LENGTH, _SAMPLES = 256, 2
+_WARM_UP = 2
+MODES = ("off", "blocks", "whole")
+"""Of compilation: none, block by block as the trainer does it, and the whole model as one graph as it did before."""
+
+
+def measure(*, rounds: int = 12, modes: tuple[str, ...] = MODES) -> list[Row]:
+    """Medians over steps of the hidden share, for each way to compile and each link."""
+    rows = []
+    for mode in modes:
+        for link, turns in _both_ranks(mode, rounds).items():
+            hidden = statistics.median(1 - under["wait"] / after["wait"] for under, after in turns)
+            gained = statistics.median(after["step"] / under["step"] for under, after in turns)
+            waits = [statistics.median(turn[index]["wait"] for turn in turns) * 1e3 for index in range(2)]
+            what = f"reduction under backward, 10M Llama, world 2, compile {mode}, {link}"
+            note = f"waits {waits[0]:.0f} ms, {waits[1]:.0f} ms where nothing was begun"
+            goal = ">= 0.7" if mode == "blocks" else ""
+            rows.append(Row(what, "hidden share", hidden, "ratio", goal=goal, note=note))
+            rows.append(Row(what, "step, nothing begun / begun", gained, "ratio"))
+    return rows
+
+
+def _both_ranks(mode: str, rounds: int) -> dict[str, list[tuple[dict[str, float], dict[str, float]]]]:
+    from elastic_nodes import free_port
+
+    port = str(free_port())
+    ranks = []
+    for rank in range(2):
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [sys.executable, __file__, "--rank", mode, "--rounds", str(rounds)]
+        ranks.append(
+            subprocess.Popen(command, env={**os.environ, **place}, stdout=subprocess.PIPE, text=True)
+        )
+    try:
+        output, _ = ranks[0].communicate(timeout=900)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    found = next(line for line in output.splitlines() if line.startswith('{"gloo"'))
+    result: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = json.loads(found)
+    return result
+
+
+def _paced_transport() -> Any:
+    """A transport whose sums end when a link of ``seconds_per_byte`` would have carried them, one after the other."""
+    from evergrad_trainer.transports import GlooTransport
+
+    class Arrival:
+        def __init__(self, due: float) -> None:
+            self._due = due
+
+        def is_completed(self) -> bool:
+            return time.perf_counter() >= self._due
+
+        def wait(self) -> None:
+            time.sleep(max(0.0, self._due - time.perf_counter()))
+
+    class PacedTransport(GlooTransport):
+        seconds_per_byte = 0.0
+
+        def __init__(self) -> None:
+            self._free_from = 0.0
+
+        def start_sum(self, values: Any, group: Any) -> Any:
+            begun = max(self._free_from, time.perf_counter())
+            self._free_from = begun + values.numel() * values.element_size() * self.seconds_per_byte
+            return Arrival(self._free_from)
+
+    return PacedTransport()
+
+
+def _be_rank(mode: str, rounds: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from evergrad_manifest.training import Model, Runtime
+    from evergrad_trainer.models.build import build_model, plan_model
+    from evergrad_trainer.models.compilation import compile_blocks
+    from evergrad_trainer.models.gradients import BucketedSum
+    from evergrad_trainer.objectives.causal_lm import causal_lm_loss
+    from evergrad_trainer.transports import GlooTransport
+    from evergrad_trainer.world import World
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    plan = plan_model(Model.model_validate({"config": model_config()}), base_directory=Path(), vocab_size=257)
+    model = build_model(plan, seed=0, precision="fp32")
+    if mode == "blocks":
+        compile_blocks(model)
+    loss_sum = causal_lm_loss(model)
+    if mode == "whole":
+        loss_sum = torch.compile(loss_sum, dynamic=False)
+    gradients = BucketedSum(list(model.parameters()), bucket_bytes=Runtime().bucket_size)
+    ids = torch.randint(0, 256, (_SAMPLES, _LENGTH))
+    paced = _paced_transport()
+
+    def step(transport: Any, *, is_begun_under: bool) -> dict[str, float]:
+        world = World(1, dist.get_rank(), 2, torch.device("cpu"), group=dist.group.WORLD, transport=transport)
+        gradients.begin(world)
+        gradients.before_backward(is_last=is_begun_under)
+        begun = time.perf_counter()
+        loss = loss_sum(ids, ids)
+        middle = time.perf_counter()
+        loss.backward()
+        ended = time.perf_counter()
+        # Ranks that come late are not the reduction's cost: both wait for each other first.
+        if not is_begun_under:
+            dist.barrier()
+        before = time.perf_counter()
+        gradients.finish()
+        after = time.perf_counter()
+        return {"step": after - before + ended - begun, "backward": ended - middle, "wait": after - before}
+
+    results: dict[str, list[Any]] = {"gloo": [], "paced link": []}
+    links: dict[str, Callable[[], Any]] = {"gloo": GlooTransport, "paced link": lambda: paced}
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    for number in range(rounds + _WARM_UP):
+        for name, make in links.items():
+            turns = {}
+            for is_begun_under in (True, False) if number % 2 else (False, True):
+                dist.barrier()
+                turns[is_begun_under] = step(make(), is_begun_under=is_begun_under)
+            results[name].append((turns[True], turns[False]))
+            paced.seconds_per_byte = 0.5 * turns[False]["backward"] / size
+    if dist.get_rank() == 0:
+        print(json.dumps({name: found[_WARM_UP:] for name, found in results.items()}), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--modes", nargs="*", choices=MODES, default=MODES)
+    parser.add_argument("--rank", choices=MODES, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        _be_rank(options.rank, options.rounds)
+    else:
+        print_rows(measure(rounds=options.rounds, modes=tuple(options.modes)))

@@ -1,0 +1,105 @@
+"""Compiled models: gradients arrive block by block, under the backward pass."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evergrad_trainer.models.compilation import compile_blocks
+from evergrad_trainer.models.gradients import BucketedSum
+from evergrad_trainer.transports import GlooTransport
+from evergrad_trainer.world import World
+
+LAYERS = 3
+# torch itself hides the warning, by a filter that does not stand where warnings are errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8, bias=False)
+        self.down = nn.Linear(8, 8, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values + self.down(torch.tanh(self.up(values)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 8, bias=False)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.head = nn.Linear(8, 8, bias=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.embed(values)
+        for layer in self.layers:
+            values = layer(values)
+        return self.head(values)
+
+
+class Diary(TorchDispatchMode):
+    """Notes each matrix product, compiled or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.entries.append("product")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def graphs_of_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Traced and cut into graphs as ever; only the kernels are torch's own, so that the test takes no C++ compiler.
+    compiled = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options)
+    )
+    yield
+    torch._dynamo.reset()
+
+
+def test_sums_of_later_blocks_begin_before_the_backward_pass_of_earlier_ones() -> None:
+    torch.manual_seed(0)
+    model = Stack()
+    assert compile_blocks(model)
+    diary = Diary()
+
+    class Noting(GlooTransport):
+        def start_sum(self, values: torch.Tensor, group: Any) -> Any:
+            diary.entries.append("sum")
+            return torch.futures.Future()
+
+    group: Any = object()
+    world = World(1, 0, 2, torch.device("cpu"), group=group, transport=Noting())
+    # A bucket a tensor: what matters here is when each gradient comes.
+    gradients = BucketedSum(list(model.parameters()), bucket_bytes=1)
+    for _ in range(2):  # the first traces
+        gradients.begin(world)
+        gradients.before_backward(is_last=True)
+        loss = model(torch.randn(2, 8)).square().sum()
+        diary.entries.clear()
+        with diary:
+            loss.backward()
+    # Each weight takes two products, one for its own gradient and one for the layer below; the first layer has none below.
+    block = ["product"] * 4 + ["sum"] * 2
+    assert diary.entries == ["product"] * 2 + ["sum"] + block * LAYERS + ["product", "sum"]
+
+
+def test_blocks_that_are_alike_share_one_graph() -> None:
+    model = Stack()
+    compile_blocks(model)
+    torch._dynamo.utils.counters.clear()
+    model(torch.randn(2, 8)).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_model_without_blocks_says_so() -> None:
+    assert not compile_blocks(nn.Linear(2, 2))
