@@ -1,12 +1,15 @@
-"""Share of the reduction of gradients that is hidden behind the backward pass, in a world of two: eager, compiled by blocks, and whole.
+"""Share of the reduction of gradients that is hidden behind the backward pass, in a world of two.
 
-``measure`` starts this file twice, as the two ranks. Two processes hold the 10M Llama and sum its gradients in the trainer's own
-buckets. A step takes two turns: one begins each sum as soon as its gradients are there, one begins all of them after the backward
-pass. What is left to wait for after the backward pass, divided by what there is to wait for where nothing was begun under it, is the
-exposed share; the rest is hidden.
+Three ways to compile: not at all, block by block as the trainer does it, and the whole model as one graph.
 
-Two links: gloo over this machine's loopback, whose work takes the same cores as the backward pass; and a paced one, which takes no
-core and moves nothing, but lets a bucket arrive when a link of fixed bandwidth would have (the whole sum takes half a backward pass).
+``measure`` starts this file twice, as the two ranks. Two processes hold the 10M Llama and sum its gradients
+in the trainer's own buckets. A step takes two turns: one begins each sum as soon as its gradients are there,
+one begins all of them after the backward pass. What is left to wait for after the backward pass, divided by
+what there is to wait for where nothing was begun under it, is the exposed share; the rest is hidden.
+
+Two links: gloo over this machine's loopback, whose work takes the same cores as the backward pass; and a
+paced one, which takes no core and moves nothing, but lets a bucket arrive when a link of fixed bandwidth
+would have (the whole sum takes half a backward pass).
 """
 
 import argparse
