@@ -276,7 +276,7 @@ def warm_up_this_process() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     import evergrad_trainer.cli.node
-    import evergrad_trainer.worker.inprocess
+    import evergrad_trainer.worker.lifecycle
     import evergrad_trainer.worker.run  # noqa: F401
     from evergrad_trainer.node.run import prepare_process
 

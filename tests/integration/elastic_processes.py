@@ -27,9 +27,9 @@ FOREVER = 60.0
 """Longest time a held worker stands still."""
 
 PLACES = {
-    "setup": ("evergrad_trainer.worker.inprocess", "form_world"),
+    "setup": ("evergrad_trainer.worker.worlds", "form_world"),
     "meeting": ("evergrad_trainer.distributed", "PrefixStore"),
-    "settle": ("evergrad_trainer.worker.inprocess", "_Worker._settle"),
+    "settle": ("evergrad_trainer.worker.lifecycle", "settle"),
     "send": ("evergrad_trainer.world", "World.send"),
     "receive": ("evergrad_trainer.world", "World.receive"),
     "slot": ("evergrad_trainer.worker.pulse", "Pulse.beat"),

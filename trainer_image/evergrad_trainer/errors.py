@@ -20,6 +20,11 @@ from evergrad_coordinator.contract import ErrorKind
 from evergrad_manifest.errors import EvergradError, InputError, Problem
 
 
+def is_agreed(error: BaseException) -> bool:
+    """Whether all ranks of a world raise ``error`` together, so that rank 0 speaks for them: its class says so."""
+    return bool(getattr(error, "is_agreed", False))
+
+
 class DataError(InputError):
     """A data source, a tokenizer or prepared data cannot be used."""
 
@@ -35,9 +40,13 @@ class RunDirectoryError(InputError):
 class CheckpointError(InputError):
     """Checkpoints exist and none of them can be used."""
 
+    is_agreed = True
+
 
 class FencedError(InputError):
     """A newer process has claimed this run directory; this one must not write any more."""
+
+    is_agreed = True
 
 
 class HostError(EvergradError):
@@ -62,6 +71,8 @@ class NonFiniteError(EvergradError):
 
 class SaveError(EvergradError):
     """Checkpoints could not be written, several times in a row. All ranks raise it together."""
+
+    is_agreed = True
 
     def __init__(self, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
         """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then goes on once that is mended."""

@@ -39,7 +39,7 @@ def test_a_fresh_worker_names_the_kind_of_its_error(
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
-    monkeypatch.setattr(launched, "_open", fail)
+    monkeypatch.setattr(launched, "open_in_world", fail)
     plan = cast(SessionPlan, SimpleNamespace(run_directory=tmp_path / "run"))
     ours, theirs = channel_pair()
     try:

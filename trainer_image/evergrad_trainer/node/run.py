@@ -37,10 +37,9 @@ from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.worker.board import NodeBoard
 from evergrad_trainer.worker.channel import Channel
-from evergrad_trainer.worker.inprocess import run_worker
 from evergrad_trainer.worker.opening import open_data
 from evergrad_trainer.worker.pulse import Pulse
-from evergrad_trainer.worker.run import run_session
+from evergrad_trainer.worker.run import run_session, run_worker
 from evergrad_trainer.worker.session import SessionPlan
 
 _log = logging.getLogger(__name__)

@@ -137,7 +137,7 @@ class Run:
 
 
 def train(run: Run) -> StopReason:
-    """Train until the horizon or until all ranks agree to stop; ``progress.saved_step`` then says whether the state is saved.
+    """Train until the horizon or until all ranks agree to stop; the caller saves what is not saved then.
 
     "change" means that the ranks agreed to leave this world: ``train`` is called again in the next one. The state is saved only
     where nobody goes on with it.
@@ -185,10 +185,10 @@ def train(run: Run) -> StopReason:
         run.checkpoints.poll()
         reason = reason or _stop_reason(run, outcome)
     if reason != "change":
-        return _leave(run, reason or "complete")
+        return reason or "complete"
     # Not all ranks may have heard yet why they leave, so one that knows speaks for all.
     if not run.membership.world.all_agree(not run.membership.saves_first()):
-        _save_together(run)
+        save_together(run)
     return "change"
 
 
@@ -265,27 +265,17 @@ def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
     return "change" if outcome.flags[FLAG_CHANGE] else None
 
 
-def _save_together(run: Run) -> None:
-    """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what stands then."""
+def save_together(run: Run) -> None:
+    """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what stands then.
+
+    Raises SaveError or FencedError (all ranks together).
+    """
     progress = run.progress
     run.checkpoints.wait()
     progress.saved_step = standing_step(run)
     if progress.saved_step != progress.finished_steps:
         _save(run, wait=True)
         progress.saved_step = standing_step(run)
-
-
-def _leave(run: Run, reason: StopReason) -> StopReason:
-    """Save what is not saved yet, and say why the run leaves."""
-    progress = run.progress
-    _save_together(run)
-    if progress.finished_steps == 0:
-        # The state before the first step follows from the manifest: there is nothing to lose.
-        progress.saved_step = 0
-    if reason == "stop_file" and run.membership.world.is_main:
-        run.directory.consume_stop_file()
-    emit(run, EventType.STOP, reason=reason, saved=progress.saved_step == progress.finished_steps)
-    return reason
 
 
 def standing_step(run: Run) -> int:

@@ -1,4 +1,8 @@
-"""The end of a run as its ranks have agreed on it: marks, report, last event, exit code."""
+"""The one way to end a run: save what is not saved, then mark, report and close as rank 0; the exit code says how.
+
+All ranks of a world come here together when they have agreed to stop; a worker that leaves the run alone comes in a world of
+its own. An error ends a worker by way of ``worker.reporting`` instead: nothing is saved then.
+"""
 
 import logging
 import sys
@@ -6,43 +10,67 @@ import time
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.records import EventType, StopReason
+from evergrad_trainer.training.loop import Run, save_together
 from evergrad_trainer.worker.session import Session
+from evergrad_trainer.worker.writing import Writer
 
 _log = logging.getLogger(__name__)
 
 
-def finish(session: Session, reason: StopReason, *, is_saved: bool) -> ExitCode:
-    """Mark a complete run, write the report, close the observers."""
-    code = ExitCode.DONE if reason == "complete" else ExitCode.STOPPED_SAVED
+def save_all(run: Run) -> bool:
+    """Save what no checkpoint holds yet, with all ranks of this world; whether all is saved.
+
+    Raises SaveError or FencedError on all ranks together.
+    """
+    progress = run.progress
+    save_together(run)
+    if progress.finished_steps == 0:
+        # The state before the first step follows from the manifest: there is nothing to lose.
+        progress.saved_step = 0
+    return progress.saved_step == progress.finished_steps
+
+
+def close_run(
+    session: Session, writer: Writer, reason: StopReason, *, is_saved: bool, is_alone: bool = False
+) -> ExitCode:
+    """Write down how the run ended, as rank 0, and close the observers; every rank gets the exit code.
+
+    ``is_alone``: this worker leaves a run that others may go on with, so no complete mark and no report is made.
+    """
+    is_complete = reason == "complete"
+    code = ExitCode.DONE if is_complete else ExitCode.STOPPED_SAVED
     if not is_saved:
-        code = ExitCode.INTERNAL if reason == "complete" else ExitCode.STOPPED_UNSAVED
+        code = ExitCode.INTERNAL if is_complete else ExitCode.STOPPED_UNSAVED
     if not session.world.is_main:
         return code
+
+    if reason == "stop_file":
+        session.directory.consume_stop_file()
+    if is_alone:
+        # It may never have trained in a world in which it was the one to write the start event.
+        session.waiting = None
+    session.emit(EventType.STOP, {"reason": reason, "saved": is_saved})
+    step = session.progress.finished_steps
     if code == ExitCode.DONE:
-        step = session.progress.finished_steps
         session.emit(EventType.COMPLETE, {"total_steps": step})
-        session.directory.mark_complete(
-            {
-                "run": session.plan.run.metadata.name,
-                "step": step,
-                "time": time.time(),
-                "best": session.progress.best,
-            }
-        )
+        facts = {"run": session.plan.run.metadata.name, "step": step, "time": time.time()}
+        session.directory.mark_complete({**facts, "best": session.progress.best})
     session.emit(EventType.END, {"exit_code": int(code)})
-    session.observers.close()
+    # Before anything is printed or drawn: whoever asked to stop may kill next.
+    writer.resign()
+
     if reason == "non_finite":
         print(f"error: {session.progress.refusal}", file=sys.stderr)
     if reason == "signal":
-        # Whoever asked to stop may kill next: the state is saved, and a report can be made at any time.
-        print(f"stopped; for a report: evergrad report {session.directory.path}", flush=True)
+        # The state is saved, and a report can be made at any time.
+        print(
+            f"stopped after step {step}; for a report: evergrad report {session.directory.path}", flush=True
+        )
     else:
         _write_report(session)
     if not is_saved:
-        print(
-            "error: the state of the last steps could not be saved; the newest checkpoint is older",
-            file=sys.stderr,
-        )
+        message = "error: the state of the last steps could not be saved; the newest checkpoint is older"
+        print(message, file=sys.stderr)
     return code
 
 
@@ -54,7 +82,5 @@ def _write_report(session: Session) -> None:
         print(f"report: {paths.html}", flush=True)
     except Exception as error:  # noqa: BLE001 - the training is done and saved; a report can be made again at any time
         _log.exception("the report could not be written")
-        print(
-            f"warning: the report could not be written: {error}. Try: evergrad report {session.directory.path}",
-            file=sys.stderr,
-        )
+        hint = f"Try: evergrad report {session.directory.path}"
+        print(f"warning: the report could not be written: {error}. {hint}", file=sys.stderr)

@@ -1,15 +1,42 @@
 """The states of a worker's life, and of the model state that it holds.
 
+A worker whose world is never replaced goes through the same states, with one world: its only order is "begin", and the next
+one it takes is the end that this world has agreed on. A lost peer or a difference then ends the worker (FAILED), since its
+launcher starts all of them afresh.
+
 ::
 
-    IDLE ──begin──▶ SETUP ──all met──▶ SETTLE ──one state──▶ TRAIN
-     ▲ │              │                   │                    │
-     │ │              └────────────── lost, diverged, change, or the run's end
-     │ │                                  ▼
-     │ └──finish, depart──▶ ENDED      LEAVING
-     └──────── out of the group ──────────┘
+    IDLE ──begin──▶ SETUP ──met──▶ SETTLE ──one state──▶ TRAIN ──end agreed──▶ CLOSING
+     ▲ │              └───────────────┴───────────────────┤                       │
+     │ │                      lost, diverged              │ change                │
+     │ │                            ▼                     ▼                       │
+     │ │                        GIVING_UP              LEAVING ◀──────────────────┘
+     │ │                            └─────────┬───────────┘
+     │ └──end──▶ ENDED ◀──saved── DEPARTING   │
+     └────────────────── out of the group ────┘
 
-IDLE answers every planned change with ``ready``: see ``worker.guard``. An error in any other state ends the life.
+==========  =================================================  ====================================================
+state       event                                              next state
+==========  =================================================  ====================================================
+IDLE        begin: all members are ready                       SETUP
+IDLE        leave: this worker leaves the run                  DEPARTING
+IDLE        end: the run is over                               ENDED
+SETUP       all members have met                               SETTLE
+SETUP       a member did not come, or was lost                 GIVING_UP
+SETTLE      all hold the state after one step                  TRAIN
+SETTLE      a member was lost, or what was fed differs         GIVING_UP
+TRAIN       the ranks agree to go on in another world          LEAVING
+TRAIN       the ranks agree that the run stops                 CLOSING
+TRAIN       a member was lost, or replicas differ              GIVING_UP
+CLOSING     the state is saved, the end is written down        LEAVING
+CLOSING     a member was lost during the last save             GIVING_UP
+LEAVING     the group is taken down                            IDLE
+GIVING_UP   connections are cut, the group is taken down       IDLE
+DEPARTING   the state is saved where nobody else holds it      ENDED
+any         an error that no other world cures                 FAILED
+==========  =================================================  ====================================================
+
+IDLE answers every planned change with ``ready``: see ``worker.guard``.
 """
 
 from collections.abc import Mapping
@@ -29,9 +56,17 @@ class Phase(StrEnum):
     SETTLE = "settle"
     """Brings all members to one state."""
     TRAIN = "train"
+    CLOSING = "closing"
+    """Saves together with the others, and writes the run's end down."""
     LEAVING = "leaving"
-    """Takes the group down, whatever has become of it."""
+    """Takes down a group that has ended as agreed."""
+    GIVING_UP = "giving_up"
+    """Takes down a group whose peers are gone or differ; waits for none of them."""
+    DEPARTING = "departing"
+    """Leaves the run alone."""
     ENDED = "ended"
+    FAILED = "failed"
+    """Ends because of an error that is not of one world."""
 
 
 class Held(StrEnum):
@@ -45,13 +80,18 @@ class Held(StrEnum):
     """Anything else: fed or loaded in part, built without weights, or found to differ. Never trained, fed or saved."""
 
 
+_OVER = frozenset({Phase.ENDED, Phase.FAILED})
 _NEXT: Mapping[Phase, frozenset[Phase]] = {
-    Phase.IDLE: frozenset({Phase.SETUP, Phase.ENDED}),
-    Phase.SETUP: frozenset({Phase.SETTLE, Phase.LEAVING, Phase.ENDED}),
-    Phase.SETTLE: frozenset({Phase.TRAIN, Phase.LEAVING, Phase.ENDED}),
-    Phase.TRAIN: frozenset({Phase.LEAVING, Phase.ENDED}),
-    Phase.LEAVING: frozenset({Phase.IDLE, Phase.ENDED}),
+    Phase.IDLE: frozenset({Phase.SETUP, Phase.DEPARTING, Phase.ENDED}),
+    Phase.SETUP: frozenset({Phase.SETTLE, Phase.GIVING_UP}),
+    Phase.SETTLE: frozenset({Phase.TRAIN, Phase.GIVING_UP}),
+    Phase.TRAIN: frozenset({Phase.LEAVING, Phase.CLOSING, Phase.GIVING_UP}),
+    Phase.CLOSING: frozenset({Phase.LEAVING, Phase.GIVING_UP}),
+    Phase.LEAVING: frozenset({Phase.IDLE}),
+    Phase.GIVING_UP: frozenset({Phase.IDLE}),
+    Phase.DEPARTING: frozenset({Phase.ENDED}),
     Phase.ENDED: frozenset(),
+    Phase.FAILED: frozenset(),
 }
 
 
@@ -64,7 +104,8 @@ class Life:
 
     def enter(self, phase: Phase) -> None:
         """Go on to ``phase``. Raises RuntimeError for a step the table does not have: an error of this program."""
-        if phase not in _NEXT[self.phase]:
+        is_error = phase is Phase.FAILED and self.phase not in _OVER
+        if not is_error and phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a worker's life cannot go from {self.phase} to {phase}")
         self.phase = phase
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_manifest.errors import EvergradError, InputError
 from evergrad_trainer.distributed import read_launch
-from evergrad_trainer.errors import CheckpointError, FencedError, SaveError
+from evergrad_trainer.errors import is_agreed
 from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.records import EventType
 from evergrad_trainer.worker.channel import MAX_TEXT, Failed
@@ -16,8 +16,6 @@ from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer
 from evergrad_trainer.worker.session import Session
 
 _log = logging.getLogger(__name__)
-AGREED = (FencedError, CheckpointError, SaveError)
-"""Errors that all ranks raise together, so that rank 0 speaks for them."""
 
 
 def report_failure(session: Session | None, error: Exception, *, rank: int) -> ExitCode:
@@ -32,7 +30,7 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
     )
     if session is not None:
         _close_quietly(session, error, code)
-    if isinstance(error, AGREED) and rank != 0:
+    if is_agreed(error) and rank != 0:
         return code
     where = f"rank {rank}: " if rank else ""
     if isinstance(error, InputError):

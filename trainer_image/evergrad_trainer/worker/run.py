@@ -1,5 +1,6 @@
-"""One training process whose world lasts as long as itself: join → claim → build → restore → train → finish."""
+"""The two ways into a training process: by a launcher, with one world, or by a supervisor, with one after the other."""
 
+import gc
 import os
 import sys
 import time
@@ -10,26 +11,31 @@ from evergrad_trainer.checkpoint.manager import claim_exactly, claim_generation
 from evergrad_trainer.distributed import (
     choose_device,
     join_world,
-    leave_world,
     read_launch,
     set_threads,
     with_generation,
 )
+from evergrad_trainer.errors import is_agreed
 from evergrad_trainer.observers.base import BaseObserver, Observer
-from evergrad_trainer.observers.build import build_observers
 from evergrad_trainer.observers.logs import setup_logging
+from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.build import build_machinery
-from evergrad_trainer.training.loop import train
-from evergrad_trainer.worker.announcing import announce
-from evergrad_trainer.worker.channel import Failed
-from evergrad_trainer.worker.ending import finish
+from evergrad_trainer.transports import choose_transport
+from evergrad_trainer.worker.channel import Channel, Failed, Warm
+from evergrad_trainer.worker.guard import Guard
+from evergrad_trainer.worker.life import End, Held, Life, Phase
+from evergrad_trainer.worker.lifecycle import Lifecycle
 from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_data
+from evergrad_trainer.worker.pulse import Pulse
 from evergrad_trainer.worker.reporting import build_last_words, report_failure
-from evergrad_trainer.worker.restoring import restore
 from evergrad_trainer.worker.session import Session, SessionPlan
 from evergrad_trainer.worker.signals import StopSignals
-from evergrad_trainer.world import Membership
+from evergrad_trainer.worker.worlds import OnlyWorld, SupervisedWorlds
+from evergrad_trainer.worker.writing import Writer
+from evergrad_trainer.world import Membership, World
+
+_STOPPED_WELL = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
 
 
 def run_session(
@@ -47,92 +53,152 @@ def run_session(
     signals = StopSignals()
     signals.install()
     directory = RunDirectory(plan.run_directory)
+    launch = read_launch()
     session: Session | None = None
     logs = None
     try:
         directory.create()
-        logs = setup_logging(directory, rank=read_launch().rank)
-        session = _open(plan, directory, signals, generation=generation, relay=relay)
-        code = _run(session)
+        logs = setup_logging(directory, rank=launch.rank)
+        session = open_in_world(plan, directory, signals, generation=generation)
+        code = _live_in_world(session, relay)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
-        code = report_failure(session, error, rank=read_launch().rank)
+        failure = report_failure(session, error, rank=launch.rank)
         # Never agreed: the next generation has other processes, which start from a checkpoint and may do better.
-        tell(build_last_words(session, error, code, generation=generation or 0, is_agreed=False))
+        tell(build_last_words(session, error, failure, generation=generation or 0, is_agreed=False))
+        code = int(failure)
     finally:
         signals.uninstall()
     if logs is not None:
         logs.close()
-    if session is not None and session.world.size > 1 and code not in (ExitCode.DONE, ExitCode.STOPPED_SAVED):
+    if session is not None and launch.world_size > 1 and code not in _STOPPED_WELL:
         sys.stdout.flush()
         sys.stderr.flush()
         # Peers may be gone: destroying the group would wait for them.
         os._exit(code)
-    return int(code)
+    return code
 
 
-def _open(
-    plan: SessionPlan,
-    directory: RunDirectory,
-    signals: StopSignals,
-    *,
-    generation: int | None,
-    relay: Observer | None,
+def open_in_world(
+    plan: SessionPlan, directory: RunDirectory, signals: StopSignals, *, generation: int | None
 ) -> Session:
     """Join the world and claim the directory: from here on an older process of this run cannot publish any more."""
-    training = plan.run.training
+    runtime = plan.run.training.runtime
     launch = read_launch()
     set_threads(plan.threads)
-    device = choose_device(training.runtime.device, local_rank=launch.local_rank)
-    world = join_world(launch, device=device, timeout_seconds=training.runtime.collective_timeout_seconds)
+    device = choose_device(runtime.device, local_rank=launch.local_rank)
+    world = join_world(launch, device=device, timeout_seconds=runtime.collective_timeout_seconds)
     if world.is_main and generation is not None:
         claim_exactly(directory.checkpoints, generation)
     elif world.is_main:
         generation = claim_generation(directory.checkpoints)
+    # Every rank's records and checkpoints carry the number that rank 0 has claimed.
     world = with_generation(world, int(world.broadcast_json(generation)))
-    marks = dict(plan.marks)
-    marks["group"] = time.time()
-    observers: Observer = BaseObserver()
-    address = None
-    if world.is_main:
-        built = build_observers(
-            directory,
-            run=plan.run.metadata.name,
-            training=training,
-            stream=sys.stdout,
-            should_stop=lambda: signals.is_requested,
-            relay=relay,
-        )
-        observers, address = built.observers, built.metrics_address
+    marks = {**plan.marks, "group": time.time()}
+    membership = Membership(world)
     return Session(
         plan,
         directory,
         lambda: signals.is_requested,
-        Membership(world),
-        observers,
+        membership,
+        BaseObserver(),
         open_data(plan),
         marks=marks,
-        metrics_address=address,
     )
 
 
-def _run(session: Session) -> ExitCode:
-    """Build, restore, train and finish. Errors leave through ``_fail``."""
+def _live_in_world(session: Session, relay: Observer | None) -> int:
+    """Build for the world that is there, and live in it to the end of the run or of the world."""
     plan, training = session.plan, session.plan.run.training
+    writer = Writer(session, relay=relay)
+    if session.world.is_main:
+        # Before anything is built, so that an error in it is written down, too.
+        writer.take()
+    # Rank 0's answer: whether weights are initialised must not differ between ranks that see a volume at two moments.
     are_there = bool(session.world.broadcast_json(has_checkpoints(session.directory)))
     machinery = build_machinery(training, plan.model, session.world, with_weights=not are_there)
     session.mark("model")
     checkpoints = build_checkpoints(session)
+    life = Life(Held.DIRTY if are_there else Held.FRESH)
     try:
-        restore(session, machinery, checkpoints, has_checkpoints=are_there)
-        session.mark("checkpoint")
-        announce(session, machinery)
         run = build_run(session, machinery, checkpoints)
-        reason = train(run)
-        is_saved = session.progress.saved_step == session.progress.finished_steps
+        worlds = OnlyWorld(session.world)
+        end = Lifecycle(session, machinery, run, worlds=worlds, writer=writer, life=life).live()
         checkpoints.close()
     except BaseException:
+        life.enter(Phase.FAILED)
         checkpoints.abandon()
         raise
-    code = finish(session, reason, is_saved=is_saved)
-    leave_world(session.world)
-    return code
+    return end.exit_code
+
+
+def run_worker(plan: SessionPlan, channel: Channel, pulse: Pulse, *, node: int, local_rank: int) -> int:
+    """Serve the run as one of its workers until the supervisor says that it is over; returns the exit code."""
+    gc.disable()  # until its first step is done
+    directory = RunDirectory(plan.run_directory)
+    guard = Guard(channel)
+    guard.start()
+    session: Session | None = None
+    lifecycle: Lifecycle | None = None
+    try:
+        directory.create()
+        setup_logging(directory, rank=local_rank, node=node, on_terminal=False)
+        session = _open_alone(plan, directory, guard, local_rank)
+        lifecycle = _build_alone(session, channel, guard, pulse)
+        channel.send(Warm())
+        end = lifecycle.live()
+    except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
+        generation = -1
+        if lifecycle is not None:
+            generation = lifecycle.generation
+            lifecycle.life.enter(Phase.FAILED)
+        end = report_end(session, error, generation=generation)
+    if end.last_words is not None:
+        channel.send(end.last_words)
+    return end.exit_code
+
+
+def _open_alone(plan: SessionPlan, directory: RunDirectory, guard: Guard, local_rank: int) -> Session:
+    set_threads(plan.threads)
+    device = choose_device(plan.run.training.runtime.device, local_rank=local_rank)
+    choose_transport(device).prepare()
+    alone = World(0, rank=0, size=1, device=device)
+    membership = Membership(
+        alone, is_changing=guard.is_changing, can_wait=guard.can_wait, saves_first=guard.saves_first
+    )
+    # Signals are the supervisor's: it tells its workers what becomes of their group.
+    return Session(
+        plan, directory, lambda: False, membership, BaseObserver(), open_data(plan), marks=dict(plan.marks)
+    )
+
+
+def _build_alone(session: Session, channel: Channel, guard: Guard, pulse: Pulse) -> Lifecycle:
+    """Everything that takes time, before anybody waits for this worker."""
+    plan, training = session.plan, session.plan.run.training
+    has_weights = not has_checkpoints(session.directory)
+    machinery = build_machinery(training, plan.model, session.world, with_weights=has_weights)
+    session.mark("model")
+    run = build_run(session, machinery, build_checkpoints(session))
+    run.stepper.pulse = pulse
+    run.stepper.warm_up(session.world)
+    session.mark("warm_up")
+    # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a group.
+    gc.freeze()
+    gc.enable()
+    timeout = training.runtime.collective_timeout_seconds
+    return Lifecycle(
+        session,
+        machinery,
+        run,
+        worlds=SupervisedWorlds(guard, channel, session.directory, timeout_seconds=timeout),
+        writer=Writer(session, relay=Relay(channel.observe)),
+        # Weights that were not initialised, since a checkpoint follows, are no state to begin with.
+        life=Life(Held.FRESH if has_weights else Held.DIRTY),
+    )
+
+
+def report_end(session: Session | None, error: Exception, *, generation: int) -> End:
+    """Report an error to whoever reads; the supervisor, which hears it, decides what becomes of the run."""
+    rank = session.world.rank if session is not None else 0
+    code = report_failure(session, error, rank=rank)
+    words = build_last_words(session, error, code, generation=generation, is_agreed=is_agreed(error))
+    return End(int(code), words)

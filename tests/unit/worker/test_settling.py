@@ -11,7 +11,9 @@ from evergrad_coordinator.contract import ErrorKind
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.training.loop import Progress
 from evergrad_trainer.worker.channel import Failed
-from evergrad_trainer.worker.inprocess import _adopt, _failed, _standing
+from evergrad_trainer.worker.run import report_end
+from evergrad_trainer.worker.settling import adopt as adopt_rows
+from evergrad_trainer.worker.settling import describe_standing
 
 BEST = {"metric": "held/loss", "value": 2.0, "step": 6}
 
@@ -31,13 +33,13 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
 
 def adopt(*rows: dict[str, Any]) -> Progress:
     progress = Progress(finished_steps=99, saved_step=99, resumed_step=99, evaluated_step=99)
-    _adopt(progress, list(rows))
+    adopt_rows(progress, list(rows))
     return progress
 
 
 def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
     progress = Progress(finished_steps=8, resumed_step=3, saved_step=6, steps_here=5, evaluated_step=4)
-    told = _standing(progress, checkpoints(), held_step=8)
+    told = describe_standing(progress, checkpoints(), held_step=8)
     assert (told["step"], told["standing"], told["begun"], told["steps_here"], told["record"]) == (
         8,
         3,
@@ -45,8 +47,8 @@ def test_a_rank_tells_the_newest_checkpoint_it_knows_to_stand() -> None:
         5,
         None,
     )
-    assert _standing(progress, checkpoints(published=6, failures=2), held_step=-1)["standing"] == 6
-    assert _standing(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
+    assert describe_standing(progress, checkpoints(published=6, failures=2), held_step=-1)["standing"] == 6
+    assert describe_standing(progress, checkpoints(failures=2), held_step=-1)["failures"] == 2
 
 
 def test_everybody_remembers_what_those_with_the_newest_step_remember(synthetic: ModuleType) -> None:
@@ -99,7 +101,7 @@ def test_a_best_whose_save_was_lost_is_forgotten_unless_its_state_is_still_there
 
 
 def test_an_error_of_the_volume_that_no_one_expected_is_told_as_the_hosts() -> None:
-    end = _failed(None, OSError(errno.EIO, "Input/output error"), generation=3)
+    end = report_end(None, OSError(errno.EIO, "Input/output error"), generation=3)
     assert isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.ENVIRONMENT
-    end = _failed(None, ValueError("a mistake"), generation=3)
+    end = report_end(None, ValueError("a mistake"), generation=3)
     assert isinstance(end.last_words, Failed) and end.last_words.kind == ErrorKind.INTERNAL

@@ -1,0 +1,201 @@
+"""Drives one training process through the states of :mod:`evergrad_trainer.worker.life`: build once, then one world or many."""
+
+import contextlib
+import sys
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_manifest.errors import EvergradError
+from evergrad_trainer.checkpoint.manager import claim_exactly
+from evergrad_trainer.errors import DivergedError, PeerLostError
+from evergrad_trainer.records import EventType, StopReason
+from evergrad_trainer.training.build import Machinery
+from evergrad_trainer.training.loop import Run, standing_step, train
+from evergrad_trainer.worker.announcing import announce
+from evergrad_trainer.worker.channel import Begin, Depart, Finish, Saved
+from evergrad_trainer.worker.ending import close_run, save_all
+from evergrad_trainer.worker.life import End, Held, Life, Phase
+from evergrad_trainer.worker.session import Session
+from evergrad_trainer.worker.settling import settle
+from evergrad_trainer.worker.worlds import Worlds
+from evergrad_trainer.worker.writing import Writer
+from evergrad_trainer.world import World
+
+_LANDING_SECONDS = 0.5
+"""From the end of a save, as one rank sees it, until every rank does."""
+_MANY_SAVES = 1_000_000
+"""More than one world ever makes: ranks that save alone under the number of the same world do not share a name."""
+
+
+class Lifecycle:
+    """One training process between its first and its last world."""
+
+    def __init__(
+        self, session: Session, machinery: Machinery, run: Run, *, worlds: Worlds, writer: Writer, life: Life
+    ) -> None:
+        self.life = life
+        self.generation = -1
+        self._session = session
+        self._machinery = machinery
+        self._run = run
+        self._worlds = worlds
+        self._writer = writer
+        self._rank = 0
+        self._has_ended_run = False
+        self._undecided_at = -1
+        """Newest step at which replicas differed and no majority could tell which is right."""
+        self._do_hosts_differ = False
+        """They differed again at a step that was trained again, as hosts do whose processors round differently."""
+
+    @property
+    def held_step(self) -> int:
+        """Newest finished step whose state this process holds whole; -1 for none."""
+        return self._session.progress.finished_steps if self.life.held == Held.WHOLE else -1
+
+    def live(self) -> End:
+        """Take part in one world after the other, until an order ends it."""
+        while True:
+            match self._worlds.await_order(step=self.held_step):
+                case Begin() as begin:
+                    self._take_part(begin)
+                case Depart() as order:
+                    self.life.enter(Phase.DEPARTING)
+                    end = self._depart(order)
+                    self.life.enter(Phase.ENDED)
+                    return end
+                case Finish() as order:
+                    self.life.enter(Phase.ENDED)
+                    self._resign()
+                    return End(order.exit_code)
+
+    def _take_part(self, begin: Begin) -> None:
+        """Meet, settle, train, leave. A lost peer, or replicas that differ, end this world and nothing else.
+
+        Other errors are raised; those two as well where no other world follows.
+        """
+        self.life.enter(Phase.SETUP)
+        self.generation, self._rank = begin.generation, begin.rank
+        world: World | None = None
+        broken_by: EvergradError | None = None
+        try:
+            world = self._worlds.meet(begin, self._session.world)
+            self._train_in(world, begin)
+        except (PeerLostError, DivergedError) as error:
+            if not self._worlds.are_replaced:
+                raise
+            if isinstance(error, DivergedError):
+                self._note_divergence(error)
+            # No traceback: it would hold collectives and tensors of the group that is taken down.
+            broken_by = error.with_traceback(None)
+        self._leave(world, broken_by)
+
+    def _train_in(self, world: World, begin: Begin) -> None:
+        session = self._session
+        session.membership.move_to(world)
+        if self._worlds.are_replaced:
+            session.mark("group")
+        session.waiting = []
+        # Before anything else can fail: the error has to be written down, too.
+        is_new = world.is_main and self._take_duties()
+        self.life.enter(Phase.SETTLE)
+        is_fresh = settle(session, self._machinery, self._run, self.life)
+        self.life.enter(Phase.TRAIN)
+        self._worlds.trains(world, session.progress.finished_steps)
+        if not world.is_main:
+            self._resign()
+        elif is_fresh:
+            announce(session, self._machinery)
+        else:
+            self._writer.announce_world(self._machinery, cause=begin.cause, is_new=is_new)
+        reason = train(self._run)
+        if reason != "change":
+            self.life.enter(Phase.CLOSING)
+            self._end_run(reason)
+
+    def _end_run(self, reason: StopReason) -> None:
+        """The ranks of this world have agreed that the run stops."""
+        session = self._session
+        is_saved = save_all(self._run)
+        code = close_run(session, self._writer, reason, is_saved=is_saved)
+        self._run.observers = session.observers
+        self._has_ended_run = True
+        step = session.progress.finished_steps
+        self._worlds.agreed_end(session.world, step=step, exit_code=int(code), reason=reason)
+
+    def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
+        """Out of the group, whatever has become of it. ``broken_by``: what broke it, if it did not end as agreed."""
+        checkpoints, stepper = self._run.checkpoints, self._run.stepper
+        if broken_by is not None:
+            self.life.enter(Phase.GIVING_UP)
+            # Peers that are well must not wait for this process, nor its own operations for theirs.
+            self._worlds.cut()
+        else:
+            self.life.enter(Phase.LEAVING)
+            # Another rank may have seen the end of a save, for which all have waited, a moment before this one.
+            checkpoints.leave_world(patience_seconds=_LANDING_SECONDS)
+        was_stuck = self._worlds.leave(world)
+        stepper.pulse.rest()
+        if was_stuck:
+            # Threads of operations that never ended may still write into them.
+            stepper.forget_buffers()
+        checkpoints.leave_world()
+        self._move_alone()
+        self.life.enter(Phase.IDLE)
+        self._worlds.left(
+            self.generation, step=self.held_step, error=broken_by, is_expected=self._has_ended_run
+        )
+
+    def _depart(self, order: Depart) -> End:
+        """Leave the run alone; save first where nobody else holds the state."""
+        if not (order.save and self.life.held == Held.WHOLE):
+            self._resign()
+            return End(int(ExitCode.STOPPED_SAVED), Saved(True))
+        session, run = self._session, self._run
+        if order.is_planned:
+            self.generation = max(self.generation + 1, order.generation)
+        self._move_alone()
+        # A save that nobody planned has the number of this worker's last world, whose other ranks may do the same.
+        run.checkpoints.enter_world(
+            failures=0, saves=0 if order.is_planned else (self._rank + 1) * _MANY_SAVES
+        )
+        self._take_duties()
+        is_saved = False
+        try:
+            if order.is_planned and standing_step(run) != session.progress.finished_steps:
+                claim_exactly(session.directory.checkpoints, self.generation)
+            is_saved = save_all(run)
+        except EvergradError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        code = close_run(session, self._writer, "signal", is_saved=is_saved, is_alone=True)
+        return End(int(code), Saved(is_saved))
+
+    def _note_divergence(self, error: DivergedError) -> None:
+        """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest checkpoint."""
+        session = self._session
+        world, finished = session.world, session.progress.finished_steps
+        is_exact = session.plan.run.training.reproducibility.elastic == "exact"
+        if len(error.ranks) == world.size and not is_exact:
+            self._do_hosts_differ |= finished <= self._undecided_at
+            self._undecided_at = max(self._undecided_at, finished)
+        # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were equal. Where
+        # hosts round differently that would never end: rank 0 feeds the others.
+        if not (self._do_hosts_differ and world.is_main) and (is_exact or world.rank in error.ranks):
+            self.life.held = Held.DIRTY
+        if world.is_main:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            session.emit(EventType.WARNING, {"message": str(error)})
+        # All peers are there, and a save under way is of a state that was compared: it may be what all go back to.
+        with contextlib.suppress(PeerLostError):
+            self._run.checkpoints.wait()
+
+    def _move_alone(self) -> None:
+        membership = self._session.membership
+        membership.move_to(World(self.generation, rank=0, size=1, device=membership.world.device))
+
+    def _take_duties(self) -> bool:
+        is_new = self._writer.take()
+        self._run.observers = self._session.observers
+        return is_new
+
+    def _resign(self) -> None:
+        self._writer.resign()
+        self._run.observers = self._session.observers

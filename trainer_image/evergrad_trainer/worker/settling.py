@@ -1,0 +1,116 @@
+"""Brings all members of a new world to one state: whoever holds the newest step feeds the others, else all load or begin."""
+
+import functools
+from dataclasses import asdict
+from typing import Any
+
+from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.optim.adamw import set_updates
+from evergrad_trainer.records import StepRecord
+from evergrad_trainer.state.replicas import compare_fed, compare_states
+from evergrad_trainer.state.transfer import feed, plan_feeding
+from evergrad_trainer.training.build import Machinery, rebuild_state
+from evergrad_trainer.training.loop import Progress, Run
+from evergrad_trainer.worker.life import Held, Life
+from evergrad_trainer.worker.opening import has_checkpoints
+from evergrad_trainer.worker.restoring import restore
+from evergrad_trainer.worker.session import Session
+from evergrad_trainer.world import World
+
+
+def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool:
+    """Bring all ranks to one state; whether it came from the disk (or from nowhere) instead of from a rank.
+
+    All ranks call this. ``life.held`` is whole at the end, and dirty wherever an error has cut this short.
+    """
+    world, progress, checkpoints = session.world, session.progress, run.checkpoints
+    held_step = progress.finished_steps if life.held == Held.WHOLE else -1
+    own = describe_standing(progress, checkpoints, held_step=held_step)
+    # One exchange: what each rank holds and knows decides what all of them do next.
+    rows = world.gather_json({**own, "is_comparing": run.limits.compare_every is not None})
+    steps = [int(row["step"]) for row in rows]
+    checkpoints.enter_world(failures=max(int(row["failures"]) for row in rows))
+
+    is_fresh = max(steps) < 0
+    if is_fresh:
+        _begin_again(session, machinery, checkpoints, life)
+    else:
+        _feed(world, machinery, steps, life)
+        adopt(progress, rows)
+        set_updates(machinery.optimizer, progress.updates)
+
+    # Before the first step of a world: what was fed has arrived and, where that is asked for, all replicas are equal.
+    # Rank 0's wish counts: a comparison that only some make would wait for the others for ever.
+    state, newest = machinery.state(), max(steps)
+    if rows[0]["is_comparing"] and not machinery.is_sharded:
+        holders = [rank for rank, step in enumerate(steps) if step == newest >= 0]
+        compare_states(state, world, step=progress.finished_steps, holders=holders)
+    elif feedings := plan_feeding(steps):
+        compare_fed(state, world, feedings)
+    life.held = Held.WHOLE
+    return is_fresh
+
+
+def _begin_again(session: Session, machinery: Machinery, checkpoints: CheckpointManager, life: Life) -> None:
+    """Nobody holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
+    plan, had_held = session.plan, life.held
+    # What this process remembers belongs to a state that is gone; a load that is cut short leaves neither.
+    vars(session.progress).update(vars(Progress()))
+    life.held = Held.DIRTY
+    are_there = not session.world.all_agree(not has_checkpoints(session.directory))
+    if machinery.is_sharded:
+        # Shards that were built without weights, since a checkpoint was to follow, cannot be made again here.
+        are_there = are_there or had_held == Held.DIRTY
+    rebuild = (
+        None
+        if had_held == Held.FRESH
+        else functools.partial(rebuild_state, machinery, plan.run.training, plan.model)
+    )
+    restore(session, machinery, checkpoints, has_checkpoints=are_there, rebuild=rebuild)
+    session.mark("checkpoint")
+
+
+def _feed(world: World, machinery: Machinery, steps: list[int], life: Life) -> None:
+    """Those with the newest step feed the others, who hold nothing until all of it has arrived."""
+    for feeding in plan_feeding(steps):
+        if world.rank == feeding.straggler:
+            life.held = Held.DIRTY
+        if world.rank in (feeding.source, feeding.straggler):
+            feed(machinery.state(), feeding, world)
+    # A source may have died with part of it still on its way.
+    world.confirm()
+
+
+def describe_standing(
+    progress: Progress, checkpoints: CheckpointManager, *, held_step: int
+) -> dict[str, Any]:
+    """What a rank tells the others when they meet."""
+    published = checkpoints.published
+    return {
+        "step": held_step,
+        "failures": checkpoints.failures,
+        "standing": max(progress.resumed_step, -1 if published is None else published.step),
+        "begun": progress.saved_step,
+        "steps_here": progress.steps_here,
+        **progress.memory(),
+        "record": None if progress.last_record is None else asdict(progress.last_record),
+    }
+
+
+def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
+    """Remember what those who hold the newest step remember."""
+    newest = max(int(row["step"]) for row in rows)
+    sources = [row for row in rows if row["step"] == newest]
+    # An evaluation whose end only some have seen is done again: its last row counts.
+    source = min(sources, key=lambda row: int(row["evaluated_step"]))
+    standing = max(int(row["standing"]) for row in rows)
+    begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
+    progress.finished_steps = newest
+    progress.remember(source)
+    progress.steps_here = max(int(row["steps_here"]) for row in sources)
+    if progress.best is not None and progress.best["step"] > standing and progress.best["step"] < newest:
+        # Its save ended with the world, and its state is gone: the next better one will be the best.
+        progress.best = None
+    progress.last_record = None if source["record"] is None else StepRecord(**source["record"])
+    progress.resumed_step = progress.saved_step = standing
+    progress.is_save_lost = begun > standing

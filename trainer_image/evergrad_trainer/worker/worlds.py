@@ -1,0 +1,141 @@
+"""Where a worker's worlds come from, and who hears what becomes of them: a supervisor, or nobody but the launcher."""
+
+from typing import Protocol
+
+from evergrad_manifest.errors import EvergradError
+from evergrad_trainer.checkpoint.manager import claim_exactly
+from evergrad_trainer.distributed import Place, abandon_world, form_world, leave_world
+from evergrad_trainer.errors import PeerLostError
+from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.transports import Transport, choose_transport
+from evergrad_trainer.worker.channel import MAX_TEXT, Begin, Broken, Channel, Ended, Finish, Up
+from evergrad_trainer.worker.guard import Guard, Order
+from evergrad_trainer.world import Interrupt, World
+
+
+class Worlds(Protocol):
+    """The outside of a worker's life: what it is told to do, and what it tells."""
+
+    are_replaced: bool
+    """Whether another world follows one that breaks."""
+
+    def await_order(self, *, step: int) -> Order:
+        """Wait, out of every group and holding the state after ``step`` (-1: none), for what to do next."""
+
+    def meet(self, begin: Begin, alone: World) -> World:
+        """Form the group of ``begin`` and claim the run directory for it. Raises PeerLostError."""
+
+    def trains(self, world: World, step: int) -> None:
+        """All members hold the state after ``step`` and go on from it."""
+
+    def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
+        """The run's end is written down."""
+
+    def cut(self) -> None:
+        """Give the running group up from this side: peers must not wait for this process."""
+
+    def leave(self, world: World | None) -> bool:
+        """Take the group down; whether buffers of its collectives must not be used again."""
+
+    def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
+        """This process is out of the group of ``generation``, which ``error`` broke, if it did not end as agreed."""
+
+
+class SupervisedWorlds:
+    """One world after the other, as the supervisor orders them over the channel."""
+
+    are_replaced = True
+
+    def __init__(
+        self, guard: Guard, channel: Channel, directory: RunDirectory, *, timeout_seconds: float
+    ) -> None:
+        """``timeout_seconds``: of a group's collectives."""
+        self._guard = guard
+        self._channel = channel
+        self._directory = directory
+        self._timeout_seconds = timeout_seconds
+        self._transport: Transport | None = None
+
+    def await_order(self, *, step: int) -> Order:
+        return self._guard.await_order(step=step)
+
+    def meet(self, begin: Begin, alone: World) -> World:
+        self._transport = transport = choose_transport(alone.device)
+        interrupt = Interrupt(transport.give_up)
+        self._guard.enter(begin.generation, interrupt)
+        world = form_world(
+            Place(begin.generation, begin.rank, begin.size, begin.address, begin.port),
+            device=alone.device,
+            transport=transport,
+            interrupt=interrupt,
+            setup_seconds=begin.setup_seconds,
+            timeout_seconds=self._timeout_seconds,
+        )
+        if world.is_main:
+            claim_exactly(self._directory.checkpoints, world.generation)
+        return world
+
+    def trains(self, world: World, step: int) -> None:
+        self._channel.send(Up(world.generation, step))
+
+    def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
+        # Only rank 0's word counts; the others wait to be told.
+        if world.is_main:
+            self._channel.send(Ended(world.generation, step, exit_code, reason))
+
+    def cut(self) -> None:
+        self._guard.cut()
+
+    def leave(self, world: World | None) -> bool:
+        assert self._transport is not None  # noqa: S101 - a group is left after it was met
+        was_stuck = abandon_world(world, self._transport)
+        self._guard.leave()
+        return was_stuck
+
+    def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
+        if error is None and (is_expected or self._guard.is_changing_from(generation)):
+            return
+        error = error or PeerLostError("a peer left the group")
+        self._channel.send(Broken(generation, step, str(error)[:MAX_TEXT], error.kind.value))
+
+
+class OnlyWorld:
+    """The one world that a launcher has put this process into. It was formed, and the directory claimed, before."""
+
+    are_replaced = False
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._exit_code: int | None = None
+        self._has_begun = False
+
+    def await_order(self, *, step: int) -> Order:
+        if self._exit_code is not None:
+            return Finish(self._exit_code)
+        if self._has_begun:
+            raise RuntimeError("the only world of this process has ended without an end of the run")
+        self._has_begun = True
+        world = self._world
+        return Begin(
+            world.generation, world.rank, world.size, address="", port=0, setup_seconds=0.0, cause=""
+        )
+
+    def meet(self, begin: Begin, alone: World) -> World:
+        return self._world
+
+    def trains(self, world: World, step: int) -> None:
+        """Nobody waits for that word."""
+
+    def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
+        self._exit_code = exit_code
+
+    def cut(self) -> None:
+        """The end of this process cuts its connections."""
+
+    def leave(self, world: World | None) -> bool:
+        if world is not None:
+            leave_world(world)
+        return False
+
+    def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
+        """The launcher reads the exit code."""

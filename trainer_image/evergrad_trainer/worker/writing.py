@@ -1,0 +1,68 @@
+"""The duties of rank 0: what exists once a run is written by one process, and handed on with the rank."""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+from evergrad_trainer.observers.base import BaseObserver, Observer
+from evergrad_trainer.observers.build import build_observers
+from evergrad_trainer.observers.history import last_step
+from evergrad_trainer.records import EventType
+from evergrad_trainer.training.build import Machinery
+from evergrad_trainer.worker.announcing import describe_run
+from evergrad_trainer.worker.session import Session
+
+
+class Writer:
+    """Holds or does not hold rank 0's duties; ``session.observers`` writes while it does, and does nothing else."""
+
+    def __init__(self, session: Session, *, relay: Observer | None) -> None:
+        """``relay``: gets the records in the place of an endpoint of this process's own."""
+        self._session = session
+        self._relay = relay
+        self.is_on_duty = False
+
+    def take(self) -> bool:
+        """Be the one that writes; whether this process was not before."""
+        if self.is_on_duty:
+            return False
+        session = self._session
+        built = build_observers(
+            session.directory,
+            run=session.plan.run.metadata.name,
+            training=session.plan.run.training,
+            stream=sys.stdout,
+            should_stop=session.is_signalled,
+            relay=self._relay,
+        )
+        session.observers, session.metrics_address = built.observers, built.metrics_address
+        self.is_on_duty = True
+        return True
+
+    def resign(self) -> None:
+        """Write no more: somebody else does from here on, or nothing is left to write."""
+        self._session.waiting = None
+        if self.is_on_duty:
+            self.is_on_duty = False
+            self._session.observers.close()
+            self._session.observers = BaseObserver()
+
+    def announce_world(self, machinery: Machinery, *, cause: str, is_new: bool) -> None:
+        """Record that training goes on in another world. ``is_new``: this process was not rank 0 before."""
+        session, last = self._session, self._session.progress.last_record
+        if is_new:
+            session.observers.run_start(replace(describe_run(session, machinery), takes_over=True))
+        session.release_events()
+        if last is not None and last_step(session.directory) < last.step:
+            # Whoever should have written this row is gone, or was a step behind.
+            session.observers.step_end(last)
+        fields: dict[str, Any] = {
+            "world_size": session.world.size,
+            "from_world_size": last.world_size if last is not None else None,
+            "cause": cause,
+            "paused_seconds": max(0.0, time.time() - last.time) if last is not None else None,
+            "pid": os.getpid(),
+        }
+        session.emit(EventType.WORLD, fields)
