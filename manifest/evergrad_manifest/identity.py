@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
+from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import KINDS, TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.reading.numbers import show
@@ -24,6 +25,7 @@ RECIPE_SECTIONS: Final = (
     "schedule",
     "horizon",
     "reproducibility",
+    "options",
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below. ``runtime`` adds its precision."""
 _OPERATIONAL_DATA: Final = ("preparedDirectory",)
@@ -31,6 +33,36 @@ RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
 OPERATIONAL_OF_SCRIPT: Final = ("gracePeriodSeconds", "metrics")
 """Fields of ``spec.script`` that may change from one start to the next."""
+
+_HASHED_AT_DEFAULT: Final = frozenset(
+    {
+        "training.recipe",
+        "training.tokenizer.type",
+        "training.data.sources[].type",
+        "training.data.sources[].weight",
+        "training.data.sources[].textField",
+        "training.data.sources[].dtype",
+        "training.data.malformed",
+        "training.optimizer.type",
+        "training.optimizer.betas",
+        "training.optimizer.epsilon",
+        "training.optimizer.weightDecay",
+        "training.optimizer.clipNorm",
+        "training.schedule.type",
+        "training.schedule.warmup",
+        "training.schedule.decay",
+        "training.schedule.minimumRatio",
+        "training.reproducibility.seed",
+        "training.reproducibility.elastic",
+        "training.runtime.precision",
+        "script.env",
+        "script.workingDirectory",
+    }
+)
+"""Optional fields of the first version, which are part of the hash at their default too. Nothing is ever added here: a later
+field is left out of the hash where it has its first default, so that a file that does not set it keeps its hash."""
+FIRST_DEFAULTS: Final[dict[str, Any]] = {}
+"""Path (as above) of a later field whose default has changed since → the default it came with, which a file of that day means."""
 
 ABSENT: Final = "(absent)"
 """Stands for a value on the side that does not have the field at all."""
@@ -70,7 +102,7 @@ def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
 def recipe_of(run: TrainingRun) -> dict[str, Any]:
     """What decides the result and must not change while the run exists: that part of ``training`` or ``script``, camelCase.
 
-    Without nulls, so that a field that a newer version adds, unset, does not change the hash of an older run.
+    Without nulls, and with every default written out.
     """
     if run.spec.script is not None:
         script = without_nulls(to_wire(run)["spec"]["script"], Script)
@@ -83,10 +115,40 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
 
 
 def config_hash(run: TrainingRun) -> str:
-    """SHA-256 of the recipe without its horizon, so that a run that is extended stays the same run. 64 hex digits."""
+    """Return the SHA-256 of the recipe, 64 hex digits: the identity of a run, which its checkpoints carry.
+
+    The horizon is left out, so that a run that is extended stays the same run, and so is each field that came after the first
+    version and has the default it came with, so that a new version gives the hash that the old one gave.
+    """
     recipe = {section: value for section, value in recipe_of(run).items() if section != "horizon"}
+    if run.spec.script is not None:
+        recipe = _without_later_defaults(recipe, run.spec.script, "script.")
+    else:
+        recipe = _without_later_defaults(recipe, run.training, "training.")
     text = json.dumps(recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _without_later_defaults(wire: Mapping[str, Any], section: Section, prefix: str) -> dict[str, Any]:
+    """``wire``, a part of ``section`` on the wire, without later fields at their first default and sections left empty so."""
+    kept: dict[str, Any] = {}
+    for name, info in type(section).model_fields.items():
+        key, path = info.alias or name, f"{prefix}{info.alias or name}"
+        if key not in wire:
+            continue
+        value, written = getattr(section, name), wire[key]
+        is_later = not info.is_required() and path not in _HASHED_AT_DEFAULT
+        if isinstance(value, Section):
+            written = _without_later_defaults(written, value, f"{path}.")
+            if is_later and not written:
+                continue
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            pairs = zip(written, value, strict=True)
+            written = [_without_later_defaults(item, one, f"{path}[].") for item, one in pairs]
+        elif is_later and value == FIRST_DEFAULTS.get(path, info.get_default(call_default_factory=True)):
+            continue
+        kept[key] = written
+    return kept
 
 
 def changed_fields(

@@ -10,6 +10,7 @@ from evergrad_manifest.fields import FieldPath, format_path
 from evergrad_manifest.reading.numbers import show
 from evergrad_manifest.reading.problems import nearest
 from evergrad_manifest.reading.view import UNKNOWN, View
+from evergrad_manifest.training import RECIPES
 
 TRAINING: Final = "spec.training"
 _HORIZON = f"{TRAINING}.horizon"
@@ -20,6 +21,15 @@ _SCHEDULE = f"{TRAINING}.schedule"
 _MODEL = f"{TRAINING}.model"
 _REMOTE_CODE = ("auto_map", "trust_remote_code", "custom_pipelines")
 BYTE_VOCABULARY: Final = 257
+
+
+def check_options(view: View) -> Iterator[Problem]:
+    """A recipe that has a name has fields of its own instead of options."""
+    recipe, options = view.get(f"{TRAINING}.recipe"), view.get(f"{TRAINING}.options")
+    if recipe in RECIPES and options is not UNKNOWN and options:
+        what = f"have no meaning with recipe {recipe}"
+        why = "they are those of a task of your own"
+        yield Problem(f"{TRAINING}.options", what, why, "Remove them, or set recipe: module:attr")
 
 
 def check_horizon(view: View) -> Iterator[Problem]:
@@ -223,6 +233,7 @@ def check_endpoint(view: View, section: str) -> Iterator[Problem]:
 
 
 RULES: Final = (
+    check_options,
     check_horizon,
     check_batching,
     check_schedule_fits,

@@ -1,15 +1,33 @@
 """``spec.training``: the typed recipe. Frozen and pure: no device, file, network, process group or logging."""
 
-from typing import Annotated, Any, Literal
+import re
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, Strict
+from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
-from evergrad_manifest.base import LocalPath, Section, Switch
-from evergrad_manifest.reading.numbers import Bytes, Count, Fraction, Real, StepsOrFraction
+from evergrad_manifest.base import FieldValueError, LocalPath, Section, Switch
+from evergrad_manifest.reading.numbers import Bytes, Count, Fraction, Real, StepsOrFraction, show
 
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT = "heldOut"
 """Name of the evaluation set that ``data.heldOut`` makes."""
+
+
+RECIPES: Final = ("pretrain",)
+"""Recipes that have a name. Any other is a task of the user's own, ``module:attr``."""
+_OWN_TASK: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
+
+
+def check_recipe(recipe: str) -> str:
+    """``recipe`` itself. Raises FieldValueError for what is neither a recipe's name nor ``module:attr``."""
+    if recipe in RECIPES or _OWN_TASK.fullmatch(recipe):
+        return recipe
+    remedy = "Write module:attr, such as my_task:Task for the class Task of my_task.py"
+    if "/" in recipe or ".py:" in recipe:
+        module = recipe.rpartition("/")[2].replace(".py:", ":")
+        remedy = f"Write {module} for a file beside this one" if _OWN_TASK.fullmatch(module) else remedy
+    why = f"it is one of {', '.join(RECIPES)}, or a task of your own as module:attr"
+    raise FieldValueError(f"{show(recipe)} is not a recipe", why, remedy)
 
 
 def _on_or_off(value: Any) -> Any:
@@ -265,8 +283,11 @@ class Metrics(Section):
 class Training(Section):
     """The typed recipe."""
 
-    recipe: Literal["pretrain"] = "pretrain"
-    """What is trained."""
+    recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
+    """What is trained: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file that lies beside this
+    one or can be imported."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the first step."""
     model: Model
     """The model: exactly one of a configuration and a directory."""
     tokenizer: Tokenizer = Tokenizer()

@@ -1,0 +1,187 @@
+"""Hashes of a set of specs are pinned, and a field that a later version adds changes none of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import Field
+
+from evergrad_manifest import identity
+from evergrad_manifest.base import Section, Switch
+from evergrad_manifest.envelope import Spec, TrainingRun
+from evergrad_manifest.fields import walk_fields
+from evergrad_manifest.identity import RECIPE_SECTIONS, config_hash, recipe_of
+from evergrad_manifest.reading.loader import load_manifest
+from evergrad_manifest.reading.validation import parse_run
+from evergrad_manifest.training import Data, Optimizer, Source, Training
+
+FOLDER = Path(__file__).parent
+ROOT = FOLDER.parents[2]
+GOLDEN: list[dict[str, Any]] = yaml.safe_load((FOLDER / "golden_identities.yaml").read_text())
+EXAMPLES = {
+    "elastic": "d7700ccf853613b191b34ae4085d2f64764b2e4f7a011d5f6282035385b990d7",
+    "pydoc": "94478a20741fbc81cd81e73664677bbc6f407f71bd59125c5a6a93ba4fe33c25",
+    "quickstart": "5cf14ce3237b0ad8e656fa4b1b2fc35d3729639e2ca5b7e49673621c0aa9ff61",
+}
+
+
+def document(case: dict[str, Any]) -> dict[str, Any]:
+    head = {"apiVersion": "evergrad.dev/v1alpha1", "kind": "TrainingRun", "metadata": {"name": "golden"}}
+    return {**head, "spec": case["spec"]}
+
+
+class Shards(Section):
+    """A section that a later version might add."""
+
+    count: int = 1
+    names: tuple[str, ...] = ()
+    further: Switch = False
+
+
+class LaterSource(Source):
+    """A source with further fields."""
+
+    format: str = "plain"
+    glob: Switch = False
+
+
+class LaterData(Data):
+    """Data with further fields."""
+
+    sources: tuple[LaterSource, ...] = Field(min_length=1)
+    shards: Shards = Shards()
+    filter: str | None = None
+
+
+class LaterOptimizer(Optimizer):
+    """An optimizer with further fields."""
+
+    momentum: float = 0.95
+    groups: dict[str, Any] = Field(default_factory=dict)
+
+
+class LaterTraining(Training):
+    """A recipe of a later version."""
+
+    data: LaterData
+    optimizer: LaterOptimizer
+
+
+class LaterSpec(Spec):
+    """A spec of a later version."""
+
+    training: LaterTraining | None = None
+
+
+class LaterRun(TrainingRun):
+    """A run of a later version."""
+
+    spec: LaterSpec
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
+def test_the_hash_of_each_golden_spec_stays_what_it_is(case: dict[str, Any]) -> None:
+    assert config_hash(parse_run(document(case))) == case["hash"]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_hash_of_each_example_stays_what_it_is(name: str) -> None:
+    assert config_hash(load_manifest(ROOT / "examples" / name / "trainingrun.yaml").run) == EXAMPLES[name]
+
+
+def test_every_field_of_the_recipe_is_set_by_a_golden_spec() -> None:
+    said = {path for case in GOLDEN for path in paths_of(case["spec"], "")}
+    fields = {field.path.removeprefix("spec.") for field in walk_fields(TrainingRun)}
+    recipe = {
+        path
+        for path in fields
+        if path.startswith(("script.", *(f"training.{section}" for section in RECIPE_SECTIONS)))
+    }
+    assert recipe - said == set()
+
+
+def paths_of(value: Any, prefix: str) -> set[str]:
+    """The path of every field that ``value`` sets, with ``[]`` where a list is entered."""
+    if isinstance(value, list):
+        return {prefix} | {path for item in value for path in paths_of(item, f"{prefix}[]")}
+    if not isinstance(value, dict):
+        return {prefix}
+    start = f"{prefix}." if prefix else ""
+    return {prefix} | {path for key, item in value.items() for path in paths_of(item, f"{start}{key}")}
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=[case["name"] for case in GOLDEN])
+def test_a_field_that_a_later_version_adds_changes_no_hash_of_a_file_that_does_not_set_it(
+    case: dict[str, Any],
+) -> None:
+    later = LaterRun.model_validate(json.loads(json.dumps(document(case))))
+    assert config_hash(later) == case["hash"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("data", "shards"), {"count": 2}),
+        (("data", "filter"), "short"),
+        (("data", "sources"), [{"name": "a", "path": "a.jsonl", "glob": True}]),
+        (("optimizer", "momentum"), 0.9),
+        (("optimizer", "groups"), {"head": {"learningRate": 1}}),
+    ],
+    ids=["section", "optional", "item of a list", "number", "mapping"],
+)
+def test_a_later_field_that_is_set_changes_the_hash(path: tuple[str, str], value: Any) -> None:
+    raw = json.loads(json.dumps(document(GOLDEN[0])))
+    raw["spec"]["training"][path[0]][path[1]] = value
+    assert config_hash(LaterRun.model_validate(raw)) != GOLDEN[0]["hash"]
+
+
+def test_a_later_field_at_its_default_has_the_hash_of_a_file_without_it() -> None:
+    raw = json.loads(json.dumps(document(GOLDEN[0])))
+    raw["spec"]["training"]["optimizer"] |= {"momentum": 0.95, "groups": {}}
+    raw["spec"]["training"]["data"]["shards"] = {"count": 1}
+    assert config_hash(LaterRun.model_validate(raw)) == GOLDEN[0]["hash"]
+
+
+def test_a_later_default_that_changed_gives_the_old_hash_to_the_old_meaning_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The field came with 0.9 and has 0.95 today: a file that does not set it means another run than it did.
+    monkeypatch.setitem(identity.FIRST_DEFAULTS, "training.optimizer.momentum", 0.9)
+    raw = json.loads(json.dumps(document(GOLDEN[0])))
+    assert config_hash(LaterRun.model_validate(raw)) != GOLDEN[0]["hash"]
+    raw["spec"]["training"]["optimizer"]["momentum"] = 0.9
+    assert config_hash(LaterRun.model_validate(raw)) == GOLDEN[0]["hash"]
+
+
+def test_defaults_of_the_recipe_stay_what_they_are() -> None:
+    """A changed default changes what files mean. One of a later field goes into FIRST_DEFAULTS first, with its old value."""
+    golden = next(case for case in GOLDEN if case["name"] == "the least that a recipe says")
+    recipe = recipe_of(parse_run(document(golden)))
+    assert recipe == {
+        "recipe": "pretrain",
+        "options": {},
+        "model": {"config": {"model_type": "llama"}},
+        "tokenizer": {"type": "byte"},
+        "data": {
+            "sources": [
+                {"name": "a", "type": "jsonl", "path": "a.jsonl", "weight": 1.0, "textField": "text"}
+            ],
+            "sequenceLength": 64,
+            "malformed": "refuse",
+        },
+        "batching": {"globalBatchSize": 4, "microBatchSize": 4},
+        "optimizer": {
+            "type": "adamw",
+            "learningRate": 0.001,
+            "betas": [0.9, 0.95],
+            "epsilon": 1e-08,
+            "weightDecay": 0.1,
+            "clipNorm": 1.0,
+        },
+        "schedule": {"type": "wsd", "warmup": 0, "decay": 0.2, "minimumRatio": 0.0},
+        "horizon": {"steps": 10},
+        "reproducibility": {"seed": 0, "elastic": "fast"},
+        "runtime": {"precision": "bf16-autocast"},
+    }
