@@ -4,6 +4,7 @@ from typing import Any, Final, Literal
 
 from pydantic import ConfigDict, Field
 
+from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.base import Section, Switch
 from evergrad_manifest.errors import ConfigurationError, Problem
 from evergrad_manifest.reading.numbers import Count
@@ -43,6 +44,11 @@ class Nodes(Section):
     """The run starts with this many nodes and goes on with whatever is left down to it."""
     max: Count | None = Field(default=None, ge=1, le=1024)
     """Uses up to this many nodes; default: min."""
+
+    @property
+    def largest(self) -> int:
+        """The number of nodes that the run uses where it can."""
+        return self.min if self.max is None else self.max
 
 
 class Resources(Section):
@@ -181,6 +187,16 @@ class TrainingRun(Section):
                 _wrong_kind("script", "this run has a typed recipe", "the run of a script")
             )
         return self.spec.script
+
+    @property
+    def recovery(self) -> Recovery:
+        """Whether workers outlive a change of the group: only state that every rank holds whole can be handed on."""
+        training = self.spec.training
+        return (
+            "in-process"
+            if training is not None and training.runtime.parallelism == "dataParallel"
+            else "fresh"
+        )
 
 
 def _wrong_kind(key: str, why: str, needed: str) -> Problem:

@@ -1,5 +1,6 @@
 """What the envelope must satisfy: metadata, nodes against slots, resources, storage."""
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,6 +24,8 @@ _MIN, _MAX = "spec.nodes.min", "spec.nodes.max"
 _STORAGE = "spec.storage"
 _STANDARD_RESOURCES = ("cpu", "memory", "ephemeral-storage")
 _SMALLEST_MEMORY = 2**20
+MAX_SPEC_BYTES: Final = 700_000
+"""Size of a run's ``spec`` as JSON that leaves room in the ConfigMap for what else stands there."""
 FOLDER: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*(/[A-Za-z0-9][A-Za-z0-9_.-]*)*")
 _NAME_OF_IMAGE: Final = r"[a-z0-9]+((\.|_{1,2}|-+)[a-z0-9]+)*"
 IMAGE: Final = re.compile(
@@ -204,4 +207,13 @@ def check_labels(view: View) -> Iterator[Problem]:
                     yield Problem(path, *fault, "Correct it")
 
 
-RULES: Final = (check_nodes, check_resources, check_storage, check_image, check_labels)
+def check_size(view: View) -> Iterator[Problem]:
+    """A run fits into one object of a cluster, and into the ConfigMap that its nodes read it from."""
+    spec = view.raw("spec")
+    size = len(json.dumps(spec, ensure_ascii=False, default=str).encode(errors="replace"))
+    if size > MAX_SPEC_BYTES:
+        why = f"a ConfigMap has room for {MAX_SPEC_BYTES} bytes of it"
+        yield Problem("spec", f"{size} bytes are too many", why, "Move lists and texts into files")
+
+
+RULES: Final = (check_size, check_nodes, check_resources, check_storage, check_image, check_labels)

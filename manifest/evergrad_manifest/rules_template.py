@@ -65,6 +65,8 @@ _MOUNT = Keys(
         "mountPropagation",
     ),
     required=("name", "mountPath"),
+    # Any other needs rights that the pods of a run do not have.
+    words={"mountPropagation": ("None", "HostToContainer")},
 )
 _VARIABLE = Keys(known=("name", "value", "valueFrom"), required=("name",))
 _SECRET = Keys(known=("name",), required=("name",))
@@ -144,8 +146,12 @@ def check_volumes(view: View) -> Iterator[Problem]:
             what = f"{show(mount['name'])} is not the name of a volume under spec.template.volumes"
             yield Problem(format_path((*path, "name")), what, "", remedy)
         place = mount.get("mountPath")
-        if isinstance(place, str) and place and (not place.startswith("/") or ":" in place):
-            why = "a mount path is absolute and has no ':'"
+        if (
+            isinstance(place, str)
+            and place
+            and (not place.startswith("/") or ":" in place or ".." in place.split("/"))
+        ):
+            why = "a mount path is absolute, without ':' and '..'"
             yield Problem(
                 format_path((*path, "mountPath")), f"{show(place)} cannot be mounted on", why, "Correct it"
             )

@@ -116,8 +116,8 @@ def _say_pods(observation: Observation, decision: Decision) -> _Said:
     ready, nodes = decision.memory.training.ready, observation.run.spec.nodes
     if decision.phase != Phase.RUNNING:
         return _Said(False, decision.reason, keep_start(decision.message, _SHORT))
-    if ready >= nodes.max:
-        return _Said(True, Reason.ALL_READY, f"{ready} of {nodes.max} nodes train")
+    if ready >= nodes.largest:
+        return _Said(True, Reason.ALL_READY, f"{ready} of {nodes.largest} nodes train")
     return _Said(False, Reason.SOME_READY, keep_start(decision.message, _SHORT))
 
 

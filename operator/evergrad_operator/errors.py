@@ -1,12 +1,17 @@
 """The operator's errors, one tree.
 
 OperatorError         the operator cannot do what it should
-├── SpecError         an object does not have the shape that the API server promises
+├── SpecError         the envelope of a run cannot be read
 ├── ApiError          the API server refused a request, or did not answer it
 ├── UnauthorizedError a coordinator does not take the run's token
 ├── LeaseLostError    another operator may be writing, so this one may not
 └── SettingsError     the operator's own settings or surroundings are wrong
 """
+
+from collections.abc import Sequence
+
+from evergrad_manifest.errors import Problem
+from evergrad_operator.problems import list_problems
 
 
 class OperatorError(Exception):
@@ -14,16 +19,11 @@ class OperatorError(Exception):
 
 
 class SpecError(OperatorError):
-    """A TrainingRun does not have the shape of its schema, so operator and CRD are of different versions, or one was edited.
+    """The envelope of a TrainingRun cannot be read: no webhook was asked, and the CRD is of another version."""
 
-    ``path`` is the field's path.
-    """
-
-    def __init__(self, path: str, what: str) -> None:
-        self.path = path
-        super().__init__(
-            f"{path}: {what}. Install the CRD that belongs to this operator and apply the run again."
-        )
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(list_problems(problems))
 
 
 class ApiError(OperatorError):

@@ -1,19 +1,17 @@
 """Raw objects of a run → one Observation, all that is decided rests on. Pure."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
 
-from evergrad_coordinator.contract import OPERATIONAL_SECTIONS
 from evergrad_operator import names
 from evergrad_operator.errors import ProgressError
 from evergrad_operator.memory import LONGEST_CAUSE, MAX_CAUSES, Memory, parse_memory
 from evergrad_operator.pods import MAX_MESSAGE, PodState, judge_image, parse_pod
 from evergrad_operator.raw import get_float, get_int, get_map, get_maps, get_natural, get_text
-from evergrad_operator.spec import TrainingRun, parse_run
+from evergrad_operator.spec import TrainingRun
 from evergrad_operator.times import parse_time
 
 PreviousStatus = Memory
@@ -169,7 +167,6 @@ class Observation:
     """Applied hash of each live child that is not a pod."""
     progress: Progress | None
     failures: tuple[ApplyFailure, ...]
-    raw: Mapping[str, Any] = field(repr=False)
     claim_users: frozenset[str] | None = None
     """Names of all runs that keep their files on the claim; None where nobody knows."""
     silence: Silence | None = None
@@ -192,7 +189,7 @@ class Observation:
 
 
 def observe(
-    raw_run: Mapping[str, Any],
+    run: TrainingRun,
     *,
     pods: Sequence[Mapping[str, Any]] = (),
     others: Sequence[Mapping[str, Any]] = (),
@@ -202,15 +199,13 @@ def observe(
 ) -> Observation:
     """One Observation. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC among them.
 
-    Pods of other owners, runs on other PVCs and records that cannot be read are passed over. Raises SpecError for a run without
-    its shape.
+    Pods of other owners, runs on other PVCs and records that cannot be read are passed over.
     """
-    run = parse_run(raw_run)
     children = children or {}
     claim = children.get(("PersistentVolumeClaim", run.claim_name))
     states = [state for raw in pods if _is_owned(raw, run) and (state := parse_pod(raw)) is not None]
     states.sort(key=lambda pod: (pod.index, pod.attempt))
-    status = parse_memory(get_map(raw_run, "status"))
+    status = parse_memory(get_map(run.raw, "status"))
     nodes = (pod for pod in states if pod.role == names.ROLE_NODE)
     return Observation(
         run=run,
@@ -226,32 +221,7 @@ def observe(
         },
         progress=progress,
         failures=tuple(failures),
-        raw=raw_run,
     )
-
-
-def hash_recipe(run: TrainingRun) -> str:
-    """SHA-256 of the recipe or script as the run says it, 64 hex digits: equal for what may share a run directory."""
-    training, script = run.spec.training, run.spec.script
-    if training is not None:
-        return hash_json(
-            {
-                key: value
-                for key, value in training.items()
-                if value is not None and key not in OPERATIONAL_SECTIONS
-            }
-        )
-    if script is None:
-        return ""
-    return hash_json(
-        {"command": script.command, "env": script.env, "workingDirectory": script.working_directory}
-    )
-
-
-def hash_json(value: Any) -> str:
-    """SHA-256 of a JSON value, whatever the order of its keys."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, default=dict)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def build_record(record: Record) -> str:

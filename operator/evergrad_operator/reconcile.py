@@ -33,6 +33,7 @@ from evergrad_operator.policies import Decision, decide
 from evergrad_operator.progress import Coordinators
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.refusals import Step
+from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome, build_refused_status, build_status, should_write
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class Reconciler:
         self.token_of: Callable[[str], str] = _refuse_token
         self._recorder, self._config, self._metrics = recorder, config, metrics
         self._memories: dict[Key, Memory] = {}
+        self._specs = SpecCache()
         self._claims_seen_at: dict[Key, float] = {}
         self.clock: Callable[[], float] = time.time
         self.on_forget: Callable[[Key], None] = lambda key: None
@@ -157,7 +159,7 @@ class Reconciler:
     def _think(self, key: Key, raw: Raw, memory: Memory) -> tuple[Observation, Decision, Plan]:
         """What is seen now, and what follows from it."""
         observed = observe(
-            raw,
+            self._specs.parse(raw),
             pods=self._mirror.pods(key),
             others=self._mirror.others(key),
             children=self._children(key, raw, memory),
@@ -382,6 +384,7 @@ class Reconciler:
 
     def _forget(self, key: Key) -> None:
         self._memories.pop(key, None)
+        self._specs.forget(key)
         self._coordinators.leave(key)
         self.on_forget(key)
 

@@ -10,6 +10,7 @@ from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, format_rate, without_empty
 from evergrad_operator.observe import Observation
 from evergrad_operator.pods import MAX_MESSAGE
+from evergrad_operator.problems import LONGEST_LIST
 from evergrad_operator.raw import get_map, get_maps, get_text, keep_start
 from evergrad_operator.times import format_duration, format_time, parse_time
 
@@ -51,13 +52,13 @@ def build_status(
     shown = replace(decision, memory=memory)
     built = build_memory(memory)
     # A run that is over needs no nodes: none is missing.
-    summary = None if memory.finish else f"{ready}/{run.spec.nodes.max}"
-    nodes = {"summary": summary, "min": run.spec.nodes.min, "max": run.spec.nodes.max}
+    summary = None if memory.finish else f"{ready}/{run.spec.nodes.largest}"
+    nodes = {"summary": summary, "min": run.spec.nodes.min, "max": run.spec.nodes.largest}
     status = {
         "observedGeneration": run.generation,
         "phase": decision.phase.value,
         "reason": str(decision.reason),
-        "message": keep_start(decision.message, MAX_MESSAGE),
+        "message": keep_start(decision.message, _longest_message(decision)),
         **built,
         "nodes": {**nodes, "ready": ready, "running": running},
         "progress": _build_progress(memory.training, is_running=not is_at_rest),
@@ -70,12 +71,17 @@ def build_status(
     return cleaned
 
 
+def _longest_message(decision: Decision) -> int:
+    """In bytes. All problems of a run are told at once, wherever that is possible."""
+    return LONGEST_LIST if decision.reason == names.Reason.INVALID_SPEC else MAX_MESSAGE
+
+
 def build_refused_status(raw: Mapping[str, Any], message: str, now: float) -> dict[str, Any]:
     """The status of a run whose spec cannot be read: what stands there, with the reason. A run that is over stays as it is."""
     old = get_map(raw, "status")
     if get_text(old, "phase") in (names.Phase.COMPLETE, names.Phase.FAILED):
         return dict(old)
-    text = keep_start(message, MAX_MESSAGE)
+    text = keep_start(message, LONGEST_LIST)
     conditions = build_refused_conditions(raw, text, now=now)
     return {
         **old,

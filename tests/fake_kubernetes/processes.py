@@ -16,11 +16,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.server import FakeServer
 from fake_kubernetes.store import Store
 
 T = TypeVar("T")
-SPEC = {"nodes": {"min": 1, "max": 2}, "training": {"recipe": "causal-lm", "steps": 10}}
+SPEC = {"nodes": {"min": 1, "max": 2}, "training": TRAINING}
 
 
 class ServerThread:

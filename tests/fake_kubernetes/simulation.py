@@ -21,6 +21,7 @@ from evergrad_operator.recorder import Recorder
 from evergrad_operator.times import format_time
 from evergrad_operator.tokens import derive_token
 from fake_kubernetes.cluster import FakeCluster
+from fake_kubernetes.recipe import TRAINING
 from fake_kubernetes.store import Store, Write
 
 KEY: Key = ("ns", "run")
@@ -170,7 +171,7 @@ class Simulation:
             "apiVersion": "evergrad.dev/v1alpha1",
             "kind": "TrainingRun",
             "metadata": {"name": name, "namespace": "ns"},
-            "spec": {"nodes": {"min": 1, "max": 2}, "training": {"recipe": "causal-lm", "steps": 10}, **spec},
+            "spec": {"nodes": {"min": 1, "max": 2}, "training": TRAINING, **spec},
         }
         with self.by_others():
             self.store.create("trainingruns", body)

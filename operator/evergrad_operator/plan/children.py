@@ -99,7 +99,7 @@ def _build_wanted(observation: Observation, decision: Decision, config: Config) 
     attempt = decision.coordinator_attempt
     if attempt is None and live is not None:
         attempt = live.attempt
-    wanted = [build_config_map(run, observation.raw)]
+    wanted = [build_config_map(run)]
     wanted += [build_service(run, attempt=attempt)] if attempt is not None else []
     if config.disruption_budgets and _is_worth_protecting(observation, decision):
         budget = build_disruption_budget(run)
@@ -148,7 +148,11 @@ def _plan_pods(observation: Observation, decision: Decision, config: Config, tok
     run, memory = observation.run, decision.memory
     if decision.coordinator_attempt is not None:
         running = sum(pod.is_live and pod.is_running for pod in observation.nodes)
-        expect = min(max(running, run.spec.nodes.min), run.spec.nodes.max) if running else run.spec.nodes.max
+        expect = (
+            min(max(running, run.spec.nodes.min), run.spec.nodes.largest)
+            if running
+            else run.spec.nodes.largest
+        )
         nothing_runs = all(pod.end is not None for pod in observation.nodes)
         epoch = Epoch(
             decision.coordinator_attempt,

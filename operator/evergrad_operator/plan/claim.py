@@ -52,12 +52,14 @@ def choose_access_modes(run: TrainingRun, config: Config, live: ClaimState | Non
         return tuple(standing)
     if run.spec.storage.access_modes:
         return run.spec.storage.access_modes
-    return (config.storage_access_mode or ("ReadWriteOnce" if run.spec.nodes.max == 1 else "ReadWriteMany"),)
+    return (
+        config.storage_access_mode or ("ReadWriteOnce" if run.spec.nodes.largest == 1 else "ReadWriteMany"),
+    )
 
 
 def is_for_one_host(run: TrainingRun, config: Config, live: ClaimState | None) -> bool:
     """Whether several pods share a volume that only one node of the cluster can mount at a time."""
-    return run.spec.nodes.max > 1 and "ReadWriteMany" not in choose_access_modes(run, config, live)
+    return run.spec.nodes.largest > 1 and "ReadWriteMany" not in choose_access_modes(run, config, live)
 
 
 def _build_spec(run: TrainingRun, config: Config) -> Mapping[str, Any]:

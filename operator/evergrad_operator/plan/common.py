@@ -5,7 +5,7 @@ from typing import Any
 
 from evergrad_operator import names
 from evergrad_operator.config import Config
-from evergrad_operator.observe import hash_json
+from evergrad_operator.recipe import hash_json
 from evergrad_operator.spec import TrainingRun
 
 JsonObject = dict[str, Any]

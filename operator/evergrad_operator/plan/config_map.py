@@ -1,8 +1,7 @@
 """The ConfigMap with the run as its nodes read it."""
 
 import json
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from evergrad_operator import names
 from evergrad_operator.plan.common import JsonObject, build_metadata
@@ -13,19 +12,21 @@ from evergrad_operator.spec import TrainingRun
 _KEPT: Final = ("nodes", "workersPerNode", "failurePolicy", "training", "script")
 
 
-def build_config_map(run: TrainingRun, raw: Mapping[str, Any]) -> JsonObject:
-    """The manifest of the run, without what only concerns the operator. ``raw``: the run as the API server has it."""
+def build_config_map(run: TrainingRun) -> JsonObject:
+    """The manifest of the run, without what only concerns the operator."""
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": build_metadata(run, names.config_name(run.name)),
-        "data": {names.CONFIG_FILE: build_manifest(run, raw)},
+        "data": {names.CONFIG_FILE: build_manifest(run)},
     }
 
 
-def build_manifest(run: TrainingRun, raw: Mapping[str, Any]) -> str:
+def build_manifest(run: TrainingRun) -> str:
     """JSON, which is YAML too. Metrics get our port where the run names none, so that there is something to scrape."""
-    spec = {key: value for key, value in get_map(raw, "spec").items() if key in _KEPT and value is not None}
+    spec = {
+        key: value for key, value in get_map(run.raw, "spec").items() if key in _KEPT and value is not None
+    }
     for kind in ("training", "script"):
         if kind in spec:
             metrics = {**get_map(spec[kind], "metrics"), "port": metrics_port(run)}

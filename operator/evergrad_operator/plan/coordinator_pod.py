@@ -99,7 +99,7 @@ def _build_arguments(run: TrainingRun, epoch: Epoch) -> list[str]:
     return [
         *("--run", run.name),
         *("--min", str(nodes.min)),
-        *("--max", str(nodes.max)),
+        *("--max", str(nodes.largest)),
         *("--expect", str(epoch.expect)),
         *("--port", str(names.JOIN_PORT)),
         *("--status-port", str(names.STATUS_PORT)),
@@ -107,7 +107,7 @@ def _build_arguments(run: TrainingRun, epoch: Epoch) -> list[str]:
         *build_token_arguments(),
         *("--epoch", str(epoch.attempt)),
         *(("--nothing-runs",) if epoch.nothing_runs else ()),
-        *("--recovery", run.recovery),
+        *("--recovery", run.parsed.recovery),
         *("--max-failures", str(run.spec.failure_policy.max_failures_without_progress)),
         *build_soft_limit(grace_seconds(run) + _MARGIN_SECONDS),
         *("--linger", str(_LINGER_SECONDS)),

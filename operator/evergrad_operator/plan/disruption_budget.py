@@ -11,7 +11,7 @@ def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
     None where that is no limit. ``maxUnavailable`` cannot be used: it asks for a scale subresource of the pods' owner.
     """
     nodes = run.spec.nodes
-    fewest = nodes.min if nodes.max > nodes.min else nodes.min - 1
+    fewest = nodes.min if nodes.largest > nodes.min else nodes.min - 1
     if fewest < 1:
         return None
     return _build(run, run.name, names.ROLE_NODE, fewest)

@@ -1,8 +1,7 @@
 """The pod of one node: it trains."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from evergrad_coordinator import contract
 from evergrad_operator import names
@@ -21,8 +20,7 @@ from evergrad_operator.plan.common import (
 )
 from evergrad_operator.plan.template import build_scheduling, build_user_labels, merge_env
 from evergrad_operator.plan.token import build_token_arguments, build_token_mount, build_token_volume
-from evergrad_operator.raw import get_map
-from evergrad_operator.spec import TrainingRun, parse_count
+from evergrad_operator.spec import TrainingRun
 
 GRACE_SECONDS: Final = 30
 """From SIGTERM to the end of a pod, where neither the run nor its script says."""
@@ -171,9 +169,5 @@ def grace_seconds(run: TrainingRun) -> int:
 
 def metrics_port(run: TrainingRun) -> int:
     """Where a node serves its metrics; 0 where the run asked for any free port."""
-    if run.spec.script is not None:
-        given = run.spec.script.metrics.port
-    else:
-        metrics: Mapping[str, Any] = get_map(run.spec.training or {}, "metrics")
-        given = parse_count(metrics.get("port"), "spec.training.metrics.port")
+    given = run.parsed.metrics_port
     return names.METRICS_PORT if given is None else given

@@ -1,4 +1,4 @@
-"""What the allowed part of a pod template adds to a node's pod. That it is allowed, ``policies.allowed`` has checked."""
+"""What the allowed part of a pod template adds to a node's pod. That it is allowed, the manifest's rules have checked."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final

@@ -87,7 +87,7 @@ def forgive(memory: Memory, observation: Observation) -> Memory:
     has_checkpoint = (
         training.checkpoint_step is not None and training.checkpoint_step > budget.checkpoint_step
     )
-    is_fresh = observation.run.recovery == "fresh"
+    is_fresh = observation.run.parsed.recovery == "fresh"
     if (budget.failures or budget.short_lives) and (has_checkpoint or (has_step and not is_fresh)):
         return replace(memory, budget=Budget(at=budget.at))
     return memory

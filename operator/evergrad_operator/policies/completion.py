@@ -24,7 +24,7 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
         )
     else:
         text = f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing is trained again"
-        if isinstance(step, int) and run.spec.training is not None:
+        if isinstance(step, int) and run.parsed.is_typed:
             training = replace(situation.memory.training, step=step, total_steps=step)
             situation = replace(situation, memory=replace(situation.memory, training=training))
         over = _note_last_step(situation).finished(Phase.COMPLETE, Reason.ALREADY_COMPLETE, text)
@@ -50,7 +50,7 @@ def complete_if_done(situation: Situation) -> Situation | None:
 def _note_last_step(situation: Situation) -> Situation:
     """A typed run saves its last step before it says that it is done, and nobody may have asked its coordinator since."""
     training = situation.memory.training
-    if situation.run.spec.training is None or training.total_steps is None:
+    if not situation.run.parsed.is_typed or training.total_steps is None:
         return situation
     training = replace(training, step=training.total_steps, checkpoint_step=training.total_steps)
     return replace(situation, memory=replace(situation.memory, training=training))

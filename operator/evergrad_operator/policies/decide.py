@@ -8,7 +8,6 @@ from evergrad_operator.decision import Action, Decision
 from evergrad_operator.memory import Memory
 from evergrad_operator.names import Phase, Reason
 from evergrad_operator.observe import Observation
-from evergrad_operator.policies.allowed import find_problems
 from evergrad_operator.policies.completion import complete_if_done, complete_if_recorded
 from evergrad_operator.policies.conflict import refuse_if_taken
 from evergrad_operator.policies.failure import (
@@ -31,6 +30,7 @@ from evergrad_operator.policies.remember import remember
 from evergrad_operator.policies.scale import Scale, decide_scale
 from evergrad_operator.policies.situation import Situation
 from evergrad_operator.policies.waiting import Obstacle, explain_refusal, find_claim_obstacle, find_obstacle
+from evergrad_operator.problems import list_problems
 from evergrad_operator.times import format_time
 
 _CLAIM_RETRY_SECONDS = 10.0
@@ -116,10 +116,19 @@ def _note_start(situation: Situation) -> Situation:
 
 
 def _hold_if_wrong(situation: Situation) -> Decision | None:
-    problems = find_problems(situation.run, situation.observation.raw)
+    """Make no pod for a run that ``evergrad validate`` would refuse: the webhook was down, or is not allowed here."""
+    known = situation.observation.status
+    problems = situation.run.find_obstacles(has_begun=bool(known.recipe_hash))
     if not problems:
         return None
-    return replace(situation.hold(Phase.WAITING, Reason.INVALID_SPEC, "; ".join(problems)), is_blocked=True)
+    held = situation.hold(Phase.WAITING, Reason.INVALID_SPEC, list_problems(problems))
+    if not known.recipe_hash:
+        # Nothing of a run that has not begun is settled: the corrected file may name another recipe and another image.
+        memory = replace(
+            held.memory, recipe_hash="", image="", start_time=None, coordinator=known.coordinator
+        )
+        held = replace(held, memory=memory)
+    return replace(held, is_blocked=True)
 
 
 def _finish_up(situation: Situation) -> Decision:
@@ -205,7 +214,7 @@ def _describe(
         if scale.coordinator_attempt is not None:
             text = "the coordinator is being replaced; training goes on"
             return phase, Reason.COORDINATOR_LOST, text + (f"; {obstacle.message}" if obstacle else ""), None
-        text = f"{situation.ready} of {situation.run.spec.nodes.max} nodes train"
+        text = f"{situation.ready} of {situation.run.spec.nodes.largest} nodes train"
         behind = obstacle.message if obstacle else describe_host_faults(situation) if scale.faulty else ""
         return phase, Reason.TRAINING, text + (f"; {behind}" if behind else ""), None
     if obstacle is not None:

@@ -69,7 +69,7 @@ def _released(observation: Observation, memory: Memory, known: int) -> frozenset
     """Nodes whose pods the operator itself sends away: their ends are nobody's fault and no restart."""
     if is_letting_go(observation, memory):
         return frozenset(range(known))
-    return frozenset(range(observation.run.spec.nodes.max, known))
+    return frozenset(range(observation.run.spec.nodes.largest, known))
 
 
 def is_letting_go(observation: Observation, memory: Memory) -> bool:

@@ -81,7 +81,7 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
     faults = memory.faults
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
     well = {pod.index for pod in live if now - (pod.started_at or now) >= _WELL_SECONDS}
-    surplus = {index for index in faults.nodes if index >= observation.run.spec.nodes.max}
+    surplus = {index for index in faults.nodes if index >= observation.run.spec.nodes.largest}
     nodes = faults.nodes - well - surplus
     if nodes == faults.nodes:
         return memory
@@ -94,7 +94,7 @@ def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
     errors = memory.input_errors
     if not errors or memory.has_formed:
         return False
-    if observation.run.spec.nodes.max == 1 or len({error.node for error in errors}) < len(errors):
+    if observation.run.spec.nodes.largest == 1 or len({error.node for error in errors}) < len(errors):
         return True
     if any(one.node != other.node and one.host != other.host for one in errors for other in errors):
         return True

@@ -20,7 +20,7 @@ from evergrad_operator.memory import (
     Training,
 )
 from evergrad_operator.names import Cause
-from evergrad_operator.observe import Observation, Progress, hash_recipe
+from evergrad_operator.observe import Observation, Progress
 from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
@@ -81,7 +81,7 @@ def _begin(observation: Observation, config: Config) -> Memory:
     return replace(
         memory,
         image=memory.image or run.spec.image or config.trainer_image,
-        recipe_hash=memory.recipe_hash or hash_recipe(run),
+        recipe_hash=memory.recipe_hash or run.parsed.recipe_hash,
         coordinator=replace(memory.coordinator, image=memory.coordinator.image or config.operator_image),
     )
 

@@ -34,7 +34,7 @@ class Scale:
 
 def decide_scale(situation: Situation) -> Scale:
     """The pods of a run that trains or wants to."""
-    most = situation.run.spec.nodes.max
+    most = situation.run.spec.nodes.largest
     newest = _newest_live(situation)
     surplus = [pod for pod in situation.live if pod.index >= most or newest.get(pod.index) is not pod]
     surplus += [
@@ -151,7 +151,7 @@ def _find_bounds(situation: Situation) -> Bounds | None:
     if progress is None or progress.phase in ("Complete", "Stopped", "Failed"):
         return None
     most = situation.run.spec.failure_policy.max_failures_without_progress
-    wanted = Bounds(nodes.min, nodes.max, most)
+    wanted = Bounds(nodes.min, nodes.largest, most)
     # A coordinator of an older release tells of no such number, and is not asked for it.
     told = Bounds(
         progress.min_nodes,

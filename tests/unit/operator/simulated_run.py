@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fake_kubernetes.recipe import TRAINING
+
 from evergrad_operator import names
 from evergrad_operator.config import Config
 from evergrad_operator.decision import Decision
@@ -13,6 +15,7 @@ from evergrad_operator.events import Event, derive_events
 from evergrad_operator.observe import ApplyFailure, Observation, Progress, observe, parse_progress
 from evergrad_operator.plan import Plan, plan_children
 from evergrad_operator.policies import decide
+from evergrad_operator.spec import SpecCache
 from evergrad_operator.status import Outcome, build_status
 from evergrad_operator.times import format_time, parse_time
 from evergrad_operator.tokens import derive_token
@@ -36,11 +39,7 @@ def make_run(name: str = "docs-lm", **spec: Any) -> dict[str, Any]:
         "spec": {
             "nodes": {"min": 2, "max": 3},
             "storage": {"size": "1Gi"},
-            "training": {
-                "recipe": "pretrain",
-                "model": {"config": {"hidden_size": 8}},
-                "horizon": {"tokens": 1000},
-            },
+            "training": copy.deepcopy(TRAINING),
             **spec,
         },
     }
@@ -66,6 +65,7 @@ class Simulation:
     ) -> None:
         self.raw: dict[str, Any] = copy.deepcopy(dict(run or make_run()))
         self.config, self.now = config, now
+        self.specs = SpecCache()
         self.pods: dict[str, dict[str, Any]] = {}
         self.children: dict[tuple[str, str], dict[str, Any]] = {}
         self.others: list[dict[str, Any]] = []
@@ -91,7 +91,7 @@ class Simulation:
             there = sum(one["labels"][names.LABEL_ROLE] == names.ROLE_NODE for one in staying)
             self.progress = replace(self.progress, connected=min(self.progress.connected, there))
         return observe(
-            self.raw,
+            self.specs.parse(self.raw),
             pods=copy.deepcopy(list(self.pods.values())),
             others=self.others,
             children=self.children,

@@ -4,11 +4,14 @@ import json
 from typing import Any
 
 import pytest
+from fake_kubernetes.recipe import TRAINING
 from simulated_run import CONFIG, START, Simulation, make_progress, make_run
 
+from evergrad_manifest.errors import Problem
 from evergrad_operator import names
 from evergrad_operator.decision import Action, Bounds
 from evergrad_operator.names import Phase, Reason
+from evergrad_operator.problems import list_problems
 
 
 def kinds(world: Simulation) -> list[str]:
@@ -288,7 +291,7 @@ def test_a_run_suspended_before_its_coordinator_told_of_a_step_waits_for_its_wor
     if is_heard:
         world.train(None, nodes={"min": 1, "max": 2, "ready": 0, "connected": 0})
     world.reconcile()
-    world.raw["spec"]["suspend"] = True
+    world.set_spec(suspend=True)
     world.reconcile()
     world.leave()
     world.reconcile()
@@ -592,9 +595,7 @@ def test_a_folder_that_another_run_has_is_refused() -> None:
     assert first.settle().phase == Phase.RUNNING
 
 
-@pytest.mark.parametrize(
-    ("one", "other"), [("runs", "runs/one"), ("runs/one", "runs"), ("runs//one/", "runs/one")]
-)
+@pytest.mark.parametrize(("one", "other"), [("runs", "runs/one"), ("runs/one", "runs")])
 def test_folders_in_one_another_are_a_conflict_too(one: str, other: str) -> None:
     first = with_claim(shared("first", path=one)).run()
     assert with_claim(shared("second", path=other), first).settle().reason == Reason.OUTPUT_CONFLICT
@@ -729,7 +730,18 @@ ABUSES: list[dict[str, Any]] = [
     },
     {"template": {"volumeMounts": [{"name": "a", "mountPath": "/volume/x"}]}},
     {"template": {"volumeMounts": [{"name": "a", "mountPath": "/"}]}},
-    {"template": {"volumeMounts": [{"name": "a", "mountPath": "/x", "mountPropagation": "Bidirectional"}]}},
+    {
+        "template": {
+            "volumes": [{"name": "a", "emptyDir": {}}],
+            "volumeMounts": [{"name": "a", "mountPath": "/x", "mountPropagation": "Bidirectional"}],
+        }
+    },
+    {
+        "template": {
+            "volumes": [{"name": "a", "emptyDir": {}}],
+            "volumeMounts": [{"name": "a", "mountPath": "/x/../volume"}],
+        }
+    },
     {"template": {"volumeMounts": [{"name": "evergrad-config", "mountPath": "/x"}]}},
     {"template": {"env": [{"name": "RANK", "value": "0"}]}},
     {"template": {"env": [{"name": "EVERGRAD_POD_IP", "value": "0"}]}},
@@ -749,6 +761,60 @@ def test_what_a_run_must_not_say_is_told_and_makes_nothing(spec: dict[str, Any])
     assert decision.is_blocked
     assert decision.message.startswith(("spec.", "spec:"))
     assert world.created == []
+
+
+def test_a_file_that_is_corrected_before_the_first_pod_starts_the_run_with_all_it_says() -> None:
+    wrong = {**TRAINING, "schedule": {"type": "wsd", "warmup": "150%"}}
+    world = Simulation(make_run(training=wrong, nodes={"min": 3, "max": 2}, image="registry.example/wrong:1"))
+    world.settle()
+    status = world.raw["status"]
+    assert (status["phase"], status["reason"]) == ("Waiting", "InvalidSpec")
+    for path in ("spec.training.schedule.warmup", "spec.nodes.max"):
+        assert path in status["message"]
+    stalled = next(one for one in status["conditions"] if one["type"] == "Stalled")
+    assert (stalled["status"], stalled["reason"]) == ("True", "InvalidSpec")
+    assert world.created == []
+    assert not {"recipeHash", "image", "startTime"} & set(status), (
+        "nothing is settled of a run that was refused"
+    )
+    world.set_spec(training=TRAINING, nodes={"min": 2, "max": 2}, image="registry.example/right:1")
+    world.settle()
+    assert world.created
+    assert world.raw["status"]["image"] == "registry.example/right:1"
+    assert world.raw["status"]["recipeHash"]
+
+
+def test_a_wrong_change_of_a_run_that_trains_makes_no_pod_and_ends_none() -> None:
+    world = Simulation().run()
+    before = world.live()
+    world.set_spec(nodes={"min": 3, "max": 2})
+    assert world.settle().reason == Reason.INVALID_SPEC
+    assert world.live() == before
+    world.set_spec(nodes={"min": 2, "max": 3})
+    assert world.settle().phase == Phase.RUNNING
+
+
+def test_a_run_that_is_refused_can_still_be_suspended() -> None:
+    world = Simulation().run()
+    world.set_spec(nodes={"min": 3, "max": 2}, suspend=True)
+    assert world.reconcile().action == Action.STOP
+
+
+def test_more_problems_than_a_status_holds_are_counted() -> None:
+    many = [{"name": f"EVERGRAD_{number}", "value": "x"} for number in range(90)]
+    world = Simulation(make_run(template={"env": many}))
+    message = world.settle().message
+    assert len(message.encode()) <= 4000
+    assert message.startswith("spec.template.env[0].name: 'EVERGRAD_0' is reserved")
+    told = message.count("is reserved")
+    assert message.endswith(f" {90 - told} more: `evergrad validate` of the file lists them.")
+    assert world.raw["status"]["message"] == message
+
+
+def test_one_problem_that_is_too_long_is_cut() -> None:
+    text = list_problems([Problem("spec", "é" * 4000, remedy="Shorten it"), Problem("spec.image", "wrong")])
+    assert len(text.encode()) <= 4000
+    assert text.endswith("… 1 more: `evergrad validate` of the file lists them.")
 
 
 def test_time_is_an_argument() -> None:

@@ -171,10 +171,10 @@ def _prepare_typed(
     machine: Machine,
     num_workers: int,
 ) -> Callable[[], int]:
-    from evergrad_trainer.node.run import choose_start_method, recovery_of, run_node
+    from evergrad_trainer.node.run import choose_start_method, run_node
 
     plan = plan_session(args, loaded, RunDirectory(settings.run_directory), standing, machine, num_workers)
-    settings = dataclasses.replace(settings, recovery=recovery_of(plan))
+    settings = dataclasses.replace(settings, recovery=plan.run.recovery)
     method = choose_start_method(args.start_method, num_accelerators=machine.num_accelerators)
     return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)
 

@@ -21,7 +21,6 @@ from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, L
 from evergrad_trainer.node.run import (
     choose_start_method,
     prepare_process,
-    recovery_of,
     run_node,
     run_script_node,
     started_later,
@@ -49,14 +48,14 @@ def run_nodes(
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
     coordinator = LocalCoordinator(
-        coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=recovery_of(plan))
+        coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=plan.run.recovery)
     )
 
     nodes: LocalNodes
 
     def be_node(index: int) -> int:
         settings = _node_settings(
-            plan.run, plan.base_directory, directory, coordinator, index, recovery=recovery_of(plan)
+            plan.run, plan.base_directory, directory, coordinator, index, recovery=plan.run.recovery
         )
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)

@@ -18,7 +18,7 @@ import torch
 
 from evergrad.board_file import STOP_SECONDS_VARIABLE
 from evergrad_coordinator.edge.heartbeat import Heartbeat
-from evergrad_coordinator.protocol import Beat, Recovery
+from evergrad_coordinator.protocol import Beat
 from evergrad_manifest.script import Script
 from evergrad_manifest.training import Metrics
 from evergrad_trainer import torch_private
@@ -85,11 +85,6 @@ def _can_use_accelerator_after_fork() -> bool:
 def started_later(plan: SessionPlan) -> SessionPlan:
     """The plan of a process that was not there when the command began: its start-up is its own."""
     return dataclasses.replace(plan, process_start=time.time(), marks={})
-
-
-def recovery_of(plan: SessionPlan) -> Recovery:
-    """Whether the run's workers outlive a change of the group: only state that every rank holds whole can be handed on."""
-    return "in-process" if plan.run.training.runtime.parallelism == "dataParallel" else "fresh"
 
 
 def run_node(
