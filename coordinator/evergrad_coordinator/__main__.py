@@ -17,7 +17,7 @@ from evergrad_coordinator.edge.journal import FileStore, GenerationStore, Journa
 from evergrad_coordinator.edge.server import Server
 from evergrad_coordinator.protocol import MAX_GENERATION
 from evergrad_coordinator.rules.budget import MAX_FAILURES
-from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.group import new_group
 from evergrad_coordinator.rules.state import Settings
 from evergrad_coordinator.secret import obtain_token
 
@@ -158,7 +158,7 @@ async def serve(
     """Until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
     gc.freeze()  # a change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
     gc.set_threshold(20_000, 20, 20)
-    server = Server(Membership(settings, generation=generation, now=time.monotonic()), store, log=log_line)
+    server = Server(new_group(settings, generation=generation, now=time.monotonic()), store, log=log_line)
     status = StatusServer(server)
     loop = asyncio.get_running_loop()
     over, stopped = asyncio.Event(), asyncio.Event()

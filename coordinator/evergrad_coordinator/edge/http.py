@@ -126,7 +126,7 @@ class StatusServer:
 
     def _is_ours(self, head: bytes) -> bool:
         scheme, _, token = _find_header(head, "authorization").partition(" ")
-        return scheme.lower() == "bearer" and is_token(token.strip(), self._server.membership.settings.token)
+        return scheme.lower() == "bearer" and is_token(token.strip(), self._server.group.settings.token)
 
     def _set_bounds(self, content: bytes) -> Answer:
         """``{"min": 2, "max": 4}``: so many nodes train from now on. With ``"maxFailures": 3`` so many failures are allowed."""
@@ -143,7 +143,7 @@ class StatusServer:
         return (400, _TEXT, f"{fault}\n") if fault else (200, _TEXT, "ok\n")
 
     def _status(self) -> Answer:
-        status = build_status(self._server.membership, now=time.monotonic())
+        status = build_status(self._server.group, now=time.monotonic())
         return 200, _JSON, json.dumps(status, allow_nan=False) + "\n"
 
     def _ready(self) -> Answer:
@@ -161,4 +161,4 @@ class StatusServer:
             "journal_failures_total": counters.persist_failures,
             "journal_writable": int(server.is_writable),
         }
-        return 200, _METRICS, build_metrics(server.membership, edge, counters.rejected, now=time.monotonic())
+        return 200, _METRICS, build_metrics(server.group, edge, counters.rejected, now=time.monotonic())

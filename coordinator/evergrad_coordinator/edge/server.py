@@ -1,4 +1,4 @@
-"""The coordinator's edge: sockets, time and journal around ``membership``. A bad peer loses its connection and nothing else."""
+"""The coordinator's edge: sockets, time and journal around the rules. A bad peer loses its connection and nothing else."""
 
 import asyncio
 import contextlib
@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.edge.journal import GenerationStore, JournalError
 from evergrad_coordinator.protocol import Beat, Hello, Message, Ping, Pong, decode_from_node
+from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.budget import MAX_FAILURES
-from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.state import Close, Effect, Finish, Key, Log, Persist, Send
 from evergrad_coordinator.secret import is_token
 from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, encode
@@ -130,12 +131,12 @@ class Peer(asyncio.Protocol):
 
 
 class Server:
-    """Feeds ``membership`` with what arrives and carries out what it answers, in order."""
+    """Passes what arrives to the rules and carries out the effects they answer with, in order."""
 
     def __init__(
-        self, membership: Membership, store: GenerationStore, *, log: LogLine, limits: Limits | None = None
+        self, group: Group, store: GenerationStore, *, log: LogLine, limits: Limits | None = None
     ) -> None:
-        self.membership = membership
+        self.group = group
         self.limits = limits or Limits()
         self.counters = Counters()
         self.is_writable = True
@@ -147,7 +148,7 @@ class Server:
         self._unknown: dict[int, Peer] = {}
         self._effects: deque[Effect] = deque()
         self._persisting: asyncio.Task[None] | None = None
-        self._announced = membership.generation
+        self._announced = group.generation
         self._pong = encode(Pong(self._announced))
         self._timer: asyncio.TimerHandle | None = None
         self._listener: asyncio.Server | None = None
@@ -181,14 +182,14 @@ class Server:
 
     def set_bounds(self, min_nodes: int, max_nodes: int, max_failures: int | None = None) -> str:
         """Whoever owns the run has changed its bounds. What is wrong with them, in words; empty if nothing is."""
-        most = self.membership.settings.max_members
+        most = self.group.settings.max_members
         if not 1 <= min_nodes <= max_nodes <= most:
             return f"bounds: min {min_nodes} and max {max_nodes} are not 1 <= min <= max <= {most}. Correct them."
         if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
             return f"bounds: maxFailures {max_failures} is not within 0 and {MAX_FAILURES}. Correct it."
         now = time.monotonic()
-        bounds = self.membership.set_bounds(
-            min_nodes=min_nodes, max_nodes=max_nodes, max_failures=max_failures, now=now
+        bounds = events.set_bounds(
+            self.group, min_nodes=min_nodes, max_nodes=max_nodes, max_failures=max_failures, now=now
         )
         self._apply(bounds)
         return ""
@@ -209,7 +210,7 @@ class Server:
             return
         self._unknown.pop(peer.number, None)
         if peer.has_joined:
-            self._apply(self.membership.lost(peer.number, why, now=time.monotonic()))
+            self._apply(events.on_lost(self.group, peer.number, why, now=time.monotonic()))
 
     def take_line(self, peer: Peer, line: bytes) -> None:
         """One line from a peer."""
@@ -232,9 +233,9 @@ class Server:
         elif isinstance(message, Hello):
             peer.has_joined = True
             self._unknown.pop(peer.number, None)
-            self._apply(self.membership.hello(peer.number, message, now=now))
+            self._apply(events.on_hello(self.group, peer.number, message, now=now))
         else:
-            effects = self.membership.receive(peer.number, message, now=now)
+            effects = events.on_message(self.group, peer.number, message, now=now)
             if isinstance(message, Ping):
                 self._write(peer, self._pong)
             else:
@@ -242,7 +243,7 @@ class Server:
 
     def _take_beat(self, peer: Peer, message: Message, now: float) -> None:
         """Note that a node is alive. It says who it is once, and pings from then on."""
-        settings = self.membership.settings
+        settings = self.group.settings
         if isinstance(message, Beat) and peer.beats_for is None and not peer.has_joined:
             if not is_token(message.token, settings.token) or message.run != settings.run:
                 self.reject(peer, "wrong_token")
@@ -257,7 +258,7 @@ class Server:
             )
             return
         if peer.beats_for is not None:
-            self.membership.beat(peer.beats_for, now=now)
+            events.on_beat(self.group, peer.beats_for, now=now)
             self._write(peer, self._pong)
 
     def reject(self, peer: Peer, reason: str, detail: str = "") -> None:
@@ -344,10 +345,10 @@ class Server:
         ]
         for peer in late:
             self.reject(peer, "no_hello")
-        self._apply(self.membership.tick(now=now))
+        self._apply(events.on_tick(self.group, now=now))
 
     def _schedule(self) -> None:
-        at = self.membership.next_tick(now=time.monotonic())
+        at = events.next_tick(self.group, now=time.monotonic())
         if self._timer is not None:
             if self._timer.when() <= at:
                 return

@@ -1,51 +1,46 @@
 """How a coordinator takes over a group that it has not begun, and what it believes of nodes it had no contact with.
 
-Pure; a part of ``membership``.
+Pure functions.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from evergrad_coordinator.protocol import Commit, Permit
-from evergrad_coordinator.rules.phase import Phase
+from evergrad_coordinator.rules.changes import drop_node
+from evergrad_coordinator.rules.group import Group
+from evergrad_coordinator.rules.phase import Phase, find_phase
 from evergrad_coordinator.rules.planning import find_newest_running
-from evergrad_coordinator.rules.rendezvous import Gathering
+from evergrad_coordinator.rules.rendezvous import Rendezvous
 from evergrad_coordinator.rules.reports import handle_report
 from evergrad_coordinator.rules.state import Node, World
-
-if TYPE_CHECKING:
-    from evergrad_coordinator.rules.membership import Membership
 
 _LEASE_MARGIN_SECONDS = 1.0
 """A node's last contact may be that much older than the coordinator's: two pings."""
 
 
-def try_to_adopt(group: Membership, now: float) -> None:
+def try_to_adopt(group: Group, now: float) -> None:
     """Take over the newest group whose members are all here, whichever coordinator began it: no worker of it stops.
 
     A node that went from an older group to a newer one says so by the place it had, and an older group that shares no member with
     a newer one has had no contact for a lease. The newest one that is whole is the one that runs.
     """
-    gathering, world = group.gathering, group.world
+    rendezvous, world = group.rendezvous, group.world
     found = find_newest_running(group.nodes.values())
-    if gathering is None or found is None or found[0] < (world.generation if world else 0):
+    if rendezvous is None or found is None or found[0] < (world.generation if world else 0):
         return
     generation, places = found
     if world and world.is_broken and world.generation == generation:
         return
-    group.gathering = None
+    group.rendezvous = None
     # A plan that was in the air stays the newest number: it is made anew, and the group goes on until its boundary.
     group.generation = group.newest_known
     group.world = World(generation, places, started_at=now, up_at=now, up=set(places))
     group.log("adopted", adopted=generation, nodes=len(places), worldSize=group.world.size)
     group.accounting.end(now=now)
-    _answer_kept(group, gathering, now)
+    _answer_kept(group, rendezvous, now)
 
 
-def give_up(group: Membership, gathering: Gathering, now: float) -> None:
+def give_up(group: Group, rendezvous: Rendezvous, now: float) -> None:
     """Wait no longer: the group that ran, if there was one, is not whole."""
-    group.gathering = None
+    group.rendezvous = None
     world = group.world
     if world is not None and not world.is_over:
         world.is_broken = True
@@ -54,21 +49,37 @@ def give_up(group: Membership, gathering: Gathering, now: float) -> None:
             for node in group.nodes.values()
             if node.key in world.places and node.group != world.generation
         }
-    _answer_kept(group, gathering, now)
+    _answer_kept(group, rendezvous, now)
 
 
-def answer_commit(group: Membership, node: Node, message: Commit) -> None:
+def answer_commit(group: Group, node: Node, message: Commit) -> None:
     """Say whether a generation may write; while one may be adopted, as soon as that is known."""
-    if group.phase is Phase.ADOPTING and group.gathering:
-        group.gathering.commits[node.peer] = message
+    if find_phase(group) is Phase.ADOPTING and group.rendezvous:
+        group.rendezvous.commits[node.peer] = message
         return
-    group.send(node.peer, Permit(request=message.request, granted=group.may_commit(node, message.generation)))
+    group.send(
+        node.peer, Permit(request=message.request, granted=_may_commit(group, node, message.generation))
+    )
 
 
-def _answer_kept(group: Membership, gathering: Gathering, now: float) -> None:
+def _may_commit(group: Group, node: Node, generation: int) -> bool:
+    """Whether a generation may still write: the running one unless a hard plan is pending, or what the saver saves."""
+    if group.departures.may_commit(node, generation):
+        return True
+    world = group.world
+    is_running = (
+        world is not None
+        and not world.is_over
+        and world.generation == generation
+        and node.key in world.places
+    )
+    return is_running and not (group.proposal and group.proposal.hard)
+
+
+def _answer_kept(group: Group, rendezvous: Rendezvous, now: float) -> None:
     """Take up what nodes said while it was not known whether their group goes on."""
     for node in list(group.nodes.values()):
-        if (commit := gathering.commits.get(node.peer)) is not None:
+        if (commit := rendezvous.commits.get(node.peer)) is not None:
             answer_commit(group, node, commit)
         reports, node.early = list(node.early.values()), {}
         for report in reports:
@@ -76,14 +87,14 @@ def _answer_kept(group: Membership, gathering: Gathering, now: float) -> None:
                 handle_report(group, node, report, now)
 
 
-def drop_others(group: Membership, member: Node, now: float) -> None:
+def drop_others(group: Group, member: Node, now: float) -> None:
     """Drop nodes that came before the first member of the group and differ from it: they hear why when they come again."""
     for node in list(group.nodes.values()):
         if node.fingerprint != member.fingerprint:
-            group.drop(node, "differs from the group that runs", now)
+            drop_node(group, node, "differs from the group that runs", now)
 
 
-def note_absence(group: Membership, node: Node, seconds: float) -> None:
+def note_absence(group: Group, node: Node, seconds: float) -> None:
     """Note a member that was away for nearly a lease: its workers may have ended by themselves, as if they had been asked to."""
     world = group.world
     if (

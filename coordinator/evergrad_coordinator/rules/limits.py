@@ -1,18 +1,13 @@
-"""What may take how long: silence, getting ready, coming up, leaving. Pure; the part of ``membership`` that looks at the time."""
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
+"""How long silence, getting ready, coming up and leaving may take. Pure functions."""
 
 from evergrad_coordinator.protocol import Broken
 from evergrad_coordinator.rules.budget import Failure
+from evergrad_coordinator.rules.changes import break_world, drop_node, has_boundary_ahead
+from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.state import Proposal, node_order
 
-if TYPE_CHECKING:
-    from evergrad_coordinator.rules.membership import Membership
 
-
-def check_limits(group: Membership, now: float) -> None:
+def check_limits(group: Group, now: float) -> None:
     """Drop nodes and break groups whose time is over."""
     _check_nodes(group, now)
     if group.proposal:
@@ -20,17 +15,17 @@ def check_limits(group: Membership, now: float) -> None:
     _check_start(group, now)
 
 
-def _check_nodes(group: Membership, now: float) -> None:
+def _check_nodes(group: Group, now: float) -> None:
     silence, leaving = group.settings.silence_seconds, group.settings.soft_limit_seconds
     for node in list(group.nodes.values()):
         # One that beats is slow, not lost; but its workers stop by themselves when it has said nothing itself for a lease.
         if now - max(node.seen, node.beat_at) > silence or now - node.seen > max(group.lease_end, silence):
-            group.drop(node, "silent", now)
+            drop_node(group, node, "silent", now)
         elif node.released_at is not None and now - node.released_at > leaving:
-            group.drop(node, "told to leave and did not", now)
+            drop_node(group, node, "told to leave and did not", now)
 
 
-def _check_answers(group: Membership, proposal: Proposal, now: float) -> None:
+def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
     settings, waited = group.settings, now - proposal.made_at
     if waited <= min(settings.ready_limit_seconds, settings.soft_limit_seconds):
         return
@@ -39,21 +34,21 @@ def _check_answers(group: Membership, proposal: Proposal, now: float) -> None:
         if node is None or node.incarnation != incarnation:
             continue
         # A group that is to stop at a step boundary gets the time of a step; whoever is in none has nothing to finish.
-        is_patient = not proposal.hard and group.has_boundary_ahead(node)
+        is_patient = not proposal.hard and has_boundary_ahead(group, node)
         if waited <= (settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds):
             continue
         if is_patient and group.world:
             group.world.is_broken = True
             group.change(now)
             return
-        group.drop(node, "not ready in time", now)
+        drop_node(group, node, "not ready in time", now)
 
 
-def _check_start(group: Membership, now: float) -> None:
+def _check_start(group: Group, now: float) -> None:
     world, limit = group.world, group.settings.up_limit_seconds
     if world is None or world.is_up or world.is_over or world.is_broken or now - world.started_at <= limit:
         return
     missing = min((name for name, _ in world.places.keys() - world.up), key=node_order)
     text = f"the group was not complete {limit:g} s after its start: node {missing} was not up"
     report = Broken(world.generation, "setup_failed", step=group.training.step, message=text)
-    group.break_world(Failure(missing, now, report), now=now)
+    break_world(group, Failure(missing, now, report), now=now)

@@ -8,7 +8,7 @@ from evergrad_coordinator.rules.state import Key, Node, Settings
 REPLACED = End(ExitCode.STOPPED_SAVED, "replaced", "a newer process of this node has taken its place")
 
 
-class Roster:
+class Members:
     """The connected nodes, by name and by connection."""
 
     def __init__(self, settings: Settings) -> None:

@@ -1,16 +1,12 @@
 """Where a run's group stands, as one value computed from what is known. Pure."""
 
-from __future__ import annotations
-
 from enum import Enum
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.group import Group
 
 
 class Phase(Enum):
-    """Exactly one holds. The table of what happens in which stands in ``membership``."""
+    """Exactly one holds. The table of what happens in which stands in ``events``."""
 
     ADOPTING = "adopting"
     """A group may be running that this coordinator has not seen: its nodes have a lease's time to report it."""
@@ -32,13 +28,13 @@ class Phase(Enum):
     """The run has ended for all."""
 
 
-def find_phase(group: Membership) -> Phase:
+def find_phase(group: Group) -> Phase:
     """The phase of what ``group`` knows now."""
-    world, proposal, gathering = group.world, group.proposal, group.gathering
+    world, proposal, rendezvous = group.world, group.proposal, group.rendezvous
     if group.finished:
         return Phase.OVER
-    if gathering is not None:
-        return Phase.GATHERING if gathering.adopts_until is None else Phase.ADOPTING
+    if rendezvous is not None:
+        return Phase.GATHERING if rendezvous.adopts_until is None else Phase.ADOPTING
     is_alive = world is not None and not world.is_over
     if proposal is not None:
         return Phase.DRAINING if is_alive and not proposal.hard else Phase.PREPARING

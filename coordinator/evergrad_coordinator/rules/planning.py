@@ -33,6 +33,11 @@ def _is_work_lost(world: World, candidates: Sequence[Node]) -> bool:
     return bool(candidates) and not world.places.keys() <= world.done
 
 
+def takes_part(node: Node, proposal: Proposal) -> bool:
+    """Whether a member can begin with the plan: its workers are ready for just this generation."""
+    return node.is_candidate and node.ready is not None and node.ready.generation == proposal.generation
+
+
 def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
     """Members that are gone although nobody knows that their workers are. One that had ended well is not missed."""
     return world.places.keys() - {node.key for node in connected} - world.out - world.done

@@ -10,7 +10,7 @@ from evergrad_coordinator.rules.state import Node, Settings
 
 
 @dataclass
-class Gathering:
+class Rendezvous:
     """``adopts_until``: a group may be running unseen; until then its nodes can report it, and nothing is planned against it."""
 
     adopts_until: float | None

@@ -1,9 +1,7 @@
-"""What each message of a joined node changes. Pure; the other half of ``membership``."""
-
-from __future__ import annotations
+"""What each message of a joined node changes. Pure functions."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
@@ -20,14 +18,13 @@ from evergrad_coordinator.protocol import (
     Up,
 )  # fmt: skip
 from evergrad_coordinator.rules.budget import Failure
-from evergrad_coordinator.rules.phase import Phase
+from evergrad_coordinator.rules.changes import break_world, drop_node, finish, settle
+from evergrad_coordinator.rules.group import Group
+from evergrad_coordinator.rules.phase import Phase, find_phase
 from evergrad_coordinator.rules.state import Node, World
 
-if TYPE_CHECKING:
-    from evergrad_coordinator.rules.membership import Membership
 
-
-def handle_report(group: Membership, node: Node, message: Message, now: float) -> None:
+def handle_report(group: Group, node: Node, message: Message, now: float) -> None:
     """Note what ``node`` says; what names another generation than the newest group's is ignored."""
     handle = _HANDLERS.get(type(message))
     if handle is None:
@@ -39,10 +36,10 @@ def handle_report(group: Membership, node: Node, message: Message, now: float) -
     handle(group, node, message, now)
 
 
-def _is_early(group: Membership, node: Node, message: Message) -> bool:
+def _is_early(group: Group, node: Node, message: Message) -> bool:
     """Whether it is said of a group that may be adopted in a moment. An end of the run waits for nothing."""
     if (
-        group.phase is not Phase.ADOPTING
+        find_phase(group) is not Phase.ADOPTING
         or node.had is None
         or not isinstance(message, Up | Broken | Done | Boundary | Progress)
     ):
@@ -51,20 +48,20 @@ def _is_early(group: Membership, node: Node, message: Message) -> bool:
     return node.had.generation == message.generation and not is_final
 
 
-def _find_world(group: Membership, node: Node, generation: int) -> World | None:
+def _find_world(group: Group, node: Node, generation: int) -> World | None:
     """The newest group, if that is what the message names and the node is in it."""
     world = group.world
     return world if world and world.generation == generation and node.key in world.places else None
 
 
-def _on_capacity(group: Membership, node: Node, message: Capacity, now: float) -> None:
+def _on_capacity(group: Group, node: Node, message: Capacity, now: float) -> None:
     node.workers = message.workers
-    if group.gathering and group.gathering.first_seen is None and node.is_candidate:
-        group.gathering.first_seen = now
+    if group.rendezvous and group.rendezvous.first_seen is None and node.is_candidate:
+        group.rendezvous.first_seen = now
     group.change(now)
 
 
-def _on_ready(group: Membership, node: Node, message: Ready, now: float) -> None:
+def _on_ready(group: Group, node: Node, message: Ready, now: float) -> None:
     if message.generation > group.generation:
         return
     node.step = message.step
@@ -87,10 +84,10 @@ def _on_ready(group: Membership, node: Node, message: Ready, now: float) -> None
     node.ready, node.workers = message, message.workers
     if node.key in proposal.waits_for:
         proposal.waits_for.discard(node.key)
-        group.settle(now)
+        settle(group, now)
 
 
-def _on_up(group: Membership, node: Node, message: Up, now: float) -> None:
+def _on_up(group: Group, node: Node, message: Up, now: float) -> None:
     world = _find_world(group, node, message.generation)
     if world is None or world.is_over:
         return
@@ -105,9 +102,11 @@ def _on_up(group: Membership, node: Node, message: Up, now: float) -> None:
         group.change(now)
 
 
-def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> None:
+def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     is_early = (
-        group.phase is Phase.ADOPTING and node.had is not None and node.had.generation == message.generation
+        find_phase(group) is Phase.ADOPTING
+        and node.had is not None
+        and node.had.generation == message.generation
     )
     world = _find_world(group, node, message.generation)
     if not is_early and (world is None or world.is_over):
@@ -121,21 +120,22 @@ def _on_broken(group: Membership, node: Node, message: Broken, now: float) -> No
         step=message.step,
     )
     failure = Failure(node.name, now - message.time_since, message)
-    group.break_world(failure, now=now)
+    break_world(group, failure, now=now)
     if message.is_final:
         text = (
             message.message
             or f"rank {message.rank} (node {node.name}) ended with exit code {message.exit_code}: no retry can cure it"
         )
         is_internal = message.exit_code == ExitCode.INTERNAL
-        group.finish(
+        finish(
+            group,
             ExitCode.INTERNAL if is_internal else ExitCode.USER_ERROR,
             "InternalError" if is_internal else "UserError",
             text,
         )
 
 
-def _on_leaving(group: Membership, node: Node, message: Leaving, now: float) -> None:
+def _on_leaving(group: Group, node: Node, message: Leaving, now: float) -> None:
     if node.is_leaving:
         return
     node.is_leaving = True
@@ -143,7 +143,7 @@ def _on_leaving(group: Membership, node: Node, message: Leaving, now: float) -> 
     group.change(now)
 
 
-def _on_left(group: Membership, node: Node, message: Left, now: float) -> None:
+def _on_left(group: Group, node: Node, message: Left, now: float) -> None:
     node.is_leaving = True
     if group.world and node.key in group.world.places:
         group.world.out.add(node.key)
@@ -152,10 +152,10 @@ def _on_left(group: Membership, node: Node, message: Left, now: float) -> None:
         training, step = group.training, group.departures.saved_step
         training.checkpoint_step = max(training.checkpoint_step, step)
         training.step = max(training.step, step)
-    group.drop(node, "left", now)
+    drop_node(group, node, "left", now)
 
 
-def _on_boundary(group: Membership, node: Node, message: Boundary, now: float) -> None:
+def _on_boundary(group: Group, node: Node, message: Boundary, now: float) -> None:
     if _find_world(group, node, message.generation) is None:
         return
     group.training.checkpoint_step = max(group.training.checkpoint_step, message.step)
@@ -164,7 +164,7 @@ def _on_boundary(group: Membership, node: Node, message: Boundary, now: float) -
     group.change(now)
 
 
-def _on_done(group: Membership, node: Node, message: Done, now: float) -> None:
+def _on_done(group: Group, node: Node, message: Done, now: float) -> None:
     world = _find_world(group, node, message.generation)
     if world is None or group.settings.recovery != "fresh":
         return
@@ -172,15 +172,15 @@ def _on_done(group: Membership, node: Node, message: Done, now: float) -> None:
     world.out.add(node.key)
     node.is_done, node.group = True, 0
     if len(world.done) == len(world.places):
-        group.finish(ExitCode.DONE, "Complete", "all workers ended well")
+        finish(group, ExitCode.DONE, "Complete", "all workers ended well")
         return
     group.change(now)
 
 
-def _on_result(group: Membership, node: Node, message: Result, now: float) -> None:
+def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
     world = _find_world(group, node, message.generation)
     # Not what its node says that it has: fresh workers have ended with the run, while no coordinator was there to hear of it.
-    is_adoptable = group.phase is Phase.ADOPTING and message.generation == group.newest_known
+    is_adoptable = find_phase(group) is Phase.ADOPTING and message.generation == group.newest_known
     if world is None and not is_adoptable:
         return
     is_stop = message.exit_code in (ExitCode.STOPPED_SAVED, ExitCode.STOPPED_UNSAVED)
@@ -193,10 +193,10 @@ def _on_result(group: Membership, node: Node, message: Result, now: float) -> No
         return
     group.training.step = max(group.training.step, message.step)
     if 0 <= message.exit_code <= 255:
-        group.finish(message.exit_code, message.reason[:100] or "complete")
+        finish(group, message.exit_code, message.reason[:100] or "complete")
 
 
-def _on_progress(group: Membership, node: Node, message: Progress, now: float) -> None:
+def _on_progress(group: Group, node: Node, message: Progress, now: float) -> None:
     if _find_world(group, node, message.generation) is None:
         return
     training = group.training
@@ -208,7 +208,7 @@ def _on_progress(group: Membership, node: Node, message: Progress, now: float) -
     group.budget.observe(training)
 
 
-_HANDLERS: dict[type[Message], Callable[[Membership, Node, Any, float], None]] = {
+_HANDLERS: dict[type[Message], Callable[[Group, Node, Any, float], None]] = {
     Capacity: _on_capacity,
     Ready: _on_ready,
     Up: _on_up,

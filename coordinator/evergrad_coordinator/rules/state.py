@@ -1,4 +1,4 @@
-"""The values membership is made of: settings, connected nodes, the running world, a proposal, and effects."""
+"""The values a group is made of: settings, connected nodes, the running world, a proposal, and effects."""
 
 from dataclasses import dataclass, field
 

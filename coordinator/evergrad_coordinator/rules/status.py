@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.planning import find_lost
 from evergrad_coordinator.rules.state import node_order
 from evergrad_coordinator.wire import MAX_TEXT
@@ -23,7 +23,7 @@ class Condition:
     message: str
 
 
-def describe_condition(group: Membership, *, now: float) -> Condition:
+def describe_condition(group: Group, *, now: float) -> Condition:
     """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
     if group.finished:
         end = group.finished
@@ -39,7 +39,7 @@ def describe_condition(group: Membership, *, now: float) -> Condition:
         return Condition("Waiting", "WaitingForLease", text)
     if group.proposal:
         return _describe_proposal(group)
-    if group.world and not group.world.is_over and group.nodes and not group.gathering:
+    if group.world and not group.world.is_over and group.nodes and not group.rendezvous:
         return _describe_world(group)
     return _describe_wait(group, now)
 
@@ -48,7 +48,7 @@ def _camel_reason(reason: str) -> str:
     return "".join(part[:1].upper() + part[1:] for part in reason.replace("-", " ").replace("_", " ").split())
 
 
-def _describe_world(group: Membership) -> Condition:
+def _describe_world(group: Group) -> Condition:
     world = group.world
     if world is None:
         return Condition("Waiting", "WaitingForNodes", "")
@@ -69,7 +69,7 @@ def _describe_world(group: Membership) -> Condition:
     return Condition("Running", "AllMembersUp", f"{len(world.places)} nodes, {world.size} workers")
 
 
-def _describe_proposal(group: Membership) -> Condition:
+def _describe_proposal(group: Group) -> Condition:
     proposal = group.proposal
     if proposal is None or len(proposal.members) < group.settings.min_nodes:
         return _describe_shortage(group)
@@ -82,7 +82,7 @@ def _describe_proposal(group: Membership) -> Condition:
     return Condition("Draining" if is_draining else "Starting", "MembersGettingReady", waits)
 
 
-def _describe_wait(group: Membership, now: float) -> Condition:
+def _describe_wait(group: Group, now: float) -> Condition:
     if not group.nodes and group.departures.was_left:
         return Condition(
             "Stopped", "AllNodesLeft", "all nodes have left; the run goes on when enough are here again"
@@ -92,9 +92,9 @@ def _describe_wait(group: Membership, now: float) -> Condition:
             "Waiting", "WaitingForSave", f"node {group.departures.saver[0]} saves before it leaves"
         )
     if (
-        group.gathering
-        and group.gathering.adopts_until is not None
-        and group.gathering.adopts_until > now
+        group.rendezvous
+        and group.rendezvous.adopts_until is not None
+        and group.rendezvous.adopts_until > now
         and group.nodes
     ):
         return Condition(
@@ -105,9 +105,9 @@ def _describe_wait(group: Membership, now: float) -> Condition:
     return _describe_shortage(group)
 
 
-def _describe_shortage(group: Membership) -> Condition:
+def _describe_shortage(group: Group) -> Condition:
     ready, settings = sum(node.is_candidate for node in group.nodes.values()), group.settings
-    if group.gathering and settings.min_nodes <= ready < settings.expect:
+    if group.rendezvous and settings.min_nodes <= ready < settings.expect:
         return Condition(
             "Waiting", "WaitingForNodes", f"{ready} nodes of the {settings.expect} expected are here"
         )
@@ -116,7 +116,7 @@ def _describe_shortage(group: Membership) -> Condition:
     )
 
 
-def build_status(group: Membership, *, now: float) -> dict[str, Any]:
+def build_status(group: Group, *, now: float) -> dict[str, Any]:
     """The object of ``GET /status``."""
     condition, training, world = describe_condition(group, now=now), group.training, group.world
     is_current = world is not None and not world.is_over and not find_lost(world, group.nodes.values())
@@ -154,7 +154,7 @@ def build_status(group: Membership, *, now: float) -> dict[str, Any]:
     }
 
 
-def _list_members(group: Membership) -> Iterable[dict[str, Any]]:
+def _list_members(group: Group) -> Iterable[dict[str, Any]]:
     """Nodes of the running or planned group, then the others that are connected."""
     places = group.world.places if group.world and not group.world.is_over else {}
     nodes = sorted(group.nodes.values(), key=lambda node: (node.key not in places, node_order(node.name)))
@@ -169,7 +169,7 @@ def _list_members(group: Membership) -> Iterable[dict[str, Any]]:
         }
 
 
-def _describe_node(group: Membership, node: Any) -> str:
+def _describe_node(group: Group, node: Any) -> str:
     places = group.world.places if group.world and not group.world.is_over else {}
     states = [
         ("done", node.is_done),
@@ -183,7 +183,7 @@ def _describe_node(group: Membership, node: Any) -> str:
     return next((name for name, is_so in states if is_so), "spare")
 
 
-def _build_failure(group: Membership, now: float) -> dict[str, Any] | None:
+def _build_failure(group: Group, now: float) -> dict[str, Any] | None:
     failure = group.budget.last
     if failure is None:
         return None
@@ -204,9 +204,7 @@ def _build_failure(group: Membership, now: float) -> dict[str, Any] | None:
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def build_metrics(
-    group: Membership, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float
-) -> str:
+def build_metrics(group: Group, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float) -> str:
     """Prometheus text. ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``."""
     status = build_status(group, now=now)
     lines: list[str] = []

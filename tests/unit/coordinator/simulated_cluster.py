@@ -31,7 +31,8 @@ from evergrad_coordinator.protocol import (
     Up,
     Welcome,
 )
-from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules import events
+from evergrad_coordinator.rules.group import new_group
 from evergrad_coordinator.rules.state import Close, Finish, Log, Persist, Send, Settings
 from evergrad_coordinator.rules.status import Condition, describe_condition
 
@@ -123,14 +124,16 @@ class FakeNode:
             had=self.group,
             known_generation=self.known,
         )
-        cluster.carry_out(cluster.group.hello(self.peer, hello, now=cluster.now))
+        cluster.carry_out(events.on_hello(cluster.group, self.peer, hello, now=cluster.now))
 
     def disconnect(self) -> None:
         """The connection ends, and the coordinator sees it."""
         peer, self.peer = self.peer, None
         self.retry_at = self.cluster.now + 0.15
         if peer is not None and self.cluster.peers.pop(peer, None) is not None:
-            self.cluster.carry_out(self.cluster.group.lost(peer, "connection closed", now=self.cluster.now))
+            self.cluster.carry_out(
+                events.on_lost(self.cluster.group, peer, "connection closed", now=self.cluster.now)
+            )
 
     def say(self, message: Message) -> None:
         """Heard at once, or once the way is free again, if the connection still stands then."""
@@ -139,7 +142,9 @@ class FakeNode:
         if self.is_cut or self.is_frozen:
             self.outbox.append(message)
         else:
-            self.cluster.carry_out(self.cluster.group.receive(self.peer, message, now=self.cluster.now))
+            self.cluster.carry_out(
+                events.on_message(self.cluster.group, self.peer, message, now=self.cluster.now)
+            )
 
     def get_ready(self, generation: int) -> None:
         """All workers are out of any group."""
@@ -245,7 +250,7 @@ class Cluster:
         self.durable = generation
         self.planned = generation
         self.gone = 0
-        self.group = Membership(self.settings, generation=generation, now=self.now)
+        self.group = new_group(self.settings, generation=generation, now=self.now)
         self.go_members: dict[int, list[tuple[FakeNode, Go]]] = {}
         self.trained = -1
         self.is_graceful = False
@@ -280,7 +285,7 @@ class Cluster:
         for node in self.nodes:
             node.peer, node.retry_at = None, self.now + 0.15
         self.durable = self.durable if durable is None else durable
-        self.group = Membership(self.settings, generation=self.durable, now=self.now)
+        self.group = new_group(self.settings, generation=self.durable, now=self.now)
 
     def run(self, seconds: float) -> None:
         """Let time pass; everybody acts and reads in each tick."""
@@ -289,7 +294,7 @@ class Cluster:
             for node in [one for one in self.nodes if one.is_alive]:
                 node.act()
             self.train()
-            self.carry_out(self.group.tick(now=self.now))
+            self.carry_out(events.on_tick(self.group, now=self.now))
             for node in [one for one in self.nodes if one.is_alive]:
                 if not (node.is_frozen or node.is_cut) and node.peer in self.peers:
                     node.read()
@@ -363,7 +368,7 @@ class Cluster:
                     node.read()
                     if node.peer == peer:
                         node.peer, node.retry_at = None, self.now + 0.15
-                self.group.lost(peer, "closed", now=self.now)
+                events.on_lost(self.group, peer, "closed", now=self.now)
             case Finish(code):
                 self.exit_code = code
             case Log():

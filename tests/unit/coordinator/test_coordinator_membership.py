@@ -27,7 +27,8 @@ from evergrad_coordinator.protocol import (
     Result,
     Up,
 )
-from evergrad_coordinator.rules.membership import Membership
+from evergrad_coordinator.rules import events
+from evergrad_coordinator.rules.group import new_group
 from evergrad_coordinator.rules.state import Finish, Send, Settings
 from evergrad_coordinator.rules.status import build_status
 
@@ -58,7 +59,7 @@ def hello(cluster: Cluster, **changes: Any) -> Message:
         "recovery": "in-process",
     }
     values["token"] = cluster.settings.token
-    effects = cluster.group.hello(999, Hello(**{**values, **changes}), now=cluster.now)
+    effects = events.on_hello(cluster.group, 999, Hello(**{**values, **changes}), now=cluster.now)
     return next(effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999)
 
 
@@ -158,7 +159,7 @@ def test_a_join_waits_for_a_step_boundary() -> None:
 
 
 def set_bounds(cluster: Cluster, low: int, high: int) -> None:
-    cluster.carry_out(cluster.group.set_bounds(min_nodes=low, max_nodes=high, now=cluster.now))
+    cluster.carry_out(events.set_bounds(cluster.group, min_nodes=low, max_nodes=high, now=cluster.now))
 
 
 def test_a_lowered_maximum_makes_spares_of_the_last_nodes_at_a_step_boundary_and_a_raised_one_takes_them_back() -> (
@@ -181,7 +182,9 @@ def test_a_lowered_failure_budget_holds_at_once_and_a_raised_one_lets_the_run_go
     group = cluster.group
 
     def allow(failures: int) -> None:
-        cluster.carry_out(group.set_bounds(min_nodes=2, max_nodes=4, max_failures=failures, now=cluster.now))
+        cluster.carry_out(
+            events.set_bounds(group, min_nodes=2, max_nodes=4, max_failures=failures, now=cluster.now)
+        )
 
     fail_often(cluster, 1)
     allow(3)
@@ -462,8 +465,11 @@ def test_the_newest_process_of_a_node_wins_for_good() -> None:
     cluster.run_until_running()
     assert nodes[1].exit_code == 75
     assert twin.group is not None
-    effects = cluster.group.hello(
-        999, Hello("r", "1", nodes[1].incarnation, "a", 1, "in-process", token=TOKEN), now=cluster.now
+    effects = events.on_hello(
+        cluster.group,
+        999,
+        Hello("r", "1", nodes[1].incarnation, "a", 1, "in-process", token=TOKEN),
+        now=cluster.now,
     )
     assert [
         effect.message.exit_code
@@ -523,8 +529,8 @@ def test_without_the_token_a_refusal_says_nothing_of_the_run_and_changes_nothing
 
 def test_a_coordinator_that_was_given_no_token_lets_nobody_in() -> None:
     for settings in (Settings("r", 1, 2, 2, token=""), Settings("r", 1, 2, 2, token=TOKEN)):
-        effects = Membership(settings, generation=0, now=0.0).hello(
-            1, Hello("r", "0", "x", "a", 1, "in-process"), now=0.0
+        effects = events.on_hello(
+            new_group(settings, generation=0, now=0.0), 1, Hello("r", "0", "x", "a", 1, "in-process"), now=0.0
         )
         assert [
             one.message.reason
@@ -538,13 +544,13 @@ def test_a_node_that_beats_is_lost_only_when_it_says_nothing_itself_for_a_lease(
     slow, mute = nodes[1], nodes[2]
     slow.is_frozen = mute.is_frozen = True
     for _ in range(15):
-        cluster.group.beat(slow.key, now=cluster.now)
-        cluster.group.beat((mute.name, "another process of it"), now=cluster.now)
+        events.on_beat(cluster.group, slow.key, now=cluster.now)
+        events.on_beat(cluster.group, (mute.name, "another process of it"), now=cluster.now)
         cluster.run(0.1)
     assert set(cluster.group.nodes) == {"0", "1"}
     while "1" in cluster.group.nodes:
         assert cluster.now < 1100
-        cluster.group.beat(slow.key, now=cluster.now)
+        events.on_beat(cluster.group, slow.key, now=cluster.now)
         cluster.run(0.1)
 
 
@@ -819,7 +825,7 @@ def test_a_finished_run_keeps_no_core_busy() -> None:
     leave(nodes[1])
     nodes[0].say(Result(1, 100))
     cluster.run(2)
-    assert cluster.group.next_tick(now=cluster.now) > cluster.now + 0.1
+    assert events.next_tick(cluster.group, now=cluster.now) > cluster.now + 0.1
 
 
 def test_a_result_of_an_older_generation_is_none() -> None:
@@ -1054,7 +1060,7 @@ def test_a_lost_lease_is_no_wish_to_stop(code: int, is_stunned: bool) -> None:
     if is_stunned:
         # The coordinator's host stood still; the connections have stood.
         cluster.now += 3
-        cluster.carry_out(cluster.group.tick(now=cluster.now))
+        cluster.carry_out(events.on_tick(cluster.group, now=cluster.now))
     else:
         for node in nodes:
             node.is_cut = True
@@ -1132,8 +1138,11 @@ def test_an_epoch_stands_in_the_high_bits() -> None:
 
 def test_a_replaced_coordinator_takes_nobody_from_its_successor() -> None:
     cluster = Cluster(make_settings(expect=2, epoch=3))
-    effects = cluster.group.hello(
-        1, Hello("r", "0", "x", "a", 1, "in-process", token=TOKEN, known_generation=4 << 32), now=cluster.now
+    effects = events.on_hello(
+        cluster.group,
+        1,
+        Hello("r", "0", "x", "a", 1, "in-process", token=TOKEN, known_generation=4 << 32),
+        now=cluster.now,
     )
     assert not any(isinstance(effect, Send) for effect in effects)
     assert cluster.group.nodes == {}
@@ -1179,7 +1188,9 @@ def test_nobody_waits_for_a_group_that_left() -> None:
 
 def may_commit(cluster: Cluster, node: FakeNode, generation: int) -> bool:
     assert node.peer is not None
-    effects = cluster.group.receive(node.peer, Commit(request=1, generation=generation), now=cluster.now)
+    effects = events.on_message(
+        cluster.group, node.peer, Commit(request=1, generation=generation), now=cluster.now
+    )
     return next(
         effect.message.granted
         for effect in effects
@@ -1214,13 +1225,14 @@ def test_a_leaver_that_was_told_to_save_may_commit() -> None:
 
 def test_messages_of_unknown_connections_are_ignored() -> None:
     cluster, _ = start_running()
-    assert cluster.group.receive(12345, Up(1, 1), now=cluster.now) == []
-    assert cluster.group.lost(12345, "x", now=cluster.now) == []
+    assert events.on_message(cluster.group, 12345, Up(1, 1), now=cluster.now) == []
+    assert events.on_lost(cluster.group, 12345, "x", now=cluster.now) == []
 
 
 def test_a_node_of_an_older_group_is_told_to_leave_it() -> None:
     cluster, _ = start_running(max_nodes=3)
-    answers = cluster.group.hello(
+    answers = events.on_hello(
+        cluster.group,
         999,
         Hello("r", "7", "x", "a", 1, "in-process", token=TOKEN, had=Had(1, 3, 1, 4), known_generation=1),
         now=cluster.now,

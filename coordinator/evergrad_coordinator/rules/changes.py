@@ -1,0 +1,185 @@
+"""What happens to a group: nodes go, a generation breaks, a plan is announced and begins, the run ends. Pure functions.
+
+Nothing here decides that it should happen: ``review`` compares, ``reports`` and ``limits`` notice, ``events`` takes what comes.
+"""
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.protocol import End, Leave, Plan
+from evergrad_coordinator.rules import planning
+from evergrad_coordinator.rules.budget import Failure
+from evergrad_coordinator.rules.group import Group
+from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
+from evergrad_coordinator.rules.state import Finish, Node, Proposal, World
+
+# ---- a node goes -----------------------------------------------------------------------------------------------------
+
+
+def drop_node(group: Group, node: Node, why: str, now: float) -> None:
+    """End a node's connection; it counts as lost."""
+    group.close(node.peer, why)
+    remove_node(group, node, why, now)
+
+
+def remove_node(group: Group, node: Node, why: str, now: float) -> None:
+    """Note that a node is not connected any more, and what that does to the group."""
+    group.members.remove(node)
+    group.log("gone", node=node.name, why=why)
+    world, proposal = group.world, group.proposal
+
+    # A member that leaves as it was told to is no loss, and one that has ended well is not missed.
+    if world and node.key in world.places and node.key not in world.done:
+        world.has_left |= node.is_leaving
+        world.lost |= set() if node.is_leaving else {node.key}
+    # Its workers may still train: nobody follows them before their lease has ended, counted from the last contact.
+    if world and node.key in world.places and node.key not in world.out:
+        world.last_contact[node.key] = node.seen
+        if not world.is_over and node.key not in world.done:
+            group.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
+    group.departures.note_gone(node)
+
+    # A plan that only waited for this node, which is no member of it, can go on. One that needs it is made anew.
+    if proposal and node.key not in proposal.members:
+        proposal.waits_for.discard(node.key)
+    group.change(now)
+    if not group.nodes:
+        _become_empty(group, node, now)
+    elif proposal and not proposal.waits_for:
+        settle(group, now)
+
+
+def _become_empty(group: Group, last: Node, now: float) -> None:
+    group.proposal = None
+    group.departures.was_left = last.is_leaving or last.released_at is not None
+    is_gone = group.world is None or group.world.places.keys() <= group.world.out
+    # All connections at once: more likely ours failed than all nodes. They may come back as they were.
+    group.rendezvous = Rendezvous(adopts_until=None if is_gone else now + group.lease_end)
+    if group.world:
+        group.world.is_over |= is_gone
+        # Nodes that come now start from a checkpoint, and nothing that ended before counts as done.
+        group.world.done.clear()
+    group.log("empty", wasLeft=group.departures.was_left)
+    if group.settings.exit_when_empty and group.departures.was_left and group.finished is None:
+        held = max(group.members.steps.values(), default=-1)
+        is_saved = group.settings.recovery == "fresh" or group.departures.saved_step >= held
+        code = ExitCode.STOPPED_SAVED if is_saved else ExitCode.STOPPED_UNSAVED
+        finish(group, code, "stopped", "all nodes have left")
+
+
+def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> None:
+    """Let leavers go that are in no group. ``staying``: nodes that go on; None for a group that runs, which holds the state."""
+    departures = group.departures
+    leavers = [
+        node
+        for node in group.nodes.values()
+        if node.is_leaving and node.released_at is None and node.group == 0
+    ]
+    # One node saves where nobody else holds the state. Fresh workers have none in memory: their script has saved.
+    if staying is not None and departures.saver is None and group.settings.recovery == "in-process":
+        saver = planning.choose_saver(leavers, staying=staying, saved_step=departures.saved_step)
+        if saver is not None:
+            departures.saver, departures.saving_generation = saver.key, group.generation
+    for node in leavers:
+        node.released_at = now
+        is_saver = node.key == departures.saver  # also when it comes back after its connection was lost
+        group.send(node.peer, Leave(group.generation, save=is_saver))
+        group.log("leave", node=node.name, save=is_saver)
+
+
+# ---- a generation breaks, or the run ends ----------------------------------------------------------------------------
+
+
+def break_world(group: Group, failure: Failure, *, now: float) -> None:
+    """Note that the newest generation cannot go on, and count why."""
+    world = group.world
+    if world is None:
+        return
+    report = failure.report
+    world.is_broken = True
+    if not failure.is_consequence and not world.broken_by:
+        world.broken_by = f"rank {report.rank} of node {failure.node} broke: {report.cause}"
+    group.accounting.begin(report.cause, at=failure.at)
+    group.budget.report(failure, group.training)
+    group.change(now)
+
+
+def finish(group: Group, exit_code: int, reason: str, message: str = "") -> None:
+    """End the run for all."""
+    group.finished = End(exit_code=exit_code, reason=reason, message=message)
+    for node in group.nodes.values():
+        group.send(node.peer, group.finished)
+    group.log("finished", exitCode=exit_code, reason=reason, message=message)
+    group.effects.append(Finish(exit_code))
+
+
+def finish_if_exhausted(group: Group) -> bool:
+    """End the run if its generations broke more often than is allowed. Whether it has ended so."""
+    if group.budget.is_exhausted:
+        finish(group, ExitCode.INTERNAL, "FailuresWithoutProgress", group.budget.describe())
+    return group.budget.is_exhausted
+
+
+# ---- a plan is announced, and begins ---------------------------------------------------------------------------------
+
+
+def announce(group: Group, node: Node, proposal: Proposal) -> None:
+    """Send a node the plan, as far as it concerns it."""
+    is_hard = proposal.hard or (node.group > 0 and not has_boundary_ahead(group, node))
+    plan = Plan(
+        proposal.generation,
+        hard=is_hard,
+        is_member=node.key in proposal.members,
+        reason=proposal.reason,
+        is_only_holder=group.num_holders <= int(node.step is not None and node.step >= 0),
+        patience_seconds=planning.choose_patience(proposal, group.settings),
+        saves=proposal.saves and not is_hard,
+    )
+    group.send(node.peer, plan)
+
+
+def has_boundary_ahead(group: Group, node: Node) -> bool:
+    """Whether a node's workers are in the running group; any other group waits for members that are elsewhere."""
+    world = group.world
+    return node.group > 0 and world is not None and not world.is_over and node.group == world.generation
+
+
+def settle(group: Group, now: float) -> None:
+    """Once all that were asked are ready: let leavers go, and begin if the members are enough."""
+    proposal = group.proposal
+    if proposal is None or proposal.waits_for or group.finished:
+        return
+
+    # A member that went away, came back as another process or cannot take part: the plan is made anew.
+    members = [group.nodes[name] for name, _ in proposal.members if name in group.nodes]
+    are_same = tuple(node.key for node in members) == proposal.members
+    if not are_same or not all(planning.takes_part(node, proposal) for node in members):
+        group.change(now)
+        return
+
+    # Leavers go before the group begins: the one that saves may have to be waited for.
+    is_enough = len(members) >= group.num_needed
+    release_leavers(group, now, staying=members if is_enough else [])
+    if not is_enough:
+        group.proposal = None
+        if group.world:
+            group.world.is_over = True
+        group.log("waiting", ready=len(members), needed=group.num_needed)
+        return
+    if group.departures.is_awaited(members):
+        return
+
+    # Only now is known what became of the old group's members: each has answered, or was lost.
+    if group.world and (ending := planning.find_break(group.world, group.nodes.values(), now=now)):
+        group.budget.conclude(ending, group.training)
+    if not finish_if_exhausted(group):
+        _begin(group, members, now)
+
+
+def _begin(group: Group, members: list[Node], now: float) -> None:
+    places = planning.assign_places(members)
+    group.world = World(group.generation, places, started_at=now)
+    group.proposal, group.rendezvous, group.joins = None, None, JoinHold()
+    group.members.steps.clear()
+    group.log("go", nodes=len(places), worldSize=group.world.size)
+    for node, message in planning.build_go(group.generation, members, places):
+        node.group, node.had = group.generation, None
+        group.send(node.peer, message)

@@ -1,0 +1,185 @@
+"""What reaches a group from outside: hellos, messages, lost connections, time. Each function returns the effects, in their order.
+
+No clock, no sockets, no randomness: the same events give the same effects. What an event leads to depends on the phase
+(``phase.find_phase``; it is computed, never stored):
+
+==========  ==========================  =================================  ===========================  ========================
+phase       hello                       a member is lost, or broken        leaving, capacity            report of the group
+==========  ==========================  =================================  ===========================  ========================
+adopting    with the place it had; once the places of the newest group     waits for the group          kept until it is adopted
+            cover all ranks: running    (a lease ends it: waiting)
+gathering   all expected: preparing     counts for nothing                 may go                       ignored: there is none
+waiting     enough: preparing           counts for nothing                 may go; one saves            ignored
+preparing   member: asked again         planned anew without it            planned anew                 ignored
+draining    spare until the next group  preparing: nobody waits for steps  planned anew                 noted
+starting    waits for ``up``            broken                             after ``up``                 ``up`` of all: running
+running     draining, or held back      broken; its cause is counted       draining                     noted; done, result: over
+broken      preparing                   noted                              preparing                    ignored
+over        told the end                --                                 --                           --
+==========  ==========================  =================================  ===========================  ========================
+
+A plan makes preparing or draining; ``ready`` of all members makes starting; all connections lost at once make adopting.
+"""
+
+import dataclasses
+
+from evergrad_coordinator.protocol import Commit, Hello, Message, Ping, Plan, Welcome
+from evergrad_coordinator.rules import adoption, planning
+from evergrad_coordinator.rules.changes import announce, drop_node, remove_node
+from evergrad_coordinator.rules.group import Group
+from evergrad_coordinator.rules.limits import check_limits
+from evergrad_coordinator.rules.members import REPLACED
+from evergrad_coordinator.rules.phase import Phase, find_phase
+from evergrad_coordinator.rules.reports import handle_report
+from evergrad_coordinator.rules.review import review
+from evergrad_coordinator.rules.state import Effect, Key, Node
+
+TICK_SECONDS = 0.25
+"""Longest time between two ticks."""
+
+
+def on_hello(group: Group, peer: int, hello: Hello, *, now: float) -> list[Effect]:
+    """Take the first message of a connection."""
+    is_adopting = find_phase(group) is Phase.ADOPTING
+    refusal = group.members.refuse(hello, finished=group.finished, is_adopting=is_adopting)
+    if refusal is not None:
+        group.send(peer, refusal)
+        group.close(peer, refusal.reason)
+        group.log("refused", node=hello.node[:64], reason=refusal.reason)
+    elif group.members.is_superseded_by(hello):
+        group.close(peer, "superseded")
+        group.log("superseded", node=hello.node[:64], known=hello.known_generation)
+    else:
+        _join(group, peer, hello, now)
+    return _take_effects(group)
+
+
+def on_message(group: Group, peer: int, message: Message, *, now: float) -> list[Effect]:
+    """Take any later message. A ``ping`` counts as contact and is answered by the edge."""
+    node = group.members.peers.get(peer)
+    if node is None or group.finished:
+        return _take_effects(group)
+    adoption.note_absence(group, node, now - node.seen)
+    node.seen = now
+    if isinstance(message, Ping):
+        return []
+    if isinstance(message, Commit):
+        adoption.answer_commit(group, node, message)
+    else:
+        handle_report(group, node, message, now)
+    return _take_effects(group)
+
+
+def on_beat(group: Group, key: Key, *, now: float) -> None:
+    """Take a sign of the process beside a node's own: the node is there, however slow it is."""
+    node = group.nodes.get(key[0])
+    if node is not None and node.key == key:
+        node.beat_at = now
+
+
+def on_lost(group: Group, peer: int, why: str, *, now: float) -> list[Effect]:
+    """Take the end of a connection."""
+    node = group.members.peers.get(peer)
+    if node is not None:
+        remove_node(group, node, why, now)
+    return _take_effects(group)
+
+
+def on_tick(group: Group, *, now: float) -> list[Effect]:
+    """Take the passing of time: limits are checked, and a review that is due is made."""
+    gap, group.ticked_at = now - group.ticked_at, now
+    if group.finished:
+        return _take_effects(group)
+    if gap > 4 * TICK_SECONDS:
+        # This process itself did not run: messages that came meanwhile are still unread, and silence means nothing.
+        for node in group.nodes.values():
+            adoption.note_absence(group, node, now - node.seen)
+            node.seen += gap
+            node.beat_at += gap
+    check_limits(group, now)
+    if group.review_at is not None and group.review_at <= now and not group.finished:
+        review(group, now)
+    return _take_effects(group)
+
+
+def set_bounds(
+    group: Group, *, min_nodes: int, max_nodes: int, max_failures: int | None = None, now: float
+) -> list[Effect]:
+    """Take other limits (None: as before); a group that runs is changed at its next step boundary, if at all."""
+    settings = group.settings
+    if max_failures is not None and max_failures != group.budget.limit:
+        group.budget.limit = max_failures
+        group.log("bounds", maxFailures=max_failures)
+        group.change(now)
+    if (min_nodes, max_nodes) != (settings.min_nodes, settings.max_nodes):
+        group.settings = dataclasses.replace(
+            settings, min_nodes=min_nodes, max_nodes=max_nodes, expect=max_nodes
+        )
+        group.log("bounds", min=min_nodes, max=max_nodes)
+        group.change(now)
+    return _take_effects(group)
+
+
+def next_tick(group: Group, *, now: float) -> float:
+    """When the next tick is due."""
+    if group.review_at is None or group.finished:
+        return now + TICK_SECONDS
+    return min(group.review_at, now + TICK_SECONDS)
+
+
+def _take_effects(group: Group) -> list[Effect]:
+    effects, group.effects = group.effects, []
+    return effects
+
+
+# ---- a node joins ----------------------------------------------------------------------------------------------------
+
+
+def _join(group: Group, peer: int, hello: Hello, now: float) -> None:
+    # The same process on a new connection was never away; another process of the node replaces the old one.
+    older, was_seen = group.members.claim(hello), now
+    if older is not None and older.incarnation == hello.incarnation:
+        group.close(older.peer, "reconnected")
+        group.members.remove(older)
+        was_seen = older.seen
+    elif older is not None:
+        group.send(older.peer, REPLACED)
+        drop_node(group, older, "replaced", now)
+    if group.finished:  # the process that was replaced was the last one, and leaving
+        group.send(peer, group.finished)
+        group.close(peer, "finished")
+        return
+
+    node = group.members.add(peer, hello, now=now)
+    if group.world:
+        was_seen = group.world.last_contact.pop(node.key, was_seen)
+    adoption.note_absence(group, node, now - was_seen)
+    adoption.drop_others(group, node, now)
+    group.heard_generation = max(group.heard_generation, hello.known_generation, node.group)
+    group.log("hello", node=node.name, workers=node.workers, had=node.group)
+    settings = group.settings
+    group.send(peer, Welcome(group.generation, settings.lease_seconds, settings.silence_seconds))
+
+    # A node that is back may show that a break was silence and no loss, and learns of the plan it missed.
+    group.budget.note_return(node.key, group.training)
+    _catch_up(group, node, now)
+    if group.rendezvous and node.is_candidate and group.rendezvous.first_seen is None:
+        group.rendezvous.first_seen = now
+    group.change(now)
+
+
+def _catch_up(group: Group, node: Node, now: float) -> None:
+    """Send a node that comes, or comes back, what it missed, and note what it lost meanwhile."""
+    world, proposal = group.world, group.proposal
+    is_member = world is not None and node.key in world.places and node.key not in world.out
+    if world and is_member and not group.rendezvous and not planning.holds_its_place(world, node):
+        world.out.add(node.key)
+        world.is_broken = True
+        group.accounting.begin("node_lost", at=now)
+    if proposal:
+        if node.key in proposal.members or node.group:
+            proposal.waits_for.add(node.key)
+        announce(group, node, proposal)
+    elif world and not world.is_over and 0 < node.group < world.generation:
+        replaced = Plan(world.generation, hard=True, is_member=False, reason="this group has been replaced")
+        group.send(node.peer, replaced)

@@ -1,0 +1,120 @@
+"""What is known of one run's group, as one value. Events change it (``events``), and the edge carries out the effects they leave.
+
+The value has one owner. Its methods only leave effects or ask for a review; the rules are functions over it.
+"""
+
+from dataclasses import dataclass, field
+
+from evergrad_coordinator.protocol import End, Message
+from evergrad_coordinator.rules import planning
+from evergrad_coordinator.rules.accounting import Accounting
+from evergrad_coordinator.rules.budget import FailureBudget
+from evergrad_coordinator.rules.departures import Departures
+from evergrad_coordinator.rules.members import Members
+from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
+from evergrad_coordinator.rules.state import (
+    Close,
+    Effect,
+    Log,
+    Node,
+    Proposal,
+    Send,
+    Settings,
+    Training,
+    World,
+)  # fmt: skip
+
+
+@dataclass
+class Group:
+    """One run's group: who is connected, what runs, what is planned, and what has been counted."""
+
+    settings: Settings
+    generation: int
+    """Newest number: durable before any effect behind its Persist."""
+    members: Members
+    budget: FailureBudget
+    ticked_at: float
+    """Time of the newest tick."""
+    rendezvous: Rendezvous | None = None
+    """Nodes are waited for before the first plan; None once that is over."""
+    world: World | None = None
+    """The newest group that was told to go, or was found running."""
+    proposal: Proposal | None = None
+    """A plan that was announced and has not gone yet."""
+    finished: End | None = None
+    """How the run ended."""
+    training: Training = field(default_factory=Training)
+    accounting: Accounting = field(default_factory=Accounting)
+    departures: Departures = field(default_factory=Departures)
+    joins: JoinHold = field(default_factory=JoinHold)
+    fence_until: float = 0.0
+    """No plan before: workers of a lost group may train until then."""
+    stored_generation: int = 0
+    """Newest number that is durable: below ``generation`` where a group of an earlier epoch was adopted."""
+    heard_generation: int = 0
+    """Newest number that a node has heard of."""
+    num_fruitless_plans: int = 0
+    """Plans in a row whose groups trained no step."""
+    num_holders: int = 0
+    """Nodes that held a state when the newest plan was made."""
+    planned_at: float = float("-inf")
+    review_at: float | None = None
+    """When the group that should be is next compared with the one that is; None: after the next change."""
+    effects: list[Effect] = field(default_factory=list)
+    """What the edge is to do, in this order."""
+
+    @property
+    def nodes(self) -> dict[str, Node]:
+        """Connected nodes by name."""
+        return self.members.nodes
+
+    @property
+    def newest_known(self) -> int:
+        """Newest number that this coordinator or any of its nodes has heard of."""
+        return max(self.generation, self.heard_generation)
+
+    @property
+    def num_needed(self) -> int:
+        """Fewest nodes of a group. Those that finish what others have already ended may run below the minimum."""
+        return 1 if self.world and self.world.done else self.settings.min_nodes
+
+    @property
+    def lease_end(self) -> float:
+        """Seconds after a worker's last contact when it runs no more, with a second for looking at the time now and then."""
+        return self.settings.lease_seconds + 1
+
+    def send(self, peer: int, message: Message) -> None:
+        """Leave the effect of one message."""
+        self.effects.append(Send(peer, message))
+
+    def close(self, peer: int, why: str) -> None:
+        """Leave the effect of ending a connection."""
+        self.effects.append(Close(peer, why))
+
+    def log(self, event: str, **fields: object) -> None:
+        """Leave the effect of one line of the log."""
+        self.effects.append(Log(event, {"generation": self.generation, **fields}))
+
+    def ask_review(self, at: float) -> None:
+        """Compare what should be with what is, not later than ``at``."""
+        self.review_at = at if self.review_at is None else min(self.review_at, at)
+
+    def change(self, now: float) -> None:
+        """Ask for a review soon: changes that come at the same moment are answered by one plan."""
+        self.ask_review(now + self.settings.debounce_seconds)
+
+
+def new_group(settings: Settings, *, generation: int, now: float) -> Group:
+    """The group of a coordinator that starts and knows ``generation``, the newest durable number."""
+    may_run = planning.may_run_unseen(settings, generation)
+    group = Group(
+        settings,
+        generation,
+        members=Members(settings),
+        budget=FailureBudget(settings.max_failures_without_progress, settings.recovery),
+        ticked_at=now,
+        stored_generation=generation,
+    )
+    group.rendezvous = Rendezvous(adopts_until=now + group.lease_end if may_run else None)
+    return group
