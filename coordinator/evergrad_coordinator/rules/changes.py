@@ -52,7 +52,11 @@ def _become_empty(group: Group, last: Node, now: float) -> None:
     group.departures.was_left = last.is_leaving or last.released_at is not None
     is_gone = group.world is None or group.world.places.keys() <= group.world.out
     # All connections at once: more likely ours failed than all nodes. They may come back as they were.
-    group.rendezvous = Rendezvous(adopts_until=None if is_gone else now + group.lease_end)
+    adopts_until = None if is_gone else now + group.lease_end
+    if group.world is None and group.rendezvous is not None:
+        # A group that may run unseen does not end because the only node that has come so far is gone again.
+        adopts_until = group.rendezvous.adopts_until
+    group.rendezvous = Rendezvous(adopts_until)
     if group.world:
         group.world.is_over |= is_gone
         # Nodes that come now start from a checkpoint, and nothing that ended before counts as done.

@@ -29,6 +29,7 @@ from evergrad_coordinator.protocol import (
 )
 from evergrad_coordinator.rules import events
 from evergrad_coordinator.rules.group import new_group
+from evergrad_coordinator.rules.phase import Phase, find_phase
 from evergrad_coordinator.rules.state import Finish, Send, Settings
 from evergrad_coordinator.rules.status import build_status
 
@@ -1221,6 +1222,20 @@ def test_a_leaver_that_was_told_to_save_may_commit() -> None:
 
 
 # ---- nonsense --------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_come_is_replaced() -> None:
+    cluster, nodes = start_running()
+    for node in nodes:
+        node.is_cut = True
+    cluster.restart_coordinator()
+    cluster.start("7")
+    cluster.start("7")  # replaces the only connected node: for a moment nobody is there
+    cluster.start("8")
+    cluster.run(0.5)
+    assert find_phase(cluster.group) is Phase.ADOPTING
+    cluster.run_until_running()
+    assert cluster.gone > 1 and {node.name for node in cluster.members_of(cluster.gone)} == {"7", "8"}
 
 
 def test_messages_of_unknown_connections_are_ignored() -> None:
