@@ -21,7 +21,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster bench-cluster-pods images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -127,6 +127,9 @@ bench-cluster: $(INSTALLED) ## measure the operator beside Kubeflow Trainer on a
 
 bench-cluster-pods: $(INSTALLED) ## measure a killed pod on real nodes beside an Indexed Job with stock torchrun, and the quickstart's start (as root)
 	EVERGRAD_BED=$(or $(EVERGRAD_BED),9) PYTHONPATH=$(CURDIR)/benchmarks:$(CURDIR)/tests:$(CURDIR)/tests/e2e $(BIN)/python benchmarks/cluster_pods.py $(BENCH)
+
+numbers: $(INSTALLED) ## count sizes, density, comments and fragments of the product (COMMITS='a b': of those)
+	@$(BIN)/python benchmarks/readability.py $(COMMITS)
 
 images: $(INSTALLED) ## build both container images where something changed, and load them where the cluster is up (as root)
 	PYTHONPATH=$(CURDIR)/tests $(BIN)/python -m bed.product_images

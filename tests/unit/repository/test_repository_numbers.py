@@ -1,0 +1,85 @@
+"""The script that counts how the product reads, and the limits that it found kept."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SMALL_CLASSES = ("coordinator/", "manifest/", "cli/")
+"""Folders whose classes all keep the limit."""
+
+MODULE = '''"""Adds."""
+
+from math import pi
+
+
+class Adder:
+    """Has one public method."""
+
+    def add(self, one: int) -> int:
+        # Why it is so.
+        return one + _two()  # not a line of its own
+
+    def _never(self) -> None: ...
+
+
+def _two() -> int:
+    return 2
+'''
+
+
+@pytest.fixture(scope="module")
+def readability() -> Iterator[ModuleType]:
+    path = Path(__file__).resolve().parents[3] / "benchmarks" / "readability.py"
+    spec = importlib.util.spec_from_file_location("readability", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["readability"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["readability"]
+
+
+@pytest.fixture(scope="module")
+def product(readability: ModuleType, root: Path) -> dict[str, str]:
+    return dict(readability.read_product(root, None))
+
+
+def test_functions_classes_and_comments_are_counted(readability: ModuleType) -> None:
+    numbers = readability.count({"a/b/c.py": MODULE})
+    assert (numbers.modules, numbers.lines, numbers.longest_class) == (1, 17, "8 Adder")
+    assert (numbers.median_function, numbers.longest_function) == (2, "3 add")
+    assert numbers.most_public_methods == "1 Adder"
+    assert numbers.comments_per_100_code_lines == round(100 / 7, 2)
+
+
+def test_a_private_function_counts_as_called_once_by_its_name_in_its_own_module(
+    readability: ModuleType,
+) -> None:
+    assert readability.find_private_called_once(MODULE) == ["_two"]
+    assert readability.find_private_called_once(MODULE + "_two()\n") == []
+
+
+def test_modules_that_import_each_other_are_found(readability: ModuleType) -> None:
+    texts = {
+        "x/p/a.py": "from p import b",
+        "x/p/b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import p.c",
+        "x/p/c.py": "from p.a import name",
+        "x/p/d.py": "import p.a",
+    }
+    assert readability.find_circles(texts) == [["p.a", "p.b", "p.c"]]
+
+
+def test_no_modules_of_the_product_import_each_other(
+    readability: ModuleType, product: dict[str, str]
+) -> None:
+    assert len(product) > 200
+    assert readability.find_circles(product) == []
+
+
+def test_no_class_is_longer_than_250_lines(readability: ModuleType, product: dict[str, str]) -> None:
+    kept = {where: text for where, text in product.items() if where.startswith(SMALL_CLASSES)}
+    classes = [one for where, text in kept.items() for one in readability.find_classes(where, text)]
+    assert [f"{one.where} {one.name}: {one.lines} lines" for one in classes if one.lines > 250] == []
