@@ -168,18 +168,18 @@ class World:
         """Whether ``fine`` holds on every rank."""
         return int(self.sum_integers(torch.tensor([0 if fine else 1]))) == 0
 
-    def broadcast_json(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank; the others' argument is ignored."""
+    def broadcast_json(self, value: Any, *, source: int = 0) -> Any:
+        """The JSON value of rank ``source`` on every rank; the others' argument is ignored."""
         if self.control is None:
             return value
-        data = json.dumps(value).encode() if self.is_main else b""
+        data = json.dumps(value).encode() if self.rank == source else b""
         size = self.sum_integers(torch.tensor([len(data)]))
         buffer = torch.zeros(int(size), dtype=torch.uint8)
-        if self.is_main:
+        if self.rank == source:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self.wait(
             self._start(
-                lambda: dist.broadcast(buffer, group=self.control, group_src=0, async_op=True), buffer
+                lambda: dist.broadcast(buffer, group=self.control, group_src=source, async_op=True), buffer
             )
         )
         return json.loads(bytes(buffer.tolist()))

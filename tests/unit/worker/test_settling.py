@@ -13,7 +13,7 @@ from evergrad_trainer.training.loop import Progress
 from evergrad_trainer.worker.channel import Failed
 from evergrad_trainer.worker.run import report_end
 from evergrad_trainer.worker.settling import adopt as adopt_rows
-from evergrad_trainer.worker.settling import describe_standing
+from evergrad_trainer.worker.settling import choose_source, describe_standing
 
 BEST = {"metric": "held/loss", "value": 2.0, "step": 6}
 
@@ -33,6 +33,8 @@ def row(step: int, **changes: Any) -> dict[str, Any]:
 
 def adopt(*rows: dict[str, Any]) -> Progress:
     progress = Progress(finished_steps=99, saved_step=99, resumed_step=99, evaluated_step=99)
+    source = rows[choose_source(list(rows))]
+    progress.load_values({key: source[key] for key in ("step", "evaluated_step", "best")})
     adopt_rows(progress, list(rows))
     return progress
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +16,11 @@ from evergrad_trainer.models.compilation import compile_blocks
 from evergrad_trainer.models.determinism import is_cublas_deterministic, use_deterministic_kernels
 from evergrad_trainer.models.parallel import build_gradient_sum, shard
 from evergrad_trainer.objectives.causal_lm import LossSum
-from evergrad_trainer.optim.adamw import build_adamw, set_updates, state_tensors
+from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.recipes import RECIPES
+from evergrad_trainer.state.providers import ModuleState, OptimizerState, module_tensors
+from evergrad_trainer.state.registry import MODEL, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
 from evergrad_trainer.training.evaluation import Evaluator
 from evergrad_trainer.training.loop import Best, Limits
@@ -31,17 +33,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Machinery:
-    """The parts that hold tensors, before a checkpoint is loaded into them."""
+    """The parts that hold tensors, before a checkpoint is loaded into them, and the registry of all that is the run's state."""
 
     model: "PreTrainedModel"
     optimizer: torch.optim.AdamW
     loss_sum: LossSum
     is_sharded: bool
     autocast: Callable[[], AbstractContextManager[object]]
+    registry: Registry
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, torch.Tensor]:
         """The live tensors a checkpoint holds."""
-        return state_tensors(self.model, self.optimizer)
+        return self.registry.tensors()
 
 
 def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_weights: bool) -> Machinery:
@@ -72,29 +75,24 @@ def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_w
     loss_sum = RECIPES[training.recipe].build_loss(model)
     if should_compile and not has_blocks and not is_sharded:
         loss_sum = torch.compile(loss_sum, dynamic=False)
+    optimizer = build_adamw(model, training.optimizer)
+
+    def initial() -> dict[str, torch.Tensor]:
+        # A function of the seed, so that every process gets the same weights.
+        fresh = build_model(plan, seed=training.reproducibility.seed, precision=runtime.precision)
+        return module_tensors(fresh)
+
+    registry = Registry()
+    registry.register(MODEL, ModuleState(model, initial=initial))
+    registry.register(OPTIMIZER, OptimizerState(optimizer, dict(model.named_parameters())))
     return Machinery(
         model=model,
-        optimizer=build_adamw(model, training.optimizer),
+        optimizer=optimizer,
         loss_sum=loss_sum,
         is_sharded=is_sharded,
         autocast=_autocast(runtime.precision, world.device),
+        registry=registry,
     )
-
-
-def rebuild_state(machinery: Machinery, training: Training, plan: ModelPlan) -> None:
-    """Give the live tensors the bits that ``build_machinery`` gave them: initial weights, zero moments, no update done.
-
-    For a state that was overwritten in part. The weights are a function of the seed, so that every process gets the same ones.
-    """
-    model = build_model(plan, seed=training.reproducibility.seed, precision=training.runtime.precision)
-    initial = state_tensors(model, None)
-    with torch.no_grad():
-        for name, tensor in machinery.state().items():
-            if name in initial:
-                tensor.copy_(initial[name])
-            else:
-                tensor.zero_()
-    set_updates(machinery.optimizer, 0)
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:

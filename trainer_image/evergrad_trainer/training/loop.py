@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
@@ -14,6 +16,7 @@ from evergrad_trainer.errors import FencedError
 from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.state.registry import Registry, to_extra
 from evergrad_trainer.training.evaluation import Evaluator
 from evergrad_trainer.training.step import (
     FLAG_CHANGE,
@@ -48,7 +51,7 @@ class Limits:
 
 @dataclass
 class Progress:
-    """What a checkpoint remembers besides tensors.
+    """What a run counts besides tensors: the counters of the state registry, and what this process knows of its own saves.
 
     ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands. ``resumed_step``: of
     the newest checkpoint known to stand when this world began. ``steps_here``: trained since the run's processes were started.
@@ -70,13 +73,14 @@ class Progress:
     non_finite: int = 0
     refusal: str = ""
 
-    def extra(self, cursor: dict[str, int]) -> dict[str, Any]:
-        """The JSON part of a checkpoint."""
-        return {"step": self.finished_steps, "cursor": cursor, **self.memory()}
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return nothing: counters are no tensors."""
+        return {}
 
-    def memory(self) -> dict[str, Any]:
-        """What belongs to the state after ``finished_steps``: saved with it, and told to processes that are fed with it."""
+    def values(self) -> Mapping[str, Any]:
+        """Return what belongs to the state after ``finished_steps``, by the names that checkpoints use."""
         return {
+            "step": self.finished_steps,
             "evaluated_step": self.evaluated_step,
             "best": self.best,
             "updates": self.updates,
@@ -84,13 +88,18 @@ class Progress:
             "non_finite": self.non_finite,
         }
 
-    def remember(self, memory: Mapping[str, Any]) -> None:
-        """Take over what :meth:`memory` said of the state after ``finished_steps``; older versions said less."""
-        self.evaluated_step = int(memory["evaluated_step"])
-        self.best = memory["best"]
-        self.updates = int(memory.get("updates", self.finished_steps))
-        self.skipped = int(memory.get("skipped", 0))
-        self.non_finite = int(memory.get("non_finite", 0))
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Take over what :meth:`values` said of a state; older versions said less."""
+        self.finished_steps = int(values["step"])
+        self.evaluated_step = int(values["evaluated_step"])
+        self.best = values["best"]
+        self.updates = int(values.get("updates", self.finished_steps))
+        self.skipped = int(values.get("skipped", 0))
+        self.non_finite = int(values.get("non_finite", 0))
+
+    def reset(self) -> None:
+        """Forget everything, also of this process: the state it belonged to is gone."""
+        vars(self).update(vars(Progress()))
 
 
 @dataclass(frozen=True)
@@ -115,7 +124,7 @@ class Run:
     stepper: Stepper
     stream: TrainingStream
     checkpoints: CheckpointManager
-    state: Callable[[], dict[str, Any]]
+    state: Registry
     evaluator: Evaluator
     evaluation_sets: tuple[EvaluationSet, ...]
     best: Best | None
@@ -126,14 +135,9 @@ class Run:
     compare: Callable[[int], None]
     """Raises DivergedError on all ranks where their states after that step are not the same."""
     on_first_step: Callable[[], None]
-    model: dict[str, Any]
     progress: Progress = field(default_factory=Progress)
     is_comparing: bool = False
     """Whether replicas are compared in this world, as its ranks have agreed."""
-
-    def extra(self) -> dict[str, Any]:
-        """The JSON part of a checkpoint of the state as it is now. ``model``: what the configuration was resolved to."""
-        return {**self.progress.extra(self.stream.cursor(self.progress.finished_steps)), "model": self.model}
 
 
 def train(run: Run) -> StopReason:
@@ -359,7 +363,7 @@ def _save(run: Run, *, best: bool = False, wait: bool = False) -> None:
     if run.is_comparing:
         # Every rank writes a part: replicas that differ would make a checkpoint of several states.
         run.compare(step)
-    run.checkpoints.save(step, run.state(), extra=run.extra(), best=best, wait=wait)
+    run.checkpoints.save(step, run.state.tensors(), extra=to_extra(run.state.values()), best=best, wait=wait)
     run.progress.saved_step = step
 
 

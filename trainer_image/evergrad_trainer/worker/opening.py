@@ -53,7 +53,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stepper=build_stepper(training, machinery, session.data.train, total_steps=numbers.total_steps),
         stream=session.data.train,
         checkpoints=checkpoints,
-        state=machinery.state,
+        state=machinery.registry,
         evaluator=build_evaluator(training, machinery),
         evaluation_sets=session.data.evaluation,
         best=build_best(training),
@@ -63,6 +63,5 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         is_signalled=session.is_signalled,
         compare=build_comparison(machinery, session.membership),
         on_first_step=lambda: announce_first_step(session),
-        model=session.plan.model.describe(),
         progress=session.progress,
     )

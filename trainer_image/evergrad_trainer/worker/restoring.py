@@ -1,17 +1,30 @@
 """Where the state of a run begins: its newest checkpoint, weights it starts from, or the seed."""
 
-from collections.abc import Callable
-from typing import Any
-
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.models.weights import load_model_directory
-from evergrad_trainer.optim.adamw import set_updates
 from evergrad_trainer.resume import compare_models
-from evergrad_trainer.training.build import Machinery
+from evergrad_trainer.state.registry import COUNTERS, CURSOR, DESCRIPTION, Agreement, Values, from_extra
+from evergrad_trainer.training.build import Machinery, build_machinery
 from evergrad_trainer.worker.session import Session
+
+
+def build_state(session: Session, *, with_weights: bool) -> Machinery:
+    """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint follows."""
+    plan = session.plan
+    machinery = build_machinery(plan.run.training, plan.model, session.world, with_weights=with_weights)
+    machinery.registry.register(COUNTERS, session.progress)
+    cursor = Agreement(
+        value=lambda: session.data.train.cursor(session.progress.finished_steps),
+        check=lambda stored: _check_cursor(session, stored),
+    )
+    # Behind the counters: the cursor follows from the step that they load.
+    machinery.registry.register(CURSOR, cursor)
+    description = Agreement(value=plan.model.describe, check=lambda stored: _check_model(session, stored))
+    machinery.registry.register(DESCRIPTION, description)
+    return machinery
 
 
 def restore(
@@ -20,24 +33,19 @@ def restore(
     checkpoints: CheckpointManager,
     *,
     has_checkpoints: bool,
-    rebuild: Callable[[], None] | None = None,
+    is_initial: bool = True,
 ) -> None:
     """Load the newest checkpoint, or the weights a fresh run begins with.
 
-    ``rebuild`` gives the tensors their initial values where no checkpoint is loaded; None where they have them already.
+    ``is_initial``: the tensors have their initial values, which they are given here otherwise where no checkpoint is loaded.
     """
     init_from = session.plan.run.training.init_from
     restored = checkpoints.restore(machinery.state())
-    if restored is None and not has_checkpoints and rebuild is not None:
-        rebuild()
+    if restored is None and not has_checkpoints and not is_initial:
+        machinery.registry.reset()
     if restored is not None:
-        extra = restored.extra
-        progress = session.progress
-        progress.finished_steps = progress.saved_step = progress.resumed_step = int(extra["step"])
-        progress.remember(extra)
-        set_updates(machinery.optimizer, progress.updates)
-        _check_cursor(session, extra)
-        _check_model(session, extra)
+        machinery.registry.load_values(from_extra(restored.extra))
+        session.progress.saved_step = session.progress.resumed_step = session.progress.finished_steps
     elif has_checkpoints:
         raise CheckpointError(
             Problem(
@@ -55,22 +63,21 @@ def restore(
             load_weights(path, machinery.state(), world=session.world)
 
 
-def _check_cursor(session: Session, extra: dict[str, Any]) -> None:
+def _check_cursor(session: Session, stored: Values) -> None:
     """The cursor is a pure function of the step; a checkpoint that disagrees was written with another order."""
     expected = session.data.train.cursor(session.progress.finished_steps)
-    if extra["cursor"] != expected:
+    if stored != expected:
         raise CheckpointError(
             Problem(
                 str(session.directory.checkpoints),
-                f"the checkpoint's cursor is {extra['cursor']} and this version's is {expected}",
+                f"the checkpoint's cursor is {stored} and this version's is {expected}",
                 "the sample order is not the one the run began with",
                 "Go on with the version of Evergrad that began this run",
             )
         )
 
 
-def _check_model(session: Session, extra: dict[str, Any]) -> None:
-    """The checkpoint's tensors may fit a model that computes something else with them. Older checkpoints do not say."""
-    if "model" in extra:
-        where = str(session.directory.checkpoints)
-        raise_if(compare_models(extra["model"], session.plan.model.describe(), where=where), CheckpointError)
+def _check_model(session: Session, stored: Values) -> None:
+    """The checkpoint's tensors may fit a model that computes something else with them."""
+    where = str(session.directory.checkpoints)
+    raise_if(compare_models(stored, session.plan.model.describe(), where=where), CheckpointError)

@@ -20,7 +20,6 @@ from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.logs import setup_logging
 from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
-from evergrad_trainer.training.build import build_machinery
 from evergrad_trainer.transports import choose_transport
 from evergrad_trainer.worker.channel import Channel, Failed, Warm
 from evergrad_trainer.worker.guard import Guard
@@ -29,6 +28,7 @@ from evergrad_trainer.worker.lifecycle import Lifecycle
 from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_data
 from evergrad_trainer.worker.pulse import Pulse
 from evergrad_trainer.worker.reporting import build_last_words, report_failure
+from evergrad_trainer.worker.restoring import build_state
 from evergrad_trainer.worker.session import Session, SessionPlan
 from evergrad_trainer.worker.signals import StopSignals
 from evergrad_trainer.worker.worlds import OnlyWorld, SupervisedWorlds
@@ -108,14 +108,13 @@ def open_in_world(
 
 def _live_in_world(session: Session, relay: Observer | None) -> int:
     """Build for the world that is there, and live in it to the end of the run or of the world."""
-    plan, training = session.plan, session.plan.run.training
     writer = Writer(session, relay=relay)
     if session.world.is_main:
         # Before anything is built, so that an error in it is written down, too.
         writer.take()
     # Rank 0's answer: whether weights are initialised must not differ between ranks that see a volume at two moments.
     are_there = bool(session.world.broadcast_json(has_checkpoints(session.directory)))
-    machinery = build_machinery(training, plan.model, session.world, with_weights=not are_there)
+    machinery = build_state(session, with_weights=not are_there)
     session.mark("model")
     checkpoints = build_checkpoints(session)
     life = Life(Held.DIRTY if are_there else Held.FRESH)
@@ -173,9 +172,8 @@ def _open_alone(plan: SessionPlan, directory: RunDirectory, guard: Guard, local_
 
 def _build_alone(session: Session, channel: Channel, guard: Guard, pulse: Pulse) -> Lifecycle:
     """Everything that takes time, before anybody waits for this worker."""
-    plan, training = session.plan, session.plan.run.training
     has_weights = not has_checkpoints(session.directory)
-    machinery = build_machinery(training, plan.model, session.world, with_weights=has_weights)
+    machinery = build_state(session, with_weights=has_weights)
     session.mark("model")
     run = build_run(session, machinery, build_checkpoints(session))
     run.stepper.pulse = pulse
@@ -184,7 +182,7 @@ def _build_alone(session: Session, channel: Channel, guard: Guard, pulse: Pulse)
     # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a group.
     gc.freeze()
     gc.enable()
-    timeout = training.runtime.collective_timeout_seconds
+    timeout = session.plan.run.training.runtime.collective_timeout_seconds
     return Lifecycle(
         session,
         machinery,

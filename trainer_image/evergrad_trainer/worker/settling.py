@@ -1,15 +1,13 @@
 """Brings all members of a new world to one state: whoever holds the newest step feeds the others, else all load or begin."""
 
-import functools
 from dataclasses import asdict
 from typing import Any
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.optim.adamw import set_updates
 from evergrad_trainer.records import StepRecord
 from evergrad_trainer.state.replicas import compare_fed, compare_states
 from evergrad_trainer.state.transfer import feed, plan_feeding
-from evergrad_trainer.training.build import Machinery, rebuild_state
+from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.loop import Progress, Run
 from evergrad_trainer.worker.life import Held, Life
 from evergrad_trainer.worker.opening import has_checkpoints
@@ -36,8 +34,10 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         _begin_again(session, machinery, checkpoints, life)
     else:
         _feed(world, machinery, steps, life)
+        # What belongs to the tensors that were fed, as one of those that had them remembers it.
+        registry = machinery.registry
+        registry.load_values(world.broadcast_json(registry.values(), source=choose_source(rows)))
         adopt(progress, rows)
-        set_updates(machinery.optimizer, progress.updates)
 
     # Before the first step of a world: what was fed has arrived and, where that is asked for, all replicas are equal.
     # Rank 0's wish counts: a comparison that only some make would wait for the others for ever.
@@ -53,20 +53,16 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
 
 def _begin_again(session: Session, machinery: Machinery, checkpoints: CheckpointManager, life: Life) -> None:
     """Nobody holds a state: load the newest checkpoint or, without one, begin with the initial weights."""
-    plan, had_held = session.plan, life.held
+    had_held = life.held
     # What this process remembers belongs to a state that is gone; a load that is cut short leaves neither.
-    vars(session.progress).update(vars(Progress()))
+    session.progress.reset()
     life.held = Held.DIRTY
     are_there = not session.world.all_agree(not has_checkpoints(session.directory))
     if machinery.is_sharded:
         # Shards that were built without weights, since a checkpoint was to follow, cannot be made again here.
         are_there = are_there or had_held == Held.DIRTY
-    rebuild = (
-        None
-        if had_held == Held.FRESH
-        else functools.partial(rebuild_state, machinery, plan.run.training, plan.model)
-    )
-    restore(session, machinery, checkpoints, has_checkpoints=are_there, rebuild=rebuild)
+    is_initial = had_held == Held.FRESH
+    restore(session, machinery, checkpoints, has_checkpoints=are_there, is_initial=is_initial)
     session.mark("checkpoint")
 
 
@@ -92,21 +88,25 @@ def describe_standing(
         "standing": max(progress.resumed_step, -1 if published is None else published.step),
         "begun": progress.saved_step,
         "steps_here": progress.steps_here,
-        **progress.memory(),
+        "evaluated_step": progress.evaluated_step,
         "record": None if progress.last_record is None else asdict(progress.last_record),
     }
 
 
+def choose_source(rows: list[dict[str, Any]]) -> int:
+    """The rank whose memory of the newest step counts. An evaluation whose end only some have seen is done again."""
+    newest = max(int(row["step"]) for row in rows)
+    sources = [rank for rank, row in enumerate(rows) if row["step"] == newest]
+    return min(sources, key=lambda rank: int(rows[rank]["evaluated_step"]))
+
+
 def adopt(progress: Progress, rows: list[dict[str, Any]]) -> None:
-    """Remember what those who hold the newest step remember."""
+    """Agree on what the processes know of their saves; the values of the state itself are loaded already."""
     newest = max(int(row["step"]) for row in rows)
     sources = [row for row in rows if row["step"] == newest]
-    # An evaluation whose end only some have seen is done again: its last row counts.
-    source = min(sources, key=lambda row: int(row["evaluated_step"]))
+    source = rows[choose_source(rows)]
     standing = max(int(row["standing"]) for row in rows)
     begun = max(int(row["begun"]) for row in rows if int(row["step"]) >= 0)
-    progress.finished_steps = newest
-    progress.remember(source)
     progress.steps_here = max(int(row["steps_here"]) for row in sources)
     if progress.best is not None and progress.best["step"] > standing and progress.best["step"] < newest:
         # Its save ended with the world, and its state is gone: the next better one will be the best.

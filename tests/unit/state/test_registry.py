@@ -1,0 +1,215 @@
+"""What is registered is what is saved, restored, fed, reset and compared, under the names that checkpoints have always had."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from evergrad_manifest.training import Optimizer
+from evergrad_trainer.optim.adamw import build_adamw
+from evergrad_trainer.state.providers import KeptTensors, ModuleState, OptimizerState, module_tensors
+from evergrad_trainer.state.registry import (
+    MAX_VALUES_BYTES,
+    MODEL,
+    OPTIMIZER,
+    Agreement,
+    Registry,
+    TensorSpec,
+    from_extra,
+    to_extra,
+)
+
+SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
+NAMES = ["embedding.weight", "norm.weight", "norm.bias", "head.weight", "head.bias"]
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, 4)
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5)
+        self.register_buffer("count", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.head(self.norm(self.embedding(ids)))
+        return hidden
+
+
+class Notes:
+    """A provider of values alone."""
+
+    def __init__(self, **values: Any) -> None:
+        self.held: Mapping[str, Any] = values
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def values(self) -> Mapping[str, Any]:
+        return self.held
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        self.held = values
+
+    def reset(self) -> None:
+        self.held = {}
+
+
+def build(
+    model: Small, optimizer: torch.optim.Optimizer | None = None
+) -> tuple[Registry, torch.optim.Optimizer]:
+    optimizer = optimizer or build_adamw(model, SETTINGS)
+    registry = Registry()
+    registry.register(MODEL, ModuleState(model, initial=lambda: module_tensors(Small())))
+    registry.register(OPTIMIZER, OptimizerState(optimizer, dict(model.named_parameters())))
+    return registry, optimizer
+
+
+def train(model: Small, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.tensor([0, 1, 2])).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copy_state(source: Registry, target: Registry) -> None:
+    for name, tensor in target.tensors().items():
+        tensor.copy_(source.tensors()[name])
+    target.load_values(source.values())
+
+
+def test_checkpoints_have_the_names_they_always_had() -> None:
+    registry, _ = build(Small())
+    moments = {f"optimizer.{name}.{moment}" for name in NAMES for moment in ("exp_avg", "exp_avg_sq")}
+    assert set(registry.tensors()) == {f"model.{name}" for name in NAMES} | moments | {"model.count"}
+    assert registry.values() == {"optimizer": {"step": 0.0}}
+
+
+def test_tied_weights_are_held_once() -> None:
+    model = Small()
+    model.head.weight = model.embedding.weight
+    tensors = build(model)[0].tensors()
+    assert "model.embedding.weight" in tensors and "model.head.weight" not in tensors
+
+
+def test_a_frozen_parameter_is_held_and_has_no_moments() -> None:
+    model = Small()
+    model.embedding.weight.requires_grad_(False)
+    tensors = build(model)[0].tensors()
+    assert "model.embedding.weight" in tensors and "optimizer.embedding.weight.exp_avg" not in tensors
+
+
+OPTIMIZERS = {
+    "AdamW": lambda model: build_adamw(model, SETTINGS),
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "NAdam": lambda model: torch.optim.NAdam(model.parameters(), lr=0.1),
+    "Adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_given_to_another_process_goes_on_bit_for_bit_with_any_optimizer(name: str) -> None:
+    model, other = Small(), Small()
+    first, optimizer = build(model, OPTIMIZERS[name](model))
+    second, resumed = build(other, OPTIMIZERS[name](other))
+    # Torch's own optimizers allocate their state in the first step.
+    train(model, optimizer, 3)
+    train(other, resumed, 1)
+    copy_state(first, second)
+    train(model, optimizer, 2)
+    train(other, resumed, 2)
+    assert first.values() == second.values()
+    mine, theirs = first.tensors(), second.tensors()
+    assert mine.keys() == theirs.keys() and all(torch.equal(mine[key], theirs[key]) for key in mine)
+
+
+def test_scalars_that_differ_between_parameters_are_kept_apart() -> None:
+    model = Small()
+    registry, optimizer = build(model)
+    optimizer.state[model.head.bias]["step"].fill_(7.0)
+    values = registry.values()
+    assert (
+        values["optimizer"]["step"]["head.bias"] == 7.0 and values["optimizer"]["step"]["head.weight"] == 0.0
+    )
+    other, fresh = build(Small())
+    other.load_values(values)
+    assert other.values() == values
+    assert fresh.state_dict()["state"][4]["step"] == 7.0
+
+
+def test_a_reset_gives_the_bits_of_the_beginning() -> None:
+    model = Small()
+    registry, optimizer = build(model)
+    train(model, optimizer, 3)
+    registry.reset()
+    expected, _ = build(Small())
+    mine, theirs = registry.tensors(), expected.tensors()
+    assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert registry.values() == expected.values()
+
+
+def test_kept_tensors_are_held_and_reset() -> None:
+    average = torch.ones(3)
+    registry = Registry()
+    registry.register(
+        "kept", KeptTensors({"average": average}, initial=lambda: {"average": torch.full((3,), 2.0)})
+    )
+    assert registry.tensors()["kept.average"] is average
+    registry.reset()
+    assert average.tolist() == [2.0, 2.0, 2.0]
+
+
+def test_tensors_are_described_as_a_whole_in_the_order_of_their_names() -> None:
+    specs = build(Small())[0].specs()
+    assert [spec.name for spec in specs] == sorted(spec.name for spec in specs)
+    assert specs[0] == TensorSpec("model.count", (2,), torch.float32)
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "model"])
+def test_a_name_is_unique_and_has_no_dot(name: str) -> None:
+    with pytest.raises(ValueError, match="unique and without dots"):
+        build(Small())[0].register(name, Notes())
+
+
+def test_too_many_values_are_refused_by_the_name_of_their_provider() -> None:
+    registry = Registry()
+    registry.register("observers", Notes(text="x" * MAX_VALUES_BYTES))
+    with pytest.raises(ValueError, match=r"state of 'observers': 262,156 bytes of values; at most 262,144"):
+        registry.values()
+
+
+def test_a_provider_that_is_new_hears_that_the_state_is_older() -> None:
+    registry = Registry()
+    notes = Notes(a=1)
+    registry.register("notes", notes)
+    registry.load_values({"unknown": {"b": 2}})
+    assert notes.held == {}
+
+
+def test_values_survive_the_layout_of_a_manifest() -> None:
+    values: dict[str, Mapping[str, Any]] = {
+        "counters": {"step": 8, "best": None}, "cursor": {"docs": 3}, "description": {"config": {}},
+        "optimizer": {"step": 7.0}, "observers": {"slow": {"count": 2}},
+    }  # fmt: skip
+    extra = to_extra(values)
+    assert (extra["step"], extra["cursor"], extra["model"]) == (8, {"docs": 3}, {"config": {}})
+    assert from_extra(extra) == values
+
+
+@pytest.mark.parametrize(("counted", "step"), [({"updates": 5}, 5.0), ({}, 8.0)])
+def test_an_older_manifest_gives_adam_the_number_of_updates(counted: dict[str, int], step: float) -> None:
+    extra = {"step": 8, "evaluated_step": 8, "best": None, **counted, "cursor": {"docs": 3}}
+    values = from_extra(extra)
+    assert values["optimizer"] == {"step": step} and values["cursor"] == {"docs": 3}
+
+
+def test_what_has_to_be_the_same_is_compared_and_older_states_say_nothing() -> None:
+    compared: list[object] = []
+    agreement = Agreement(value=lambda: {"docs": 3}, check=compared.append)
+    agreement.load_values({"docs": 2})
+    agreement.load_values({})
+    assert compared == [{"docs": 2}]

@@ -1,0 +1,139 @@
+"""Providers of tensors for the state registry: modules, optimizers, and tensors that a recipe keeps besides."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from evergrad_trainer.state.registry import Values
+
+
+class ModuleState:
+    """Registers a module's parameters and persistent buffers by their own names; tied weights appear once."""
+
+    def __init__(self, module: nn.Module, *, initial: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        """``initial`` computes the tensors before the first step, by the same names; it may take long."""
+        self._module = module
+        self._initial = initial
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors."""
+        return module_tensors(self._module)
+
+    def values(self) -> Values:
+        """Return nothing: a module is tensors alone."""
+        return {}
+
+    def load_values(self, values: Values) -> None:
+        """Take nothing."""
+
+    def reset(self) -> None:
+        """Copy the initial tensors over the live ones."""
+        _copy_over(self.tensors(), self._initial())
+
+
+class OptimizerState:
+    """Registers any optimizer's state by its own names: ``<parameter>.<slot>``, such as ``head.weight.exp_avg``.
+
+    Scalars that torch keeps for each parameter, such as Adam's ``step``, are values and not tensors: they are written as one
+    number where all parameters have the same. The optimizer's state is allocated before it is registered, and its tensors are
+    zero before the first step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+        """``parameters``: those the optimizer trains, under the names that checkpoints use for them."""
+        self._optimizer = optimizer
+        self._parameters = dict(parameters)
+        self._initial = self.values()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors."""
+        return {
+            f"{name}.{slot}": value
+            for name, slot, value in self._slots()
+            if isinstance(value, torch.Tensor) and not self._is_scalar(name, slot, value)
+        }
+
+    def values(self) -> Values:
+        """Return the scalars by slot: one number, or a number for each parameter where they differ."""
+        scalars: dict[str, dict[str, float]] = {}
+        for name, slot, value in self._slots():
+            if self._is_scalar(name, slot, value):
+                scalars.setdefault(slot, {})[name] = float(value)
+        return {
+            slot: next(iter(own.values())) if len(set(own.values())) == 1 else own
+            for slot, own in scalars.items()
+        }
+
+    def load_values(self, values: Values) -> None:
+        """Set the scalars, in place where they are tensors."""
+        for name, slot, value in self._slots():
+            if slot not in values or not self._is_scalar(name, slot, value):
+                continue
+            stored = values[slot]
+            number = stored[name] if isinstance(stored, Mapping) else stored
+            if isinstance(value, torch.Tensor):
+                value.fill_(float(number))
+            else:
+                self._optimizer.state[self._parameters[name]][slot] = type(value)(number)
+
+    def reset(self) -> None:
+        """Forget every step: zero tensors, and the scalars of the beginning."""
+        with torch.no_grad():
+            for tensor in self.tensors().values():
+                tensor.zero_()
+        self.load_values(self._initial)
+
+    def _slots(self) -> Iterator[tuple[str, str, Any]]:
+        """(parameter, slot, value) of everything the optimizer remembers."""
+        for name, parameter in self._parameters.items():
+            # Asking would make an entry for a parameter that the optimizer does not train.
+            if parameter in self._optimizer.state:
+                for slot, value in self._optimizer.state[parameter].items():
+                    yield name, slot, value
+
+    def _is_scalar(self, name: str, slot: str, value: object) -> bool:
+        """Whether a slot is one number. The moments of a parameter without dimensions have none either, and are tensors."""
+        if not isinstance(value, torch.Tensor):
+            return isinstance(value, int | float)
+        return value.ndim == 0 and (slot == "step" or self._parameters[name].ndim > 0)
+
+
+class KeptTensors:
+    """Registers tensors that a recipe keeps besides its modules, such as an average of weights or a snapshot of them."""
+
+    def __init__(
+        self, kept: Mapping[str, torch.Tensor], *, initial: Callable[[], Mapping[str, torch.Tensor]]
+    ) -> None:
+        """``kept`` is complete: names and shapes stay, contents change. ``initial``: the contents before the first step."""
+        self._kept = dict(kept)
+        self._initial = initial
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return the live tensors."""
+        return self._kept
+
+    def values(self) -> Values:
+        """Return nothing: these are tensors alone."""
+        return {}
+
+    def load_values(self, values: Values) -> None:
+        """Take nothing."""
+
+    def reset(self) -> None:
+        """Copy the initial tensors over the live ones."""
+        _copy_over(self._kept, self._initial())
+
+
+def module_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers of ``module``, live and detached, by their names in it."""
+    tensors = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    persistent = set(module.state_dict(keep_vars=True))
+    return tensors | {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+
+
+def _copy_over(live: Mapping[str, torch.Tensor], initial: Mapping[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(initial[name])

@@ -1,0 +1,172 @@
+"""The registry of a run's state: whatever a run needs to go on is registered here once, under a name.
+
+Saving, restoring, feeding a newcomer, going back to the beginning, exporting and comparing replicas all read the registry, so
+that what they cover cannot differ. A provider has tensors, small JSON values, or both:
+
+====================  ==============================================  ==========================================
+name                  tensors, as ``<name>.<its own name>``           values
+====================  ==============================================  ==========================================
+``model``             parameters and persistent buffers
+``optimizer``         ``<parameter>.<slot>``, in its own words        its scalars, such as Adam's ``step``
+``counters``                                                          finished steps and what was counted so far
+``cursor``                                                            where the data stand, compared on loading
+``description``                                                       the resolved model, compared on loading
+====================  ==============================================  ==========================================
+
+Recipes register further modules and kept tensors, the observers their own state.
+
+Rules for providers:
+
+- Names, shapes and types of tensors are fixed from registration on, and are the same on every rank.
+- :meth:`Provider.tensors` returns the live tensors, which are loaded in place. They change within a step only: between two steps
+  they are read-only, so that a copy can be taken of them beside training.
+- Values describe the state after the last finished step. They are the same on every rank, unless the provider says otherwise.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+
+MAX_VALUES_BYTES: Final = 256 * 1024
+"""Most bytes of JSON that one provider's values may take: they travel whenever a group forms, and are in every manifest."""
+
+COUNTERS: Final = "counters"
+CURSOR: Final = "cursor"
+DESCRIPTION: Final = "description"
+OPTIMIZER: Final = "optimizer"
+MODEL: Final = "model"
+
+Values = Mapping[str, Any]
+
+
+class Provider(Protocol):
+    """One named part of a run's state."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Live tensors by this provider's own names; empty if it has none."""
+
+    def values(self) -> Values:
+        """JSON values that belong to the state after the last finished step; empty if there are none."""
+
+    def load_values(self, values: Values) -> None:
+        """Take over what :meth:`values` returned for the state that is being restored, in this process or in another.
+
+        An empty mapping means that the state was saved before this provider existed. Tensors may not have arrived yet.
+        """
+
+    def reset(self) -> None:
+        """Go back to the state before the first step, tensors in place. The same bits in every process."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A registered tensor as a whole, whatever part of it a rank holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Registry:
+    """All providers of one process, in the order in which they were registered."""
+
+    def __init__(self) -> None:
+        self._providers: dict[str, Provider] = {}
+
+    def register(self, name: str, provider: Provider) -> None:
+        """Add a provider. ``name`` has no dot, since it is the first part of its tensors' names. Raises ValueError."""
+        if not name or "." in name or name in self._providers:
+            raise ValueError(f"the state registry cannot take {name!r}: names are unique and without dots")
+        self._providers[name] = provider
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every live tensor as ``<provider>.<name>``: what a checkpoint holds and what is fed to a newcomer."""
+        return {
+            f"{name}.{own}": tensor
+            for name, provider in self._providers.items()
+            for own, tensor in provider.tensors().items()
+        }
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor as a whole, ordered by name, the same on every rank and in every world."""
+        tensors = self.tensors()
+        return tuple(
+            TensorSpec(name, tuple(tensors[name].shape), tensors[name].dtype) for name in sorted(tensors)
+        )
+
+    def values(self) -> dict[str, Values]:
+        """Each provider's values by its name; providers without any are left out. Raises ValueError if they are too many."""
+        values = {name: provider.values() for name, provider in self._providers.items()}
+        for name, own in values.items():
+            size = len(json.dumps(own, allow_nan=False))
+            if size > MAX_VALUES_BYTES:
+                raise ValueError(
+                    f"state of {name!r}: {size:,} bytes of values; at most {MAX_VALUES_BYTES:,} are kept"
+                )
+        return {name: own for name, own in values.items() if own}
+
+    def load_values(self, values: Mapping[str, Values]) -> None:
+        """Give every provider its values, in the order of registration. Values of unknown providers are ignored."""
+        for name, provider in self._providers.items():
+            provider.load_values(values.get(name, {}))
+
+    def reset(self) -> None:
+        """Go back to the state before the first step."""
+        for provider in self._providers.values():
+            provider.reset()
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Registers what is no state but has to be the same whenever the run goes on: it is saved, and compared on loading."""
+
+    value: Callable[[], Values]
+    """What it is here and now."""
+    check: Callable[[Values], None]
+    """Compare with what it was when the state was saved. Raises an error that names the difference."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return nothing: an agreement has no tensors."""
+        return {}
+
+    def values(self) -> Values:
+        """Return what it is now."""
+        return self.value()
+
+    def load_values(self, values: Values) -> None:
+        """Compare; states of older versions may say nothing."""
+        if values:
+            self.check(values)
+
+    def reset(self) -> None:
+        """Change nothing."""
+
+
+def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
+    """Arrange values as the ``extra`` of a checkpoint's manifest.
+
+    Counters lie flat in it, ``cursor`` and ``model`` beside them, as the first versions wrote them; all others under ``state``.
+    """
+    rest = {name: dict(own) for name, own in values.items() if name not in (COUNTERS, CURSOR, DESCRIPTION)}
+    extra: dict[str, Any] = {**values.get(COUNTERS, {}), "state": rest}
+    if CURSOR in values:
+        extra["cursor"] = dict(values[CURSOR])
+    if DESCRIPTION in values:
+        extra["model"] = dict(values[DESCRIPTION])
+    return extra
+
+
+def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
+    """Read what :func:`to_extra` wrote, or a version before it, in which Adam's step was one of the counters."""
+    counters = {name: value for name, value in extra.items() if name not in ("cursor", "model", "state")}
+    values: dict[str, Values] = {COUNTERS: counters, **extra.get("state", {})}
+    if "cursor" in extra:
+        values[CURSOR] = extra["cursor"]
+    if "model" in extra:
+        values[DESCRIPTION] = extra["model"]
+    if "state" not in extra:
+        values[OPTIMIZER] = {"step": float(extra.get("updates", extra["step"]))}
+    return values
