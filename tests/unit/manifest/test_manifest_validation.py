@@ -173,3 +173,19 @@ def test_an_invalid_update_says_what_is_invalid_and_not_what_changed() -> None:
     assert [problem.path for problem in problems_of(sent(bad), old=sent(BASE))] == [
         "spec.training.batching.globalBatchSize"
     ]
+
+
+REFUSED = sorted((FOLDER.parents[1] / "golden" / "refused").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", REFUSED, ids=[file.stem for file in REFUSED])
+def test_each_of_the_twenty_files_is_refused_alike_as_a_file_and_as_an_object(file: Path) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(file)
+    said = [without_lines(str(problem)) for problem in refused.value.problems]
+    document = yaml.safe_load(file.read_text())
+    assert [str(problem) for problem in problems_of(sent(document))] == said and said
+
+
+def test_there_are_twenty_files() -> None:
+    assert len(REFUSED) == 20
