@@ -1,5 +1,7 @@
 """Sharding by FSDP2, and the choice of how gradients are summed."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -14,7 +16,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return max((list(modules) for modules in lists), key=len, default=[])
 
 
-def shard(model: nn.Module, world: World, *, precision: str) -> None:
+def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn.Module] = ()) -> None:
     """Shard ``model`` in place over all ranks, block by block (FSDP2). Gradients are summed, not averaged.
 
     In a world of one there is nothing to share, and the model stays as it is.
@@ -29,7 +31,7 @@ def shard(model: nn.Module, world: World, *, precision: str) -> None:
     policy = (
         MixedPrecisionPolicy() if precision != "bf16" else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     )
-    for block in transformer_blocks(model):
+    for block in blocks or transformer_blocks(model):
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
