@@ -30,8 +30,13 @@ def observe_machine(*, num_accelerators: int = 0, accelerator_memory_bytes: int 
         memory_bytes=min(limits) if limits else None,
         num_accelerators=num_accelerators,
         accelerator_memory_bytes=accelerator_memory_bytes,
-        has_cpp_compiler=any(shutil.which(name) for name in ("g++", "clang++", "c++")),
+        has_cpp_compiler=has_cpp_compiler(),
     )
+
+
+def has_cpp_compiler() -> bool:
+    """Whether kernels can be built here: by inductor, or by Triton, which builds its driver's stub."""
+    return any(shutil.which(name) for name in ("g++", "clang++", "c++"))
 
 
 def free_bytes(path: Path) -> int:

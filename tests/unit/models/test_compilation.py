@@ -25,7 +25,8 @@ class Block(nn.Module):
         self.down = nn.Linear(8, 8, bias=False)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return values + self.down(torch.tanh(self.up(values)))
+        changed: torch.Tensor = self.down(torch.tanh(self.up(values)))
+        return values + changed
 
 
 class Stack(nn.Module):
@@ -39,14 +40,15 @@ class Stack(nn.Module):
         values = self.embed(values)
         for layer in self.layers:
             values = layer(values)
-        return self.head(values)
+        result: torch.Tensor = self.head(values)
+        return result
 
 
 class Diary(TorchDispatchMode):
     """Notes each matrix product, compiled or not."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.entries: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -209,10 +209,12 @@ class ExactSum:
 
 
 class ShardedSum:
-    """FSDP2 reduces by itself: sums are held back until a rank's last slot."""
+    """FSDP2 reduces by itself, slot by slot, into gradients that are sharded as the weights are.
+
+    Holding sums back until the last slot would send less, and keep the whole model's gradients on every rank.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
         self._parameters = tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
 
     def begin(self, world: World) -> None:
@@ -220,10 +222,10 @@ class ShardedSum:
             parameter.grad = None
 
     def before_backward(self, *, is_last: bool) -> None:
-        self._model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+        """Nothing to prepare: every slot is reduced."""
 
     def after_backward(self) -> None:
-        """Nothing to do: FSDP2 accumulates unsharded gradients until the last slot."""
+        """Nothing to do: FSDP2 has added the slot's sum over ranks to the sharded gradients."""
 
     def finish(self) -> None:
         # FSDP2 has waited for its reductions at the end of the backward pass.

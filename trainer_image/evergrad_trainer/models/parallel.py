@@ -1,7 +1,5 @@
 """Sharding by FSDP2, and the choice of how gradients are summed."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -16,7 +14,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return max((list(modules) for modules in lists), key=len, default=[])
 
 
-def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn.Module] = ()) -> None:
+def shard(model: nn.Module, world: World, *, precision: str) -> None:
     """Shard ``model`` in place over all ranks, block by block (FSDP2). Gradients are summed, not averaged.
 
     In a world of one there is nothing to share, and the model stays as it is.
@@ -27,12 +25,23 @@ def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn
     if world.group is None:
         return
     mesh = DeviceMesh.from_group(world.group, world.device.type)
-    # Products run in bf16 under autocast, as without sharding; FSDP2's own casting would reduce gradients in bf16 too.
-    policy = (
-        MixedPrecisionPolicy() if precision != "bf16" else MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    # What is gathered has the type of the products, which halves traffic and memory; sums over ranks keep the
+    # type of the weights, which are fp32 but in pure bf16.
+    policy = {
+        "bf16-autocast": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        "bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    }.get(precision, MixedPrecisionPolicy())
+    blocks = transformer_blocks(model)
+    for block in blocks:
+        # The last one is the first that the backward pass needs: it would be gathered again at once.
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not blocks[-1])
+    embedding, head = (
+        find() if (find := getattr(model, name, None)) else None
+        for name in ("get_input_embeddings", "get_output_embeddings")
     )
-    for block in blocks or transformer_blocks(model):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+    if embedding is not None and getattr(head, "weight", None) is not embedding.weight:
+        # Not needed between its forward and its backward pass; the head is, and stays with the root.
+        fully_shard(embedding, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
