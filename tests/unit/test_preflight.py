@@ -1,5 +1,6 @@
 """Preflight's checks: values in, findings out."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from evergrad_manifest.derive import derive_steps
 from evergrad_manifest.reading.validation import parse_run
 from evergrad_manifest.training import Training
 from evergrad_trainer.machine import Machine
+from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes
 from evergrad_trainer.preflight import (
     Finding,
-    ModelFacts,
     check_device,
     check_files,
     check_memory,
@@ -28,9 +29,7 @@ from evergrad_trainer.preflight import (
 MACHINE = Machine(
     cores=2, memory_bytes=2**30, num_accelerators=0, accelerator_memory_bytes=None, has_cpp_compiler=True
 )
-FACTS = ModelFacts(
-    parameters=10**6, hidden_size=64, num_layers=2, vocab_size=257, max_positions=128, weight_bytes=4
-)
+FACTS = ModelFacts(parameters=10**6, hidden_size=64, num_layers=2, vocab_size=257, max_positions=128)
 
 
 def training(**changes: Any) -> Training:
@@ -108,18 +107,10 @@ def test_memory_is_enough_too_little_or_unknown() -> None:
 
 def test_replicas_on_one_machine_add_up_and_shards_do_not() -> None:
     machine = replace(MACHINE, memory_bytes=40 * 2**20)
-    sharded = training(runtime={"parallelism": "fsdp2"})
-    assert only(check_memory(training(), FACTS, machine, num_workers=1, world_size=1)).level == "ok"
-    assert only(check_memory(training(), FACTS, machine, num_workers=4, world_size=4)).level == "error"
-    assert only(check_memory(sharded, FACTS, machine, num_workers=4, world_size=4)).level == "ok"
-
-
-def test_less_is_kept_with_recomputed_activations_and_half_the_width() -> None:
-    deep = replace(FACTS, num_layers=24)
-    plain = training(runtime={"precision": "fp32"})
-    recomputed = training(runtime={"precision": "fp32", "activationCheckpointing": True})
-    assert deep.activation_bytes(recomputed) < deep.activation_bytes(plain)
-    assert deep.activation_bytes(training(runtime={"precision": "bf16"})) < deep.activation_bytes(plain)
+    sharded, facts = training(runtime={"parallelism": "fsdp2"}), replace(FACTS, num_layers=8)
+    assert only(check_memory(training(), facts, machine, num_workers=1, world_size=1)).level == "ok"
+    assert only(check_memory(training(), facts, machine, num_workers=4, world_size=4)).level == "error"
+    assert only(check_memory(sharded, facts, machine, num_workers=4, world_size=4)).level == "ok"
 
 
 def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
@@ -130,6 +121,11 @@ def test_devices_and_compilers_that_were_asked_for_must_be_there() -> None:
     without = replace(MACHINE, has_cpp_compiler=False)
     compiled = training(runtime={"compile": "on"})
     assert list(check_device(compiled, MACHINE)) == []
+    device = replace(without, num_accelerators=1)
+    automatic = only(check_device(training(), device))
+    assert automatic.level == "warning" and "trains without compilation" in str(automatic.problem)
+    assert only(check_device(compiled, device)).level == "error"
+    assert list(check_device(training(runtime={"compile": "off"}), device)) == []
     assert "Install g++, or use compile: off" in str(only(check_device(compiled, without)).problem)
     assert list(check_device(training(), without)) == []
 
@@ -157,7 +153,7 @@ def test_things_that_never_happen_are_warned_of() -> None:
 
 
 def test_a_run_directory_is_probed_and_left_as_it_was(tmp_path: Path) -> None:
-    finding = only(check_run_directory(tmp_path / "runs" / "a", FACTS, keep=3))
+    finding = only(check_run_directory(tmp_path / "runs" / "a", checkpoint_bytes(FACTS, training()), keep=3))
     assert finding.level == "ok"
     assert list((tmp_path / "runs" / "a").iterdir()) == []
 
@@ -174,10 +170,8 @@ def test_space_for_one_checkpoint_is_too_little_and_for_fewer_than_are_kept_is_a
     from evergrad_trainer.machine import free_bytes
 
     free = free_bytes(tmp_path)
-    huge = replace(FACTS, parameters=free // 12)
-    assert only(check_run_directory(tmp_path, huge, keep=3)).level == "error"
-    large = replace(FACTS, parameters=free // 12 // 3)
-    finding = only(check_run_directory(tmp_path, large, keep=20))
+    assert only(check_run_directory(tmp_path, free, keep=3)).level == "error"
+    finding = only(check_run_directory(tmp_path, free // 3, keep=20))
     assert finding.level == "warning" and "Lower checkpoint.keep" in str(finding.problem)
 
 
@@ -228,15 +222,25 @@ def test_more_workers_of_a_script_than_accelerators_are_a_warning(tmp_path: Path
     assert findings_of_script(tmp_path, "sh", machine=one, num_workers=1)[1][0] == "ok"
 
 
-def test_a_shard_is_of_the_world_and_begins_as_the_whole_weights() -> None:
+def test_a_shard_is_of_the_whole_world_and_no_process_holds_the_whole_model() -> None:
     """16 bytes a parameter shared by 64 processes, on devices that do not hold the 4 bytes of the whole weights."""
-    facts = replace(FACTS, parameters=10**9)
+    facts = replace(FACTS, parameters=10**9, hidden_size=1024, num_layers=32)
     sharded = training(runtime={"parallelism": "fsdp2", "precision": "fp32"})
     device = replace(MACHINE, num_accelerators=8, accelerator_memory_bytes=3 * 10**9)
-    assert only(check_memory(sharded, facts, device, num_workers=8, world_size=64)).level == "error"
-    larger = replace(device, accelerator_memory_bytes=5 * 10**9)
-    assert only(check_memory(sharded, facts, larger, num_workers=8, world_size=64)).level == "ok"
-    assert only(check_memory(sharded, facts, larger, num_workers=2, world_size=2)).level == "error"
+    assert only(check_memory(sharded, facts, device, num_workers=8, world_size=64)).level == "ok"
+    assert only(check_memory(sharded, facts, device, num_workers=2, world_size=2)).level == "error"
+
+
+def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would() -> None:
+    facts = replace(FACTS, parameters=10**9, hidden_size=2048, num_layers=16)
+    device = replace(MACHINE, num_accelerators=1, accelerator_memory_bytes=10**10)
+    text = str(only(check_memory(training(), facts, device, num_workers=1, world_size=1)).problem)
+    named = int(re.search(r"in this plan about ([\d,]+)M parameters would fit", text)[1].replace(",", ""))  # type: ignore[index]
+    assert "(state 16.76 GiB, " in text and 300 < named < 600
+    tiny = replace(device, accelerator_memory_bytes=10**6)
+    assert "no model fits" in str(
+        only(check_memory(training(), facts, tiny, num_workers=1, world_size=1)).problem
+    )
 
 
 def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:

@@ -18,15 +18,14 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.preparation.sources import evaluation_files, source_problems, training_files
 from evergrad_trainer.data.tokenizers import load_tokenizer
 from evergrad_trainer.machine import Machine, free_bytes
-from evergrad_trainer.models.build import DTYPES, ModelPlan, count_parameters, plan_model
+from evergrad_trainer.models.build import ModelPlan, count_parameters, plan_model
 from evergrad_trainer.models.determinism import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE, is_cublas_deterministic
 from evergrad_trainer.models.experts import check_experts
+from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, largest_fit, memory_of
 
 Level = Literal["ok", "warning", "error"]
 _SLOWEST_BF16_DECAY = 1 - 2**-8
 """Half a step of bf16, relative: a slower decay is lost in rounding."""
-_ACTIVATIONS_PER_LAYER = 17
-"""Values of hidden size a token kept per transformer block for the backward pass (attention and MLP, without recompute)."""
 
 
 @dataclass(frozen=True)
@@ -35,37 +34,6 @@ class Finding:
 
     level: Level
     problem: Problem
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the checks need to know of a model. ``checkpoint_bytes``: weights and both moments as saved."""
-
-    parameters: int
-    hidden_size: int
-    num_layers: int
-    vocab_size: int
-    max_positions: int | None
-    weight_bytes: int
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return 3 * self.parameters * self.weight_bytes
-
-    def state_bytes(self, training: Training) -> int:
-        """Weights, gradients and moments, with what precision and exact sums keep beside them."""
-        exact = 8 if training.reproducibility.elastic == "exact" else 0
-        casts = 2 if training.runtime.precision == "bf16-autocast" else 0
-        return self.parameters * (4 * self.weight_bytes + exact + casts)
-
-    def activation_bytes(self, training: Training) -> int:
-        """An estimate of one micro-batch's activations and logits."""
-        tokens = training.batching.micro_batch_size * training.data.sequence_length
-        width = 4 if training.runtime.precision == "fp32" else 2
-        layers = 1 if training.runtime.activation_checkpointing else self.num_layers
-        activations = tokens * self.hidden_size * _ACTIVATIONS_PER_LAYER * layers * width
-        logits = tokens * self.vocab_size * (width + 8)
-        return activations + logits
 
 
 @dataclass(frozen=True)
@@ -107,7 +75,7 @@ def examine(
     try:
         tokenizer = load_tokenizer(training.tokenizer, base_directory)
         plan = plan_model(training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size)
-        facts = model_facts(plan, training)
+        facts = model_facts(plan)
     except InputError as error:
         findings += [Finding("error", problem) for problem in error.problems]
     if facts is not None:
@@ -120,7 +88,8 @@ def examine(
         Finding("warning" if has_begun else "error", problem)
         for problem in find_traps(training, plan, machine=machine)
     ]
-    findings += check_run_directory(run_directory, facts, keep=training.checkpoint.keep)
+    size = None if facts is None else checkpoint_bytes(facts, training)
+    findings += check_run_directory(run_directory, size, keep=training.checkpoint.keep)
     return Examination(tuple(findings), plan)
 
 
@@ -156,7 +125,7 @@ def check_script_workers(run: TrainingRun, machine: Machine, *, num_workers: int
     yield Finding("ok", Problem("spec.nodes", f"{worlds} {noun} in all, {num_workers} a node"))
 
 
-def model_facts(plan: ModelPlan, training: Training) -> ModelFacts:
+def model_facts(plan: ModelPlan) -> ModelFacts:
     """Sizes of the planned model. Raises ModelError if it cannot be built."""
     config = plan.config.get_text_config()
     return ModelFacts(
@@ -165,7 +134,6 @@ def model_facts(plan: ModelPlan, training: Training) -> ModelFacts:
         num_layers=int(config.num_hidden_layers),
         vocab_size=int(config.vocab_size),
         max_positions=getattr(config, "max_position_embeddings", None),
-        weight_bytes=DTYPES[training.runtime.precision].itemsize,
     )
 
 
@@ -176,8 +144,9 @@ def describe_size(training: Training, base_directory: Path) -> str:
     """
     tokenizer = load_tokenizer(training.tokenizer, base_directory)
     plan = plan_model(training.model, base_directory=base_directory, vocab_size=tokenizer.vocab_size)
-    facts = model_facts(plan, training)
-    gib = (facts.state_bytes(training) + facts.activation_bytes(training)) / 2**30
+    facts = model_facts(plan)
+    need = memory_of(facts, training, world_size=1, on_accelerator=False, compiles=False)
+    gib = need.total / 2**30
     return f"{facts.parameters:,} parameters, about {gib:.3g} GiB to train them on each worker"
 
 
@@ -190,7 +159,7 @@ def check_files(training: Training, base_directory: Path) -> Iterator[Finding]:
             yield Finding("ok", Problem(str(source.path), f"{source.path.stat().st_size:,} bytes"))
 
 
-def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: int) -> Iterator[Finding]:
+def check_run_directory(run_directory: Path, checkpoint_size: int | None, *, keep: int) -> Iterator[Finding]:
     """The run directory can be written, and holds the checkpoints this run keeps."""
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
@@ -211,17 +180,17 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
             ),
         )
         return
-    if facts is None:
+    if checkpoint_size is None:
         return
     free = free_bytes(run_directory)
     # One more than is kept: the newest is written before the oldest is removed.
-    needed = facts.checkpoint_bytes * (keep + 1)
-    if free < 2 * facts.checkpoint_bytes:
+    needed = checkpoint_size * (keep + 1)
+    if free < 2 * checkpoint_size:
         yield Finding(
             "error",
             Problem(
                 str(run_directory),
-                f"{_gib(free)} are free and one checkpoint takes {_gib(facts.checkpoint_bytes)}",
+                f"{_gib(free)} are free and one checkpoint takes {_gib(checkpoint_size)}",
                 "two must fit, since the old one stays until the new one is whole",
                 "Free some space or choose another run directory",
                 is_of_host=True,
@@ -247,33 +216,49 @@ def check_run_directory(run_directory: Path, facts: ModelFacts | None, *, keep: 
 def check_memory(
     training: Training, facts: ModelFacts, machine: Machine, *, num_workers: int, world_size: int
 ) -> Iterator[Finding]:
-    """The model fits; this is an estimate.
+    """The model fits; this is an estimate. What does not fit comes with the largest model that would.
 
-    Sharding over the processes of all machines divides the state, not the activations, and begins with the whole weights.
+    ``world_size``: the smallest world of the plan, which has the largest shards. Processes on CPUs share the memory.
     """
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
-    each = facts.state_bytes(training) + facts.activation_bytes(training)
-    if training.runtime.parallelism == "fsdp2":
-        shard = facts.state_bytes(training) // world_size + facts.activation_bytes(training)
-        each = max(shard, facts.parameters * facts.weight_bytes)
-    needed = each if on_accelerator else each * num_workers
-    text = f"{facts.parameters:,} parameters need about {_gib(needed)}"
+    compiles = training.runtime.compile == "on" or (training.runtime.compile == "auto" and on_accelerator)
+    sharers = 1 if on_accelerator else num_workers
+    need = memory_of(facts, training, world_size=world_size, on_accelerator=on_accelerator, compiles=compiles)
+    text = f"{facts.parameters:,} parameters need about {_gib(need.total * sharers)}"
     if available is None:
         yield Finding("warning", Problem("memory", text, "how much this machine has could not be read"))
-    elif needed > available:
-        yield Finding(
-            "error",
-            Problem(
-                "memory",
-                f"{text} and {_gib(available)} are there",
-                "the process would be killed",
-                "Lower batching.microBatchSize, use runtime.activationCheckpointing, parallelism: fsdp2, or a smaller model",
-                is_of_host=True,
-            ),
-        )
-    else:
+    elif need.total * sharers <= available:
         yield Finding("ok", Problem("memory", f"{text} of {_gib(available)}"))
+    else:
+        fit = largest_fit(
+            facts,
+            training,
+            available=available // sharers,
+            world_size=world_size,
+            on_accelerator=on_accelerator,
+            compiles=compiles,
+        )
+        largest = (
+            "no model fits" if fit is None else f"about {fit.parameters / 1e6:,.0f}M parameters would fit"
+        )
+        parts = ", ".join(
+            f"{name} {_gib(size * sharers)}"
+            for name, size in (
+                ("state", need.state),
+                ("gathered", need.gathered),
+                ("activations", need.activations),
+                ("logits", need.logits),
+            )
+            if size
+        )
+        what = f"{text} ({parts}) and {_gib(available)} are there"
+        why = f"the process would be killed; in this plan {largest}"
+        remedy = (
+            "Lower batching.microBatchSize, use runtime.activationCheckpointing, parallelism: fsdp2, or a smaller "
+            "model; docs/model-sizes.md has a table"
+        )
+        yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
 
 
 def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
@@ -289,16 +274,18 @@ def check_device(training: Training, machine: Machine) -> Iterator[Finding]:
                 is_of_host=True,
             ),
         )
-    on_cpu = machine.num_accelerators == 0 or training.runtime.device == "cpu"
-    if training.runtime.compile == "on" and on_cpu and not machine.has_cpp_compiler:
+    on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
+    wanted = training.runtime.compile
+    if machine.has_cpp_compiler or wanted == "off" or (wanted == "auto" and not on_accelerator):
+        return
+    where, what = "spec.training.runtime.compile", "no C++ compiler was found"
+    if wanted == "on":
+        why = "torch.compile needs one to build kernels"
+        yield Finding("error", Problem(where, what, why, "Install g++, or use compile: off"))
+    else:
+        why = "compile: auto trains without compilation where none is, and more slowly"
         yield Finding(
-            "error",
-            Problem(
-                "spec.training.runtime.compile",
-                "no C++ compiler was found",
-                "torch.compile needs one on the CPU",
-                "Install g++, or use compile: off",
-            ),
+            "warning", Problem(where, what, why, "Build the image with a compiler (docs/installing.md)")
         )
 
 

@@ -1,18 +1,9 @@
-"""Recipes: what is trained, one folder each. The only place that knows a recipe by its name."""
+"""Recipes: what is trained. Each supplies the loop with data and an objective, and is one entry in ``RECIPES``."""
 
-from pathlib import Path
+from evergrad_trainer.recipes.base import Recipe
+from evergrad_trainer.recipes.pretrain import PRETRAIN
 
-from evergrad_manifest.training import Training
-from evergrad_trainer.recipes.pretrain import Pretrain
-from evergrad_trainer.task import Setup, Task
+__all__ = ["RECIPES", "Recipe"]
 
-__all__ = ["RECIPES", "load_task"]
-
-RECIPES: dict[str, type[Task]] = {"pretrain": Pretrain}
+RECIPES: dict[str, Recipe] = {"pretrain": PRETRAIN}
 """By the name that stands in ``spec.training.recipe``."""
-
-
-def load_task(training: Training, base_directory: Path) -> Task:
-    """The task that ``spec.training.recipe`` names, with its options."""
-    recipe = RECIPES[training.recipe]
-    return recipe(Setup(training, recipe.Options(), base_directory))

@@ -1,0 +1,97 @@
+"""Memory calculated from a plan, and the page that shows it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_manifest.training import Training
+from evergrad_trainer.models.memory import ModelFacts, largest_fit, memory_of
+
+PAGE = Path(__file__).parents[3] / "docs" / "model-sizes.md"
+LLAMA_8B = ModelFacts(8_030_261_248, hidden_size=4096, num_layers=32, vocab_size=128_256, max_positions=8192)
+DEVICES = {"80 GB": 85_520_809_984, "141 GB": 150_109_880_320}
+"""Bytes that torch reports for an H100 and an H200."""
+PLANS: list[tuple[str, dict[str, Any], dict[str, Any], int]] = [
+    ("dataParallel, fp32", {"precision": "fp32"}, {}, 8),
+    ("dataParallel, bf16-autocast", {}, {}, 8),
+    ("dataParallel, bf16-autocast, exact", {}, {"elastic": "exact"}, 8),
+    ("dataParallel, bf16", {"precision": "bf16"}, {}, 8),
+    ("fsdp2, bf16-autocast", {"parallelism": "fsdp2"}, {}, 8),
+    ("fsdp2, bf16-autocast", {"parallelism": "fsdp2"}, {}, 16),
+    ("fsdp2, bf16-autocast", {"parallelism": "fsdp2"}, {}, 64),
+]
+
+
+def training(
+    runtime: dict[str, Any] | None = None, reproducibility: dict[str, Any] | None = None
+) -> Training:
+    return Training.model_validate(
+        {
+            "model": {"config": {"model_type": "llama"}},
+            "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 4096},
+            "batching": {"globalBatchSize": 64, "microBatchSize": 1},
+            "optimizer": {"learningRate": 1e-3},
+            "horizon": {"steps": 100},
+            "runtime": runtime or {},
+            "reproducibility": reproducibility or {},
+        }
+    )
+
+
+def need(facts: ModelFacts, plan: Training, world_size: int = 8) -> Any:
+    return memory_of(facts, plan, world_size=world_size, on_accelerator=True, compiles=True)
+
+
+def test_the_state_is_what_stands_in_the_manual() -> None:
+    facts = replace(LLAMA_8B, parameters=10**9)
+    states = {name: need(facts, training(*sections), size).state for name, *sections, size in PLANS[:4]}
+    assert [value // 10**9 for value in states.values()] == [16, 18, 26, 8]
+    assert need(facts, training({"parallelism": "fsdp2"}), 64).state == 16 * 10**9 // 64
+
+
+def test_a_world_of_one_shares_its_state_with_nobody() -> None:
+    sharded, plain = training({"parallelism": "fsdp2"}), training()
+    assert need(LLAMA_8B, sharded, 1).state == need(LLAMA_8B, plain, 1).state
+
+
+def test_gradients_of_a_compiled_block_stand_beside_the_buckets() -> None:
+    plain = memory_of(LLAMA_8B, training(), world_size=8, on_accelerator=True, compiles=False)
+    assert 0 < need(LLAMA_8B, training()).total - plain.total < plain.state // 32
+
+
+def test_recomputing_and_narrower_products_keep_less() -> None:
+    plain = need(LLAMA_8B, training({"precision": "fp32"}))
+    recomputed = need(LLAMA_8B, training({"precision": "fp32", "activationCheckpointing": True}))
+    assert recomputed.activations < plain.activations / 8
+    assert need(LLAMA_8B, training()).activations == plain.activations // 2
+
+
+def test_what_fits_is_the_widest_model_that_does() -> None:
+    for _, runtime, reproducibility, world_size in PLANS:
+        plan = training({**runtime, "activationCheckpointing": True}, reproducibility)
+        options: dict[str, Any] = {"world_size": world_size, "on_accelerator": True, "compiles": True}
+        fit = largest_fit(LLAMA_8B, plan, available=10**11, **options)
+        assert fit is not None and 0.99e11 < memory_of(fit, plan, **options).total <= 10**11
+
+
+def test_nothing_fits_where_not_even_the_logits_do() -> None:
+    options: dict[str, Any] = {"world_size": 8, "on_accelerator": True, "compiles": True}
+    assert largest_fit(LLAMA_8B, training(), available=10**9, **options) is None
+
+
+def table_row(name: str, runtime: dict[str, Any], reproducibility: dict[str, Any], world_size: int) -> str:
+    plan = training({**runtime, "activationCheckpointing": True}, reproducibility)
+    cells = []
+    for available in DEVICES.values():
+        fit = largest_fit(
+            LLAMA_8B, plan, available=available, world_size=world_size, on_accelerator=True, compiles=True
+        )
+        cells.append("-" if fit is None else f"{fit.parameters / 1e9:.1f}B")
+    return f"| {name} | {world_size} | {' | '.join(cells)} |"
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=[f"{plan[0]} x {plan[3]}" for plan in PLANS])
+def test_the_page_of_sizes_says_what_is_calculated(plan: Any) -> None:
+    assert table_row(*plan) in PAGE.read_text(encoding="utf-8").splitlines()

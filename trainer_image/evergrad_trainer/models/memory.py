@@ -1,0 +1,119 @@
+"""Memory that a training process needs, calculated from a plan: what holds tensors, its type, and who shares it.
+
+An estimate: allocators keep more than is asked for, and libraries bring buffers of their own. What is calculated and
+what was measured stands in docs/model-sizes.md.
+"""
+
+from dataclasses import dataclass, replace
+
+from evergrad_manifest.training import Training
+
+_ACTIVATIONS_PER_LAYER = 17
+"""Values of hidden size a token kept per transformer block for the backward pass, without recomputation."""
+_ACCELERATOR_CONTEXT = int(1.5 * 2**30)
+"""What the driver, the kernels' code and the buffers of NCCL take on an accelerator."""
+_WEIGHT_BYTES = {"fp32": 4, "bf16-autocast": 4, "bf16": 2}
+GROUPS_GATHERED = 2
+"""Blocks whose weights FSDP2 holds whole at once: the one that is computed and the one that is fetched."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the calculation needs to know of a model."""
+
+    parameters: int
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+    max_positions: int | None
+
+    def scaled(self, factor: float) -> "ModelFacts":
+        """A model of the same depth and vocabulary that is ``factor`` times as wide."""
+        tables = min(2 * self.vocab_size * self.hidden_size, self.parameters)
+        blocks = self.parameters - tables
+        hidden = max(1, int(self.hidden_size * factor))
+        parameters = int(blocks * factor**2 + tables * factor)
+        return replace(self, parameters=parameters, hidden_size=hidden)
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one process. ``state``: weights, gradients, moments and what precision and exact sums keep beside them."""
+
+    state: int
+    gathered: int
+    """Weights and gradients of shards that are whole for a moment."""
+    activations: int
+    logits: int
+    fixed: int
+
+    @property
+    def total(self) -> int:
+        return self.state + self.gathered + self.activations + self.logits + self.fixed
+
+
+def checkpoint_bytes(facts: ModelFacts, training: Training) -> int:
+    """Weights and both moments, as saved."""
+    return 3 * facts.parameters * _WEIGHT_BYTES[training.runtime.precision]
+
+
+def memory_of(
+    facts: ModelFacts, training: Training, *, world_size: int, on_accelerator: bool, compiles: bool
+) -> Need:
+    """What each of ``world_size`` processes needs to train the model as ``training`` says."""
+    runtime = training.runtime
+    weight = _WEIGHT_BYTES[runtime.precision]
+    product = 4 if runtime.precision == "fp32" else 2
+    is_sharded = runtime.parallelism == "fsdp2" and world_size > 1
+    # Tables of the vocabulary lie outside the blocks.
+    tables = min(2 * facts.vocab_size * facts.hidden_size, facts.parameters)
+    block = (facts.parameters - tables) // max(1, facts.num_layers)
+
+    each = 4 * weight
+    if is_sharded:
+        state = each * facts.parameters // world_size
+        # Gathered in the products' type; a block's gradients are whole until they are reduced, in the weights' type.
+        gathered = GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
+    else:
+        exact = 8 if training.reproducibility.elastic == "exact" else 0
+        casts = 2 if runtime.precision == "bf16-autocast" else 0
+        state = (each + exact + casts) * facts.parameters
+        # A compiled block gives all its gradients at once, beside the buckets that they are added to.
+        gathered = block * weight if compiles and world_size > 1 else 0
+
+    tokens = training.batching.micro_batch_size * training.data.sequence_length
+    inner = tokens * facts.hidden_size * _ACTIVATIONS_PER_LAYER * product
+    if runtime.activation_checkpointing:
+        # The input of every block, and one block that is computed again.
+        activations = inner + tokens * facts.hidden_size * product * facts.num_layers
+    else:
+        activations = inner * facts.num_layers
+    # As the products give them, in fp32, and their gradient in fp32.
+    logits = tokens * facts.vocab_size * (product + 8)
+    fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0
+    return Need(state, gathered, activations, logits, fixed)
+
+
+def largest_fit(
+    facts: ModelFacts,
+    training: Training,
+    *,
+    available: int,
+    world_size: int,
+    on_accelerator: bool,
+    compiles: bool,
+) -> ModelFacts | None:
+    """The widest model of the same depth, vocabulary and plan whose process fits ``available``; None if none does."""
+
+    def fits(factor: float) -> bool:
+        one = facts.scaled(factor)
+        need = memory_of(
+            one, training, world_size=world_size, on_accelerator=on_accelerator, compiles=compiles
+        )
+        return need.total <= available
+
+    low, high = 0.0, 64.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return facts.scaled(low) if low > 1e-3 else None
