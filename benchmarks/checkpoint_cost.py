@@ -17,7 +17,7 @@ from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity, cla
 from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import plan_model
 from evergrad_trainer.training.build import build_machinery, build_stepper
-from evergrad_trainer.training.step import NUM_FLAGS
+from evergrad_trainer.training.exchange import NUM_FLAGS
 from evergrad_trainer.world import Membership, World
 
 INTERVAL_SECONDS = 60.0
@@ -30,18 +30,18 @@ def measure(*, rounds: int = 7) -> list[Row]:
     training = build_training(parameters="50M", shape=SMALL)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        data = make_prepared_data(training, folder)
+        opened = make_prepared_data(training, folder)
         generation = claim_generation(folder / "checkpoints")
         world = World(generation=generation, rank=0, size=1, device=torch.device("cpu"))
         plan = plan_model(training.model, base_directory=folder, vocab_size=257)
-        machinery = build_machinery(training, plan, world, with_weights=True)
-        stepper = build_stepper(training, machinery, data.train, total_steps=100_000)
+        machinery = build_machinery(training, opened, plan, world, with_weights=True)
+        stepper = build_stepper(training, machinery, opened.data.train, total_steps=100_000)
         blocking: list[float] = []
         manager = CheckpointManager(
             folder / "checkpoints",
             membership=Membership(world),
             settings=training.checkpoint,
-            identity=Identity("bench", "0" * 64, data.fingerprint),
+            identity=Identity("bench", "0" * 64, opened.data.fingerprint),
             on_event=lambda type_, fields: blocking.append(fields["blocking_seconds"]),
         )
         steps = iter(range(1, 100_000))

@@ -91,16 +91,14 @@ def write_documents(path: Path, *, megabytes: float = 0.7) -> Path:
 
 def make_prepared_data(training: Training, folder: Path) -> Any:
     """Documents written, prepared and opened as ``evergrad run`` does it."""
-    from evergrad_trainer.data.build import build_data
     from evergrad_trainer.data.prepare import prepare
-    from evergrad_trainer.data.tokenizers import load_tokenizer
+    from evergrad_trainer.recipes.opening import open_recipe
 
     write_documents(folder / "documents.jsonl")
-    tokenizer = load_tokenizer(training.tokenizer, folder)
     prepared = prepare(
         training, base_directory=folder, prepared_directory=folder / "prepared", workers=1, on_progress=None
     )
-    return build_data(training, prepared, tokenizer)
+    return open_recipe(training, prepared, folder)
 
 
 def manifest(name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)) -> dict[str, Any]:

@@ -18,9 +18,11 @@ from pathlib import Path
 import numpy as np
 from common import Row, print_rows
 
+from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.mixture import Mixture
 from evergrad_trainer.data.prepared import PreparedSource, Shard, TokenSequence
 from evergrad_trainer.data.stream import Batching, TrainingStream
+from evergrad_trainer.data.token_source import TokenSource
 
 SHARD_TOKENS = 8 * 2**20
 SEQUENCE_LENGTH = 1024
@@ -44,10 +46,9 @@ def find_sequence(folder: Path) -> TokenSequence:
 def build_stream(folder: Path, *, sequence_length: int, batch: int) -> TrainingStream:
     """A stream of one source, one slot a step."""
     source = PreparedSource("docs", folder, "", "", find_sequence(folder))
-    batching = Batching(global_batch_size=batch, micro_batch_size=batch, sequence_length=sequence_length)
-    return TrainingStream(
-        [source], weights=[1.0], seed=0, batching=batching, end_of_document=256, tokenizer_identity="byte-1"
-    )
+    items = TokenSource(source, source.train, sequence_length=sequence_length, end_of_document=256)
+    batching = Batching(global_batch_size=batch, micro_batch_size=batch)
+    return TrainingStream([Stage({"docs": (items, 1.0)})], seed=0, batching=batching)
 
 
 def resident_megabytes() -> float:

@@ -21,11 +21,11 @@ def _train(kind: str) -> None:
     set_threads(2)
     training = build_training(parameters="50M", shape=SMALL)
     with tempfile.TemporaryDirectory() as name:
-        data = make_prepared_data(training, Path(name))
+        opened = make_prepared_data(training, Path(name))
         turn = (
-            evergrad_turn(data, training)
+            evergrad_turn(opened, training)
             if kind == "evergrad"
-            else hand_turn(data.train, training, compiled=False)
+            else hand_turn(opened.data.train, training, compiled=False)
         )
         for _ in range(STEPS):
             turn()

@@ -18,24 +18,24 @@ from common import SMALL, Row, build_training, make_prepared_data, print_rows
 from torch.nn import functional
 
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.distributed import set_threads
 from evergrad_trainer.models.build import build_model, plan_model
+from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.training.build import build_machinery, build_stepper
-from evergrad_trainer.training.step import NUM_FLAGS
+from evergrad_trainer.training.exchange import NUM_FLAGS
 from evergrad_trainer.world import World
 
 STEPS_A_TURN = 1
 SLOTS = 2
 
 
-def evergrad_turn(data: Data, training: Training) -> Callable[[], None]:
+def evergrad_turn(opened: Opened, training: Training) -> Callable[[], None]:
     """Evergrad's own step, as ``evergrad run`` builds it."""
     world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
-    machinery = build_machinery(training, plan, world, with_weights=True)
-    stepper = build_stepper(training, machinery, data.train, total_steps=100_000)
+    machinery = build_machinery(training, opened, plan, world, with_weights=True)
+    stepper = build_stepper(training, machinery, opened.data.train, total_steps=100_000)
     steps = iter(range(1, 100_000))
 
     def turn() -> None:
@@ -68,7 +68,7 @@ def hand_turn(stream: TrainingStream, training: Training, *, compiled: bool) -> 
             for slot in range(SLOTS):
                 batch = stream.slot(step, slot)
                 with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
-                    loss = loss_of(batch.input_ids, batch.labels) / SLOTS
+                    loss = loss_of(batch.tensors["input_ids"], batch.tensors["labels"]) / SLOTS
                 loss.backward()
                 total += loss.item()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -83,7 +83,7 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def __init__(self, stream: TrainingStream) -> None:
         batches = [stream.slot(step, slot) for step in range(1, 9) for slot in range(SLOTS)]
-        self._rows = torch.cat([batch.input_ids for batch in batches])
+        self._rows = torch.cat([batch.tensors["input_ids"] for batch in batches])
 
     def __len__(self) -> int:
         return 1_000_000
@@ -105,10 +105,10 @@ def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False
         shape=(8, 256) if precision == "fp32" else SMALL,
     )
     with tempfile.TemporaryDirectory() as folder:
-        data = make_prepared_data(training, Path(folder))
+        opened = make_prepared_data(training, Path(folder))
         turns = {
-            "evergrad": evergrad_turn(data, training),
-            "hand loop": hand_turn(data.train, training, compiled=compiled),
+            "evergrad": evergrad_turn(opened, training),
+            "hand loop": hand_turn(opened.data.train, training, compiled=compiled),
         }
         seconds: dict[str, list[float]] = {"evergrad": [], "hand loop": [], "Trainer": []}
 
@@ -147,7 +147,9 @@ def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False
             dataloader_num_workers=0,
         )
         model = build_model(plan, seed=0, precision="fp32")
-        Trainer(model=model, args=arguments, train_dataset=Windows(data.train), callbacks=[Turns()]).train()
+        Trainer(
+            model=model, args=arguments, train_dataset=Windows(opened.data.train), callbacks=[Turns()]
+        ).train()
     # The first two turns warm up (and compile).
     kept = {name: values[2:] for name, values in seconds.items()}
     tokens = STEPS_A_TURN * training.batching.global_batch_size * training.data.sequence_length

@@ -76,14 +76,19 @@ def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
 
 def total_steps(training: Training, *, num_samples: int) -> int:
     """Steps of the whole run; tokens and epochs are rounded up to whole steps."""
+    if (known := steps_without_data(training)) is not None:
+        return known
+    # Through its shortest decimal: 0.1 epochs of 30 samples are 3 samples and not 3.0000000000000004.
+    epochs = Fraction(Decimal(repr(training.horizon.epochs or 0.0)))
+    return ceil(epochs * num_samples / training.batching.global_batch_size)
+
+
+def steps_without_data(training: Training) -> int | None:
+    """Steps of the whole run where they do not depend on the data; None for a horizon in epochs."""
     horizon, per_step = training.horizon, training.batching.global_batch_size
-    if horizon.steps is not None:
-        return horizon.steps
     if horizon.tokens is not None:
         return steps_for_tokens(horizon.tokens, samples=per_step, length=training.data.sequence_length)
-    # Through its shortest decimal: 0.1 epochs of 30 samples are 3 samples and not 3.0000000000000004.
-    epochs = Fraction(Decimal(repr(horizon.epochs or 0.0)))
-    return ceil(epochs * num_samples / per_step)
+    return horizon.steps
 
 
 def steps_for_tokens(tokens: int, *, samples: int, length: int) -> int:

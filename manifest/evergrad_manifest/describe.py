@@ -67,7 +67,7 @@ def _describe_annotation(annotation: Any, metadata: tuple[Any, ...]) -> str:
         return "mapping"
     if origin is not None and arguments:
         return _describe_annotation(arguments[0], ())
-    return {str: "text", bool: "true or false", int: "count", float: "number"}.get(annotation, "any")
+    return {str: "text", bool: "true or false", int: "integer", float: "number"}.get(annotation, "any")
 
 
 def describe_default(info: FieldInfo) -> str:

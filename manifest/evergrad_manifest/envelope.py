@@ -7,7 +7,7 @@ from pydantic import ConfigDict, Field
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.base import Section, Switch
 from evergrad_manifest.errors import ConfigurationError, Problem
-from evergrad_manifest.reading.numbers import Count
+from evergrad_manifest.reading.numbers import Whole
 from evergrad_manifest.reading.quantities import (
     DNS_LABEL,
     LONGEST_LABEL,
@@ -40,9 +40,9 @@ class Metadata(Section):
 class Nodes(Section):
     """How many machines share the run."""
 
-    min: Count = Field(default=1, ge=1, le=1024)
+    min: Whole = Field(default=1, ge=1, le=1024)
     """The run starts with this many nodes and goes on with whatever is left down to it."""
-    max: Count | None = Field(default=None, ge=1, le=1024)
+    max: Whole | None = Field(default=None, ge=1, le=1024)
     """Uses up to this many nodes; default: min."""
 
     @property
@@ -107,14 +107,14 @@ class Template(Section):
     """Scheduler of the pods."""
     image_pull_secrets: tuple[dict[str, Any], ...] = ()
     """Secrets that the image is pulled with: ``name`` each."""
-    termination_grace_period_seconds: int | None = Field(default=None, ge=10, le=86400, strict=True)
+    termination_grace_period_seconds: Whole | None = Field(default=None, ge=10, le=86400)
     """Seconds a pod has to save and leave before it is killed; default: 30, never less than a script's gracePeriodSeconds + 5."""
 
 
 class FailurePolicy(Section):
     """When a failing run is given up. Preemption, eviction and lost nodes never count."""
 
-    max_failures_without_progress: Count = Field(default=3, ge=1, le=1000)
+    max_failures_without_progress: Whole = Field(default=3, ge=1, le=1000)
     """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes never count.
 
     Progress is a newer step; where workers start afresh a newer checkpoint; of a script that reports neither, ten minutes.
@@ -132,7 +132,7 @@ class Spec(Section):
 
     nodes: Nodes = Nodes()
     """How many machines share the run."""
-    workers_per_node: Count | None = Field(default=None, ge=1, le=64)
+    workers_per_node: Whole | None = Field(default=None, ge=1, le=64)
     """Training processes a node; default: its accelerators, else 1."""
     resources: Resources = Resources()
     """What each node's pod asks for; has no meaning for ``evergrad run``."""
@@ -148,9 +148,9 @@ class Spec(Section):
     """Stop with state saved and release the nodes; false goes on."""
     restart_nonce: str | None = Field(default=None, min_length=1, max_length=64)
     """Any text; a new one starts the pods anew from saved state, and a failed run again with fresh budgets."""
-    active_deadline_seconds: Count | None = Field(default=None, ge=1, le=LONGEST_SECONDS)
+    active_deadline_seconds: Whole | None = Field(default=None, ge=1, le=LONGEST_SECONDS)
     """Seconds after its start at which a run that is not complete fails; default: no end. No meaning for ``evergrad run``."""
-    ttl_seconds_after_finished: Count | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
+    ttl_seconds_after_finished: Whole | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
     """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
     failure_policy: FailurePolicy = FailurePolicy()
     """When a failing run is given up."""

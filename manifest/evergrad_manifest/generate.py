@@ -32,6 +32,7 @@ Numbers may be written as people write them, with or without quotes:
 
 | type | examples | units |
 |---|---|---|
+| integer | `4` | none; and no quotes |
 | count | `20M`, `1_000`, `64k`, `1e6` | k (or K), M, G (or B), T: powers of 1000 |
 | number | `1e-3`, `0.5`, `3k`, `10%` | as for counts, and % |
 | fraction | `5%`, `0.05` | % |

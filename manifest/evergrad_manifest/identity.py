@@ -28,7 +28,7 @@ RECIPE_SECTIONS: Final = (
     "options",
 )
 """Sections of ``spec.training`` that decide the result, but for what is named below. ``runtime`` adds its precision."""
-_OPERATIONAL_DATA: Final = ("preparedDirectory",)
+OPERATIONAL_DATA: Final = ("preparedDirectory",)
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
 OPERATIONAL_OF_SCRIPT: Final = ("gracePeriodSeconds", "metrics")
@@ -109,7 +109,7 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
         return {field: script[field] for field in RECIPE_OF_SCRIPT}
     training = without_nulls(to_wire(run)["spec"]["training"], Training)
     recipe = {section: training[section] for section in RECIPE_SECTIONS}
-    recipe["data"] = {key: value for key, value in recipe["data"].items() if key not in _OPERATIONAL_DATA}
+    recipe["data"] = {key: value for key, value in recipe["data"].items() if key not in OPERATIONAL_DATA}
     recipe["runtime"] = {"precision": training["runtime"]["precision"]}
     return recipe
 

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from evergrad_manifest.base import LocalPath, Section
-from evergrad_manifest.reading.numbers import Count
+from evergrad_manifest.reading.numbers import Whole
 from evergrad_manifest.training import Metrics
 
 MODULE: Final = "-m"
@@ -32,7 +32,7 @@ class Script(Section):
     """Environment of the workers, part of the recipe; what may change between starts belongs in the shell or in template.env."""
     working_directory: LocalPath = Field(default=".", min_length=1)
     """Where the workers start; relative to the manifest for ``evergrad run``, absolute inside the pod on a cluster."""
-    grace_period_seconds: Count = Field(default=30, ge=0, le=86400)
+    grace_period_seconds: Whole = Field(default=30, ge=0, le=86400)
     """Seconds a worker has to save and leave after it was asked to stop; then it is killed."""
     metrics: Metrics = Metrics()
     """The Prometheus endpoint."""

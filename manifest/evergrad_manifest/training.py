@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, Strict
 
 from evergrad_manifest.base import FieldValueError, LocalPath, Section, Switch
-from evergrad_manifest.reading.numbers import Bytes, Count, Fraction, Real, StepsOrFraction, show
+from evergrad_manifest.reading.numbers import Bytes, Count, Fraction, Real, StepsOrFraction, Whole, show
 
 NAME_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?$"
 HELD_OUT = "heldOut"
@@ -258,7 +258,7 @@ class Runtime(Section):
     """CPU threads a process; default: cores / processes, and 1 in exact mode."""
     bucket_size: Bytes = Field(default=4 * 2**20, ge=1024, le=2**34)
     """Bytes a gradient bucket (dataParallel), such as ``4Mi``."""
-    collective_timeout_seconds: Count = Field(default=600, ge=1, le=86400)
+    collective_timeout_seconds: Whole = Field(default=600, ge=1, le=86400)
     """Seconds: how long a process waits for the others inside one exchange."""
     compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)
     """Steps between two comparisons of the replicas' states, also made before each save and in each new world; 0: none."""
@@ -276,7 +276,7 @@ class Metrics(Section):
 
     port: Count | None = Field(default=None, ge=0, le=65535)
     """Port of the Prometheus endpoint; 0: any free one; default: no endpoint, on a cluster 29402."""
-    linger_seconds: Count = Field(default=0, ge=0, le=600)
+    linger_seconds: Whole = Field(default=0, ge=0, le=600)
     """Seconds the endpoint stays after the end, so that the last values are scraped."""
 
 

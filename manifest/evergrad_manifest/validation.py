@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from evergrad_manifest.derive import HORIZON, steps_without_data
 from evergrad_manifest.envelope import Metadata, TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import choices_of, fields_of, value_at
@@ -15,7 +16,7 @@ from evergrad_manifest.reading.view import without_nulls
 
 INVALID_SPEC: Final = "InvalidSpec"
 """Value of ``status.reason`` of a run that was refused before its first pod; such a run may still change as a whole."""
-_FIXED: Final = {
+FIXED: Final = {
     "image": "all pods of a run have one image",
     "storage": "the run's state is there",
     "workersPerNode": "it belongs to how the run was planned",
@@ -85,14 +86,24 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
     # A field of the recipe that differs in meaning, and not only in spelling.
     further = ", with training.initFrom for the weights" if has == "training" else ""
     for path, was, now in changed_fields(recipe_of(before), recipe_of(run), where=f"spec.{has}"):
+        if path.startswith(HORIZON):
+            continue
         why = "the recipe of a run does not change"
         remedy = f"Set it back to {show_value(was)}, or make a new TrainingRun{further}"
         yield Problem(path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy)
 
+    # A longer horizon is the same run; a horizon in epochs has a length that only the data know, and the trainer compares.
+    if has == "training":
+        olds, news = (steps_without_data(one.training) for one in (before, run))
+        if olds is not None and news is not None and news < olds:
+            what = f"{news} steps are fewer than the {olds} of this run"
+            remedy = f"Use at least {olds} steps; to end it earlier use spec.training.stop.afterStep"
+            yield Problem(HORIZON, what, "a run can be extended, not shortened", remedy)
+
     # What else belongs to the run's state and pods.
-    olds, news = (without_nulls(to_wire(one))["spec"] for one in (before, run))
-    for key, why in _FIXED.items():
-        pair = [{key: spec[key]} if key in spec else {} for spec in (olds, news)]
+    specs = [without_nulls(to_wire(one))["spec"] for one in (before, run)]
+    for key, why in FIXED.items():
+        pair = [{key: spec[key]} if key in spec else {} for spec in specs]
         for path, was, now in changed_fields(*pair, where="spec"):
             what = f"{show_value(now)} cannot replace {show_value(was)}"
             yield Problem(path, what, why, f"Set it back to {show_value(was)}, or make a new TrainingRun")

@@ -39,7 +39,7 @@ PLACES = {
     "reducing": ("evergrad_trainer.world", "World.start_sum"),
     "update": ("evergrad_trainer.training.step", "Stepper._clip"),
     "report": ("evergrad_trainer.training.loop", "_report"),
-    "evaluation": ("evergrad_trainer.training.evaluation", "Evaluator.run"),
+    "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.filesystem", "ShardFile.finish"),
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),

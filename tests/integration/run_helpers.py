@@ -88,7 +88,7 @@ def fault(
 
 POINTS = {
     "step": ("evergrad_trainer.training.step", "Stepper.run"),
-    "evaluation": ("evergrad_trainer.training.evaluation", "Evaluator.run"),
+    "evaluation": ("evergrad_trainer.training.evaluation", "EvaluationRunner.run"),
     "save": ("evergrad_trainer.checkpoint.manager", "CheckpointManager.save"),
     "shard": ("evergrad_trainer.checkpoint.filesystem", "ShardFile.finish"),
     "receive": ("evergrad_trainer.world", "World.receive"),

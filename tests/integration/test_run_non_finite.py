@@ -55,13 +55,12 @@ def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
     """Write ``spoilt.jsonl``: the documents with one letter replaced in the sample of each (step, slot), so of equal length."""
     from evergrad_manifest.reading.loader import load_manifest
     from evergrad_trainer.data.prepare import prepare
-    from evergrad_trainer.data.tokenizers import load_tokenizer
-    from evergrad_trainer.recipes import RECIPES
+    from evergrad_trainer.recipes.opening import open_recipe
 
     loaded = load_manifest(experiment.path / "tiny.yaml")
     training, base = loaded.run.training, experiment.path
     prepared = prepare(training, base_directory=base, prepared_directory=experiment.at().parent / ".prepared")
-    stream = RECIPES["pretrain"].open_data(training, prepared, load_tokenizer(training.tokenizer, base)).train
+    stream = open_recipe(training, prepared, base).data.train
     texts = [json.loads(line)["text"] for line in (base / "documents.jsonl").read_text().splitlines()]
     owners = [(number, place) for number, text in enumerate(texts) for place in range(len(text) + 1)]
     for step, slot in places:

@@ -12,19 +12,34 @@ from torch import nn
 from torch.nn import functional
 
 from evergrad_manifest.training import Optimizer, Schedule
+from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.order import SampleId
 from evergrad_trainer.data.prefetch import Prefetcher
-from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
+from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.errors import DivergedError
 from evergrad_trainer.models.gradients import BucketedSum, ExactSum
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
+from evergrad_trainer.task import Loss, Tensors
+from evergrad_trainer.training import exchange as exchange_module
 from evergrad_trainer.training import step as step_module
-from evergrad_trainer.training.step import NUM_FLAGS, StepParts, Stepper, StepSettings, _signed
+from evergrad_trainer.training.exchange import NUM_FLAGS, as_signed
+from evergrad_trainer.training.step import StepParts, Stepper, StepSettings
 from evergrad_trainer.world import World
 
 LENGTH = 6
 QUIET = (False,) * NUM_FLAGS
+
+
+def make_batch(
+    ids: torch.Tensor, labels: torch.Tensor, samples: tuple[SampleId, ...] = (), sample_hash: int = 0
+) -> Batch:
+    tensors = {"input_ids": ids, "labels": labels}
+    return Batch(tensors, weight=int((labels >= 0).sum()), samples=samples, hash=sample_hash)
+
+
+def is_learned_from(token: int, tensors: Tensors) -> bool:
+    return bool(((tensors["input_ids"] == token) & (tensors["labels"] != IGNORE_INDEX)).any())
 
 
 class Stream:
@@ -34,16 +49,17 @@ class Stream:
         self.slots_per_step = slots
         self.asked: list[tuple[int, int]] = []
 
-    def slot(self, step: int, slot: int) -> SlotBatch:
+    def slot(self, step: int, slot: int) -> Batch:
         generator = torch.Generator().manual_seed(1000 * step + slot)
         tokens = torch.randint(0, 9, (1, LENGTH + 1), generator=generator)
         labels = tokens[:, 1:].clone()
         if slot == 1:
             labels[:, -1] = IGNORE_INDEX
         sample = SampleId(source=0, epoch=0, window=step * 100 + slot)
-        return SlotBatch(
-            step, slot, tokens[:, :-1].clone(), labels, (sample,), 2**63 + slot, int((labels >= 0).sum())
-        )
+        return make_batch(tokens[:, :-1].clone(), labels, (sample,), 2**63 + slot)
+
+    def stage(self, step: int) -> Stage:
+        return Stage({})
 
     def describe(self, sample: SampleId) -> str:
         return f"docs/epoch 0/window {sample.window}"
@@ -55,6 +71,9 @@ class Model(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(9, 8)
         self.head = nn.Linear(8, 9)
+
+    def loss_of(self, tensors: Tensors, stage: Stage) -> Loss:
+        return Loss(self.loss_sum(tensors["input_ids"], tensors["labels"]))
 
     def loss_sum(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         logits = self.head(self.embedding(ids))
@@ -73,7 +92,7 @@ def make_stepper(
     stream: Any = Stream(slots)
     parts = StepParts(
         model=model,
-        loss_sum=model.loss_sum,
+        loss_of=model.loss_of,
         optimizer=build_adamw(model, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0})),
         gradients=gradients,
         stream=stream,
@@ -82,7 +101,7 @@ def make_stepper(
         autocast=nullcontext,
     )
     settings = StepSettings(
-        seed=0, slots_per_step=slots, nominal_tokens=slots * LENGTH, clip_norm=clip, is_sharded=sharded
+        seed=0, slots_per_step=slots, nominal_weight=slots * LENGTH, clip_norm=clip, is_sharded=sharded
     )
     return Stepper(parts, settings)
 
@@ -91,10 +110,10 @@ def world(rank: int = 0, size: int = 1) -> World:
     return World(generation=1, rank=rank, size=size, device=torch.device("cpu"))
 
 
-def big_batch(slots: int = 4, step: int = 1) -> SlotBatch:
+def big_batch(slots: int = 4, step: int = 1) -> Batch:
     batches = [Stream(slots).slot(step, slot) for slot in range(slots)]
-    ids, labels = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("input_ids", "labels"))
-    return SlotBatch(step, 0, ids, labels, (), 0, int((labels >= 0).sum()))
+    ids, labels = (torch.cat([batch.tensors[name] for batch in batches]) for name in ("input_ids", "labels"))
+    return make_batch(ids, labels)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -102,12 +121,12 @@ def test_the_update_is_that_of_one_big_batch_over_its_valid_tokens(exact: bool) 
     model, plain = Model(), Model()
     outcome = make_stepper(model, exact=exact).run(1, world(), QUIET)
     batch = big_batch()
-    loss = plain.loss_sum(batch.input_ids, batch.labels) / batch.valid_tokens
+    loss = plain.loss_sum(batch.tensors["input_ids"], batch.tensors["labels"]) / batch.weight
     loss.backward()
     norm = nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
     optimizer = build_adamw(plain, Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0}))
     optimizer.step()
-    assert outcome.valid_tokens == batch.valid_tokens == 4 * LENGTH - 1
+    assert outcome.weight == batch.weight == 4 * LENGTH - 1
     assert outcome.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert outcome.grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert all(
@@ -154,10 +173,10 @@ def test_what_the_ranks_of_a_world_tell_each_other_adds_up_to_what_one_knows(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Hash and tokens of each rank's own part, without a group: their sums are the step's."""
-    monkeypatch.setattr(step_module, "compare_steps", lambda steps: None)
+    monkeypatch.setattr(exchange_module, "compare_steps", lambda steps: None)
     whole = make_stepper(Model()).run(1, world(), QUIET)
     parts = [make_stepper(Model()).run(1, world(rank, size), QUIET) for rank in range(size)]
-    assert sum(part.valid_tokens for part in parts) == whole.valid_tokens
+    assert sum(part.weight for part in parts) == whole.weight
     assert sum(int(part.sample_hash, 16) for part in parts) % 2**64 == int(whole.sample_hash, 16)
     assert int(whole.sample_hash, 16) == (4 * 2**63 + 6) % 2**64
 
@@ -204,11 +223,11 @@ def test_a_loss_that_is_not_finite_is_told_with_step_slot_and_samples_and_nothin
     value: float, exact: bool
 ) -> None:
     model = Model()
-    token = int(Stream(4).slot(3, 2).input_ids[0, 0])
+    token = int(Stream(4).slot(3, 2).tensors["input_ids"][0, 0])
     with torch.no_grad():
         model.embedding.weight[token] = value
     batches = [Stream(4).slot(3, slot) for slot in range(4)]
-    affected = [b.slot for b in batches if bool(((b.input_ids == token) & (b.labels != IGNORE_INDEX)).any())]
+    affected = [slot for slot, batch in enumerate(batches) if is_learned_from(token, batch.tensors)]
     before = [parameter.clone() for parameter in model.parameters()]
     outcome = make_stepper(model, exact=exact).run(3, world(), QUIET)
     assert outcome.skipped == "loss" and outcome.is_non_finite and math.isnan(outcome.loss)
@@ -240,14 +259,14 @@ def test_a_step_without_a_token_that_carries_a_loss_makes_no_update(exact: bool)
     slot = stream.slot
     stream.slot = lambda step, number: masked(slot(step, number))
     outcome = stepper.run(1, world(), QUIET)
-    assert outcome.skipped == "empty" and not outcome.is_non_finite and outcome.valid_tokens == 0
+    assert outcome.skipped == "empty" and not outcome.is_non_finite and outcome.weight == 0
     assert "no token carries a loss" in str(outcome.problems[0])
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def masked(batch: SlotBatch) -> SlotBatch:
-    labels = torch.full_like(batch.labels, IGNORE_INDEX)
-    return replace(batch, labels=labels, valid_tokens=0)
+def masked(batch: Batch) -> Batch:
+    labels = torch.full_like(batch.tensors["labels"], IGNORE_INDEX)
+    return replace(batch, tensors={**batch.tensors, "labels": labels}, weight=0)
 
 
 def test_a_skipped_step_reads_nothing_computes_nothing_and_tells_its_flags() -> None:
@@ -257,7 +276,7 @@ def test_a_skipped_step_reads_nothing_computes_nothing_and_tells_its_flags() -> 
     flags = (True, *QUIET[1:])
     outcome = stepper.run(2, world(), flags, is_skipped=True)
     assert outcome.skipped == "requested" and not outcome.is_non_finite and outcome.problems == ()
-    assert outcome.flags == flags and outcome.valid_tokens == 0 and outcome.sample_hash == "0" * 16
+    assert outcome.flags == flags and outcome.weight == 0 and outcome.sample_hash == "0" * 16
     assert outcome.learning_rate == make_stepper(Model()).run(2, world(), QUIET).learning_rate
     assert all(map(torch.equal, before, model.parameters()))
 
@@ -295,5 +314,5 @@ def test_the_phases_of_a_step_are_all_its_time() -> None:
 
 @pytest.mark.parametrize("value", [0, 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64 + 5])
 def test_hashes_travel_as_signed_integers_and_come_back(value: int) -> None:
-    assert -(2**63) <= _signed(value) < 2**63
-    assert _signed(value) % 2**64 == value % 2**64
+    assert -(2**63) <= as_signed(value) < 2**63
+    assert as_signed(value) % 2**64 == value % 2**64

@@ -44,8 +44,8 @@ def switch(description: str) -> Schema:
 
 def int_or_text(description: str, *, pattern: str, longest: int = 64) -> Schema:
     """A whole number, or a text of this form, as Kubernetes' quantities are."""
-    union = {"anyOf": [{"type": "integer"}, {"type": "string"}], "x-kubernetes-int-or-string": True}
-    return {"description": description, **union, "maxLength": longest, "pattern": pattern}
+    union = {"x-kubernetes-int-or-string": True, "maxLength": longest, "pattern": pattern}
+    return {"description": description, **union}
 
 
 def mapping(

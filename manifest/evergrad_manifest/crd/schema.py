@@ -1,33 +1,19 @@
 """Turns the manifest's models into a structural schema: every field described, with its type, bounds and default."""
 
-import math
 import re
-from collections.abc import Mapping
 from copy import deepcopy
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from evergrad_manifest.base import Section, check_local_path
-from evergrad_manifest.crd.cel import bounds_of_text
-from evergrad_manifest.crd.nodes import (
-    LONGEST_TEXT,
-    PRESERVE,
-    VALIDATIONS,
-    Schema,
-    int_or_text,
-    integer,
-    rule,
-    text,
-)
+from evergrad_manifest.base import Section
+from evergrad_manifest.crd.nodes import LONGEST_TEXT, PRESERVE, Schema
 from evergrad_manifest.crd.template import build_fragments
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.fields import Field, choices_of, fields_of, shape_of
 from evergrad_manifest.reading.numbers import LARGEST_COUNT, Human
-from evergrad_manifest.reading.quantities import LONGEST_LABEL
 
 _LONGEST_NUMBER: Final = 64
-_LABEL_VALUE: Final = r"^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$"
 _MOST_ENTRIES: Final = 128
 _BOUNDS: Final = {
     "ge": ("minimum", False),
@@ -35,59 +21,12 @@ _BOUNDS: Final = {
     "le": ("maximum", False),
     "lt": ("maximum", True),
 }
-_QUANTITY_PATTERN: Final = r"^\+?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]{1,3}|[numkMGTPE]|[KMGTPE]i)?$"
-_FRACTION: Final = (
-    r"^\s*\+?(0*100(\.0*)?\s*%|0*[0-9]{1,2}(\.[0-9_]*)?\s*%|\.[0-9][0-9_]*\s*%|0+(\.[0-9_]*)?|\.[0-9][0-9_]*"
-    r"|0*1(\.0*)?|[0-9][0-9_.]*[eE]-[0-9]{1,4}\s*%?)\s*$"
-)
-_NUMBER: Final = r"^\s*([0-9][0-9_]*(\.[0-9_]*)?|\.[0-9][0-9_]*)([eE][+-]?[0-9]{{1,4}})?\s*{}\s*$"
-_UNITS, _BYTES, _PARTS, _SMALL_PARTS = "[kKMGBT]?", "([kMGT]|[KMGTP]i)?", "[kKMGBT%]?", "[kK%]?"
-_SMALL: Final = 10**6
-_NOT_ZERO: Final = r"^[^eE]*[1-9]"
-# No type may stand beside these: what is no number and no text is refused by bounds that only such values have.
-_SCALAR: Final[Schema] = {
-    PRESERVE: True,
-    "maxLength": _LONGEST_NUMBER,
-    "minProperties": 1,
-    "maxProperties": 0,
-    "minItems": 1,
-    "maxItems": 0,
-    "not": {"enum": [True, False]},
-}
 SHOWN_DEFAULTS: Final = ("spec.suspend", "spec.nodes.min", "spec.failurePolicy.maxFailuresWithoutProgress")
 """Fields whose default the API server fills in. None of the recipe: it must read as it was written."""
 LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
 """Fields that the models have only to refuse them in better words."""
-_ONE_FIELD: Final[Schema] = {"minProperties": 1, "maxProperties": 1}
-_CODE: Final = "Refused: code that comes with a model is never run."
-_FURTHER: Final[Mapping[str, Schema]] = {
-    "spec.training.horizon": _ONE_FIELD,
-    "spec.training.data.heldOut": _ONE_FIELD,
-    "spec.training.schedule": {
-        "allOf": [
-            {"anyOf": [{"properties": {"type": {"enum": ["wsd"]}}}, {"not": {"required": ["decay"]}}]},
-            {
-                "anyOf": [
-                    {"not": {"required": ["minimumRatio"]}},
-                    {"not": {"required": ["type"], "properties": {"type": {"enum": ["constant"]}}}},
-                ]
-            },
-        ]
-    },
-    "spec.training.model.config": {
-        "required": ["model_type"],
-        "properties": {
-            "model_type": text(
-                "Name of the transformers architecture, such as llama. (required)", pattern=r"\S"
-            ),
-            "vocab_size": integer("Number of token ids; default: the architecture's.", large=True),
-            "auto_map": {"type": "object", "description": _CODE, PRESERVE: True, "maxProperties": 64},
-            "trust_remote_code": {"type": "boolean", "description": _CODE},
-            "custom_pipelines": {"type": "object", "description": _CODE, PRESERVE: True, "maxProperties": 64},
-        },
-    },
-}
-"""Path of a field → what its schema says besides what the model says."""
+EXACTLY_ONE: Final = ("spec.training.horizon", "spec.training.data.heldOut")
+"""Sections that have exactly one field. A rule could not see those of their fields that take shares, which have no type."""
 _TEXT_LENGTHS: Final = {"spec.script.env": 32768, "spec.script.command": 32768}
 
 
@@ -98,7 +37,8 @@ def section_schema(section: type[Section], prefix: str = "") -> Schema:
         if f"{prefix}{key}" not in LEFT_OUT:
             properties[key] = field_schema(Field(f"{prefix}{key}", key, info, shape_of(info)))
     required = [key for key, info in fields_of(section).items() if info.is_required()]
-    return {"type": "object", **({"required": required} if required else {}), "properties": properties}
+    needed = {"required": required} if required else {}
+    return {"type": "object", PRESERVE: True, **needed, "properties": properties}
 
 
 def field_schema(field: Field) -> Schema:
@@ -118,8 +58,8 @@ def field_schema(field: Field) -> Schema:
         }
     else:
         found |= section_schema(field.shape.section, f"{field.path}.")
-    if field.path in _FURTHER:
-        found |= deepcopy(_FURTHER[field.path])
+    if field.path in EXACTLY_ONE:
+        found |= {"minProperties": 1, "maxProperties": 1}
     if field.path in SHOWN_DEFAULTS:
         found["default"] = field.info.default
     return found
@@ -190,8 +130,6 @@ def _dict_schema(field: Field, annotation: Any) -> Schema:
     item = {"description": "Its value.", **scalar_schema(inner, metadata)}
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
-        if field.key in ("labels", "nodeSelector"):
-            item |= {"maxLength": LONGEST_LABEL, "pattern": _LABEL_VALUE}
     most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
     return {"type": "object", "maxProperties": most, "additionalProperties": item}
 
@@ -214,14 +152,13 @@ def scalar_schema(annotation: Any, metadata: list[Any]) -> Schema:
         if isinstance(marker, Human):
             return _number_schema(marker, metadata)
         if type(marker).__name__ == "_QuantitySchema":
-            return {**_without_description(int_or_text("", pattern=_QUANTITY_PATTERN)), "minimum": 0}
+            return {"x-kubernetes-int-or-string": True, "maxLength": _LONGEST_NUMBER}
     if annotation is bool:
         return {"type": "boolean"}
     if annotation is int:
-        # Spelled as in Kubernetes, so without units and their rule.
         return {"type": "integer", "format": "int64", **_number_bounds(metadata)}
     if annotation is str:
-        return {**_text_schema(metadata), **_path_rules(metadata)}
+        return _text_schema(metadata)
     if get_origin(annotation) is Literal:
         return {"type": "string", "enum": list(get_args(annotation))}
     raise TypeError(f"no structural schema for {annotation}")
@@ -236,62 +173,12 @@ def _text_schema(metadata: list[Any]) -> Schema:
     return found
 
 
-def _without_description(schema: Schema) -> Schema:
-    return {key: value for key, value in schema.items() if key != "description"}
-
-
 def _number_schema(human: Human, metadata: list[Any]) -> Schema:
+    """A number, whose bounds hold, or a text, which the whole validation reads. A share has no type: there is none for both."""
     bounds = _number_bounds(metadata)
     if human.kind in ("count", "bytes"):
-        return _count_schema(human, bounds)
-    # Bounds hold for numbers only, patterns for texts only: no text is negative, and one that must not be zero has a digit.
-    parts = _SMALL_PARTS if bounds.get("maximum", math.inf) <= _SMALL else _PARTS
-    found: Schema = {
-        **_SCALAR,
-        "pattern": _FRACTION if human.kind == "fraction" else _NUMBER.format(parts),
-        **bounds,
-    }
-    if human.kind == "fraction":
-        found |= {"minimum": bounds.get("minimum", 0), "maximum": bounds.get("maximum", 1)}
-    if found.get("exclusiveMinimum") and found["minimum"] == 0:
-        found["allOf"] = [{"pattern": _NOT_ZERO}]
-    if human.kind == "steps or fraction":
-        found["anyOf"] = [{"maximum": 1}, {"multipleOf": 1}]
-    return found
-
-
-def _count_schema(human: Human, bounds: Schema) -> Schema:
-    """A whole number or a text; what bounds say of ints, a rule says of texts."""
-    least, most = bounds.get("minimum", 0), bounds.get("maximum", LARGEST_COUNT)
-    is_bytes = human.kind == "bytes"
-    example = "4Mi" if is_bytes else "20M"
-    message = f"is not a whole number of {least} or more. Write one, such as {example}."
-    if most != LARGEST_COUNT:
-        message = (
-            f"is not a whole number from {least} to {most}. Write one; units as in {example} are allowed."
-        )
-    found = int_or_text("", pattern=_NUMBER.format(_BYTES if is_bytes else _UNITS)) | bounds
-    found[VALIDATIONS] = [rule(bounds_of_text(least, most, is_bytes=is_bytes), message)]
-    return _without_description(found)
-
-
-def _path_rules(metadata: list[Any]) -> Schema:
-    """What check_local_path refuses."""
-    if not any(getattr(marker, "func", None) is check_local_path for marker in metadata):
-        return {}
-    return {
-        VALIDATIONS: [
-            rule(
-                "!self.matches('^[A-Za-z][A-Za-z0-9+.-]*://')",
-                "is a URL; only local files and directories are read. Download it and name its path.",
-            ),
-            rule("!self.startsWith('~')", "begins with ~; it is not expanded. Write the whole path."),
-            rule(
-                r"self.matches('[^\\s\\pZ]') && !self.matches('[\\x00-\\x1f\\x7f]')",
-                "cannot be a path; it is blank or has control characters. Name a file or directory.",
-            ),
-        ]
-    }
+        return {"x-kubernetes-int-or-string": True, "maxLength": _LONGEST_NUMBER, **bounds}
+    return {PRESERVE: True, "maxLength": _LONGEST_NUMBER, **bounds}
 
 
 def _number_bounds(metadata: list[Any]) -> Schema:

@@ -159,6 +159,18 @@ def parse_count(value: Any) -> int:
     return _whole(_exact(value, DECIMAL_UNITS), value, "this is a count")
 
 
+def parse_whole(value: Any) -> int:
+    """``4`` → 4: a plain integer as Kubernetes has them, with no unit and no quotes. Raises NumberError."""
+    number = _exact(value, DECIMAL_UNITS)
+    if isinstance(value, int):
+        return value
+    if number.denominator != 1:
+        return _whole(number, value, "")
+    raise NumberError(
+        f"{show(value)} is not a plain integer", "it takes no unit and no quotes", f"Write {number}"
+    )
+
+
 def parse_bytes(value: Any) -> int:
     """``64Ki`` → 65536, ``20Gi``, ``1M`` → 1000000. Raises NumberError for anything not a whole number of bytes."""
     return _whole(_exact(value, BYTE_UNITS), value, "this is a number of bytes")
@@ -236,6 +248,8 @@ def _parsed(parse: Callable[[Any], Any]) -> BeforeValidator:
 
 
 Count = Annotated[int, _parsed(parse_count), _human("count", DECIMAL_UNITS)]
+Whole = Annotated[int, _parsed(parse_whole)]
+"""Nodes, processes and seconds: small numbers, of which the API server knows the bounds."""
 Real = Annotated[float, _parsed(parse_real), _human("number", DECIMAL_UNITS | PERCENT)]
 Fraction = Annotated[float, _parsed(parse_fraction), _human("fraction", PERCENT)]
 Bytes = Annotated[int, _parsed(parse_bytes), _human("bytes", BYTE_UNITS)]

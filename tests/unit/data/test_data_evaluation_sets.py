@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.data.prepared import Shard, TokenSequence
-from evergrad_trainer.data.stream import IGNORE_INDEX
+from evergrad_trainer.data.prepared import PreparedSource, Shard, TokenSequence
+from evergrad_trainer.data.token_source import IGNORE_INDEX, TokenSource
 
 
 @pytest.fixture
@@ -22,22 +22,25 @@ def sequences(tmp_path: Path) -> list[TokenSequence]:
 
 
 def build(sequences: list[TokenSequence], *, limit: int | None = None, batch: int = 4) -> EvaluationSet:
-    return EvaluationSet(
-        "heldOut", sequences, sequence_length=10, micro_batch_size=batch, end_of_document=256, limit=limit
-    )
+    sources = [
+        TokenSource(PreparedSource("docs", Path(), "", "", one), one, sequence_length=10, end_of_document=256)
+        for one in sequences
+    ]
+    return EvaluationSet("heldOut", sources, micro_batch_size=batch, limit=limit)
 
 
 def test_every_token_is_predicted_exactly_once(sequences: list[TokenSequence]) -> None:
     one = build(sequences)
     batches = [one.batch(index) for index in range(one.num_batches)]
     assert (one.num_samples, one.num_batches) == (15, 4)
-    assert [batch.input_ids.shape[0] for batch in batches] == [4, 4, 4, 3]
-    labels = [
-        label for batch in batches for label in batch.labels.flatten().tolist() if label != IGNORE_INDEX
-    ]
+    assert {batch.tensors["input_ids"].shape for batch in batches} == {(4, 10)}, (
+        "the last one is not filled up"
+    )
+    found = [label for batch in batches for label in batch.tensors["labels"].flatten().tolist()]
+    labels = [label for label in found if label != IGNORE_INDEX]
     assert labels == [*range(1, 100), *range(1001, 1050)]
-    assert sum(batch.valid_tokens for batch in batches) == 148
-    assert [(batch.step, batch.slot) for batch in batches] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert sum(batch.weight for batch in batches) == 148
+    assert [len(batch.samples) for batch in batches] == [4, 4, 4, 3]
 
 
 def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
@@ -59,8 +62,8 @@ def test_a_limit_takes_the_same_samples_each_time_spread_over_all_sources(
 
 def test_hashes_tell_batches_apart(sequences: list[TokenSequence]) -> None:
     one = build(sequences)
-    assert len({one.batch(index).sample_hash for index in range(4)}) == 4
-    assert one.batch(2).sample_hash == build(sequences).batch(2).sample_hash
+    assert len({one.batch(index).hash for index in range(4)}) == 4
+    assert one.batch(2).hash == build(sequences).batch(2).hash
 
 
 def test_a_batch_outside_is_refused(sequences: list[TokenSequence]) -> None:
@@ -68,4 +71,3 @@ def test_a_batch_outside_is_refused(sequences: list[TokenSequence]) -> None:
     for index in (-1, 4):
         with pytest.raises(IndexError, match="of 4 of heldOut"):
             one.batch(index)
-    one.close()

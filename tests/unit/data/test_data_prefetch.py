@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
+from evergrad_trainer.data.batch import Batch
 from evergrad_trainer.data.prefetch import Prefetcher
-from evergrad_trainer.data.stream import SlotBatch
 
 
 class Stream:
@@ -23,7 +23,7 @@ class Stream:
         self.gate.set()
         self.begun = threading.Event()
 
-    def slot(self, step: int, slot: int) -> SlotBatch:
+    def slot(self, step: int, slot: int) -> Batch:
         self.begun.set()
         self.gate.wait(timeout=30)
         self.reads[(step, slot)] += 1
@@ -31,7 +31,7 @@ class Stream:
         if (step, slot) in self.failing:
             raise RuntimeError(f"step {step}, slot {slot}")
         tensor = torch.tensor([[step, slot]])
-        return SlotBatch(step, slot, tensor, tensor, (), 0, 2)
+        return Batch({"step": tensor[:, 0], "slot": tensor[:, 1]}, weight=2, samples=(), hash=0)
 
 
 def prefetch_threads() -> set[threading.Thread]:
@@ -46,7 +46,7 @@ def test_whatever_is_foreseen_the_batch_asked_for_comes_back() -> None:
         step, slot = rng.randint(1, 5), rng.randint(0, 3)
         upcoming = [(rng.randint(1, 5), rng.randint(0, 3)) for _ in range(rng.randint(0, 3))]
         batch = prefetcher.take(step, slot, upcoming=upcoming)
-        assert (batch.step, batch.slot) == (step, slot)
+        assert (int(batch.tensors["step"]), int(batch.tensors["slot"])) == (step, slot)
     prefetcher.close()
     assert prefetch_threads() <= before
 
@@ -77,7 +77,7 @@ def test_reading_goes_on_while_the_caller_works() -> None:
     assert stream.begun.wait(timeout=30)
     stream.gate.set()
     taker.join(timeout=30)
-    assert prefetcher.take(1, 2).slot == 2
+    assert int(prefetcher.take(1, 2).tensors["slot"]) == 2
     prefetcher.close()
     assert stream.reads[(1, 2)] == 1
 
@@ -89,9 +89,9 @@ def test_an_error_in_the_background_is_raised_where_the_batch_is_taken_and_only_
     prefetcher.take(1, 0, upcoming=[(2, 0), (2, 1)])
     with pytest.raises(RuntimeError, match="step 2, slot 0"):
         prefetcher.take(2, 0, upcoming=[(2, 1)])
-    assert prefetcher.take(2, 1).slot == 1
+    assert int(prefetcher.take(2, 1).tensors["slot"]) == 1
     stream.failing.clear()
-    assert prefetcher.take(2, 0).step == 2
+    assert int(prefetcher.take(2, 0).tensors["step"]) == 2
     prefetcher.close()
 
 
@@ -101,7 +101,7 @@ def test_an_error_of_a_batch_nobody_takes_is_dropped() -> None:
     prefetcher = Prefetcher(stream)
     prefetcher.take(1, 0, upcoming=[(9, 9)])
     prefetcher.take(1, 1, upcoming=[(1, 2)])
-    assert prefetcher.take(1, 2).slot == 2
+    assert int(prefetcher.take(1, 2).tensors["slot"]) == 2
     prefetcher.close()
 
 
@@ -111,5 +111,5 @@ def test_a_closed_prefetcher_still_reads_in_the_callers_thread() -> None:
     prefetcher.take(1, 0, upcoming=[(1, 1)])
     prefetcher.close()
     prefetcher.close()
-    assert prefetcher.take(3, 0, upcoming=[(3, 1)]).step == 3
+    assert int(prefetcher.take(3, 0, upcoming=[(3, 1)]).tensors["step"]) == 3
     assert prefetch_threads() <= before

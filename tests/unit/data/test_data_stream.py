@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 
 from evergrad_manifest.errors import ConfigurationError
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.build import Data, build_data
+from evergrad_trainer.data.batch import Batch
+from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.order import SampleId, sample_hash
 from evergrad_trainer.data.prepared import Prepared
-from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch, TrainingStream
-from evergrad_trainer.data.tokenizers import load_tokenizer
+from evergrad_trainer.data.stream import TrainingStream
+from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.errors import DataError
+from evergrad_trainer.recipes.opening import open_recipe
 
 Recipe = Callable[..., Training]
 Write = Callable[[Path, Sequence[str]], Path]
@@ -42,37 +45,34 @@ def build(
 
     def run(**sections: Any) -> Data:
         recipe = training(**{**sections, "data": {"sources": SOURCES, **sections.get("data", {})}})
-        return build_data(recipe, prepared_in(recipe), load_tokenizer(recipe.tokenizer, tmp_path))
+        return open_recipe(recipe, prepared_in(recipe), tmp_path).data
 
     return run
 
 
-def equal(first: SlotBatch, second: SlotBatch) -> bool:
-    same_tensors = torch.equal(first.input_ids, second.input_ids) and torch.equal(first.labels, second.labels)
-    return same_tensors and (first.samples, first.sample_hash, first.valid_tokens) == (
-        second.samples,
-        second.sample_hash,
-        second.valid_tokens,
-    )
+def equal(first: Batch, second: Batch) -> bool:
+    same_tensors = all(torch.equal(tensor, second.tensors[name]) for name, tensor in first.tensors.items())
+    facts = [(batch.samples, batch.hash, batch.weight, set(batch.tensors)) for batch in (first, second)]
+    return same_tensors and facts[0] == facts[1]
 
 
 def test_a_slot_has_inputs_shifted_labels_and_its_hash(build: Callable[..., Data]) -> None:
     stream = build().train
-    assert (stream.slots_per_step, stream.source_names) == (4, ("docs", "flat"))
+    assert (stream.slots_per_step, list(stream.cursor(0))) == (4, ["docs", "flat"])
     for step, slot in ((1, 0), (1, 3), (7, 2), (10**7, 1)):
         batch = stream.slot(step, slot)
-        assert (batch.step, batch.slot) == (step, slot)
-        assert batch.input_ids.shape == batch.labels.shape == (2, 16)
-        assert batch.input_ids.dtype == batch.labels.dtype == torch.int64
+        inputs, labels = batch.tensors["input_ids"], batch.tensors["labels"]
+        assert inputs.shape == labels.shape == (2, 16)
+        assert inputs.dtype == labels.dtype == torch.int64
         first = (step - 1) * 8 + slot * 2
         assert (
-            batch.sample_hash
+            batch.hash
             == sum(sample_hash(first + at, sample) for at, sample in enumerate(batch.samples)) % 2**64
         )
-        learned = batch.labels != IGNORE_INDEX
-        assert batch.valid_tokens == int(learned.sum())
+        learned = labels != IGNORE_INDEX
+        assert batch.weight == int(learned.sum())
         shifted = learned[:, :-1]
-        assert torch.equal(batch.labels[:, :-1][shifted], batch.input_ids[:, 1:][shifted])
+        assert torch.equal(labels[:, :-1][shifted], inputs[:, 1:][shifted])
 
 
 def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(build: Callable[..., Data]) -> None:
@@ -86,9 +86,9 @@ def test_a_slot_is_the_same_whenever_and_in_whatever_order_it_is_read(build: Cal
 def test_batches_do_not_share_memory(build: Callable[..., Data]) -> None:
     stream = build().train
     batch = stream.slot(1, 0)
-    batch.input_ids.fill_(7)
-    batch.labels.fill_(7)
-    assert not torch.equal(stream.slot(1, 0).input_ids, batch.input_ids)
+    batch.tensors["input_ids"].fill_(7)
+    batch.tensors["labels"].fill_(7)
+    assert not torch.equal(stream.slot(1, 0).tensors["input_ids"], batch.tensors["input_ids"])
 
 
 def test_every_token_of_a_source_is_a_label_once_an_epoch(build: Callable[..., Data]) -> None:
@@ -99,8 +99,9 @@ def test_every_token_of_a_source_is_a_label_once_an_epoch(build: Callable[..., D
         for slot in range(4):
             batch = stream.slot(step, slot)
             for row, sample in enumerate(batch.samples):
+                row_labels = batch.tensors["labels"][row]
                 if sample.epoch == 0:
-                    labels += batch.labels[row][batch.labels[row] != IGNORE_INDEX].tolist()
+                    labels += row_labels[row_labels != IGNORE_INDEX].tolist()
     assert sorted(labels) == sorted((np.arange(1, 401) % 257).tolist())
 
 
@@ -133,12 +134,12 @@ class ElasticRun:
                 step = saved + 1  # killed: back to the last checkpoint
 
     def run_step(self, step: int, world: int) -> tuple[list[SampleId], int]:
-        by_slot: dict[int, SlotBatch] = {}
+        by_slot: dict[int, Batch] = {}
         for rank in self.rng.sample(range(world), world):
             for slot in range(rank, self.stream.slots_per_step, world):
                 by_slot[slot] = self.stream.slot(step, slot)
         samples = [sample for slot in sorted(by_slot) for sample in by_slot[slot].samples]
-        return samples, sum(batch.sample_hash for batch in by_slot.values()) % 2**64
+        return samples, sum(batch.hash for batch in by_slot.values()) % 2**64
 
 
 def test_three_hundred_elastic_plans_train_the_same_samples_in_the_same_steps(
@@ -235,7 +236,6 @@ def test_held_out_documents_and_evaluation_sources_become_sets(
     evaluation = {"sources": [{"name": "other", "path": "eval.jsonl"}]}
     data = build(data={"heldOut": {"fraction": 0.2}}, evaluation=evaluation)
     assert [one.name for one in data.evaluation] == ["heldOut", "other"]
-    assert data.vocab_size == 257
     held_out = data.evaluation[0]
     assert {
         sample.source for index in range(held_out.num_batches) for sample in held_out.batch(index).samples
@@ -247,10 +247,9 @@ def test_data_of_another_tokenizer_is_refused(
     tmp_path: Path, training: Recipe, documents: Write, prepared_in: Callable[..., Prepared]
 ) -> None:
     documents(tmp_path / "docs.jsonl", ["a"])
-    tokenizer = load_tokenizer(training().tokenizer, tmp_path)
-    tokenizer.identity = "other"  # type: ignore[misc]
-    with pytest.raises(DataError, match="was prepared with the tokenizer byte-1; this one is other"):
-        build_data(training(), prepared_in(training()), tokenizer)
+    prepared = replace(prepared_in(training()), tokenizer_identity="other")
+    with pytest.raises(DataError, match="was prepared with the tokenizer other; this one is byte-1"):
+        open_recipe(training(), prepared, tmp_path)
 
 
 def test_a_weight_that_would_never_be_drawn_is_refused(build: Callable[..., Data]) -> None:

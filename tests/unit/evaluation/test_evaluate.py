@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
-from evergrad_trainer.training.evaluation import EvaluationResult, Evaluator
+from evergrad_trainer.data.batch import Batch, Stage
+from evergrad_trainer.data.token_source import IGNORE_INDEX
+from evergrad_trainer.task import Loss, Tensors
+from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
 from evergrad_trainer.world import World
 
 
@@ -27,11 +29,11 @@ class Samples:
     def num_batches(self) -> int:
         return -(-len(self.labels) // self.size)
 
-    def batch(self, index: int) -> SlotBatch:
+    def batch(self, index: int) -> Batch:
         labels = self.labels[index * self.size : (index + 1) * self.size]
         valid = int((labels != IGNORE_INDEX).sum())
         inputs = (self.labels.clamp(min=0)[index * self.size : (index + 1) * self.size] + 1) % 7
-        return SlotBatch(0, index, inputs, labels, (), 0, valid)
+        return Batch({"input_ids": inputs, "labels": labels}, weight=valid, samples=(), hash=0)
 
 
 class Table(nn.Module):
@@ -51,15 +53,15 @@ class Table(nn.Module):
         return logits
 
 
-def make(model: nn.Module, size: int, *, is_sharded: bool = False) -> Evaluator:
-    def loss_sum(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(
-            model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+def make(model: nn.Module, size: int, *, is_sharded: bool = False) -> EvaluationRunner:
+    def loss_of(tensors: Tensors, stage: Stage) -> Loss:
+        logits = model(tensors["input_ids"]).flatten(0, 1)
+        labels = tensors["labels"].flatten()
+        loss = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return Loss(loss, {"right": ((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum()})
 
-    return Evaluator(
-        model=model, loss_sum=loss_sum, micro_batch_size=size, is_sharded=is_sharded, autocast=nullcontext
-    )
+    default = Measure(loss_of, ("right",))
+    return EvaluationRunner(model=model, default=default, is_sharded=is_sharded, autocast=nullcontext)
 
 
 def rows(count: int = 11) -> torch.Tensor:
@@ -72,9 +74,13 @@ def world(rank: int = 0, size: int = 1) -> World:
     return World(generation=1, rank=rank, size=size, device=torch.device("cpu"))
 
 
-def run(evaluator: Evaluator, samples: Any, where: World | None = None) -> EvaluationResult:
+def run(evaluator: EvaluationRunner, samples: Any, where: World | None = None) -> EvaluationResult:
     result = evaluator.run(
-        samples, where or world(), is_stopping=lambda: False, on_progress=lambda done, total: None
+        samples,
+        where or world(),
+        stage=Stage({}),
+        is_stopping=lambda: False,
+        on_progress=lambda done, total: None,
     )
     assert result is not None
     return result
@@ -88,7 +94,7 @@ def test_the_loss_is_the_mean_over_valid_tokens_for_every_batch_size(size: int) 
         model.eval()(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX
     )
     result = run(make(model, size), Samples(labels, size))
-    assert result.tokens == 11 * 5 - 3
+    assert result.weight == 11 * 5 - 3
     assert result.loss == pytest.approx(float(expected.detach()), rel=1e-6)
 
 
@@ -98,9 +104,9 @@ def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
     model, samples = Table(), Samples(rows(), 2)
     whole = run(make(model, 2), samples)
     parts = [run(make(model, 2), samples, world(rank, size)) for rank in range(size)]
-    assert sum(part.tokens for part in parts) == whole.tokens
-    assert sum(part.loss * part.tokens for part in parts) == pytest.approx(
-        whole.loss * whole.tokens, rel=1e-12
+    assert sum(part.weight for part in parts) == whole.weight
+    assert sum(part.loss * part.weight for part in parts) == pytest.approx(
+        whole.loss * whole.weight, rel=1e-12
     )
 
 
@@ -111,7 +117,7 @@ def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing() -
     samples = Samples(rows(2), 2)
     idle = make(model, 2, is_sharded=True)
     result = run(idle, samples, world(1, 2))
-    assert result is not None and result.tokens == 0 and math.isnan(result.loss)
+    assert result is not None and result.weight == 0 and math.isnan(result.loss)
     assert calls == [1]
     assert model.reshards == 1
 
@@ -129,7 +135,11 @@ def test_evaluation_draws_no_random_numbers_and_puts_the_mode_back() -> None:
 def test_a_stop_ends_it_without_a_result_and_with_the_mode_put_back() -> None:
     model = Table()
     result = make(model, 1).run(
-        Samples(rows(), 1), world(), is_stopping=lambda: True, on_progress=lambda done, total: None
+        Samples(rows(), 1),
+        world(),
+        stage=Stage({}),
+        is_stopping=lambda: True,
+        on_progress=lambda done, total: None,
     )
     assert result is None and model.training
 
@@ -137,6 +147,10 @@ def test_a_stop_ends_it_without_a_result_and_with_the_mode_put_back() -> None:
 def test_progress_counts_batches_of_all_ranks() -> None:
     told: list[tuple[int, int]] = []
     make(Table(), 2).run(
-        Samples(rows(), 2), world(0, 4), is_stopping=lambda: False, on_progress=lambda *one: told.append(one)
+        Samples(rows(), 2),
+        world(0, 4),
+        stage=Stage({}),
+        is_stopping=lambda: False,
+        on_progress=lambda *one: told.append(one),
     )
     assert told == [(4, 6), (6, 6)]

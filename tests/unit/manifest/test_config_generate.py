@@ -136,7 +136,7 @@ def test_the_schema_accepts_what_is_right_and_human() -> None:
     )
     assert schema_accepts(("spec.training.model.config", {"anything": [1, {}]}))
     assert schema_accepts(
-        ("spec.training", None), ("spec.script", {"command": ["train.py"], "gracePeriodSeconds": "1k"})
+        ("spec.training", None), ("spec.script", {"command": ["train.py"], "gracePeriodSeconds": 1000})
     )
     assert schema_accepts(("spec.script", None))
 

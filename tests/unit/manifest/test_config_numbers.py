@@ -1,6 +1,7 @@
 """Human numbers: a table of what is read, what is refused and in which words; exact, bounded and quick."""
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from fractions import Fraction as Ratio
 from typing import Annotated, Any, get_args, get_origin
@@ -21,6 +22,7 @@ from evergrad_manifest.reading.numbers import (
     parse_fraction,
     parse_real,
     parse_steps_or_fraction,
+    parse_whole,
     show,
 )
 
@@ -258,8 +260,18 @@ def _leaves(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[A
         yield annotation, metadata
 
 
-# Each rule of units counts for megabytes in the budget of API servers before 1.34, which was used up before these came.
+# Nodes, processes and seconds, as everywhere in Kubernetes, and numbers that nobody writes with a unit.
 _PLAIN_NUMBERS = (
+    "spec.nodes.min",
+    "spec.nodes.max",
+    "spec.workersPerNode",
+    "spec.activeDeadlineSeconds",
+    "spec.ttlSecondsAfterFinished",
+    "spec.failurePolicy.maxFailuresWithoutProgress",
+    "spec.script.gracePeriodSeconds",
+    "spec.script.metrics.lingerSeconds",
+    "spec.training.metrics.lingerSeconds",
+    "spec.training.runtime.collectiveTimeoutSeconds",
     "spec.training.onNonFinite.skip",
     "spec.training.skipSteps",
     "spec.training.runtime.compareReplicasEvery",
@@ -291,3 +303,20 @@ def test_any_value_is_shown_on_one_short_printable_line(value: Any) -> None:
     assert len(shown) < 120
     assert shown.isprintable()
     shown.encode()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("4", "'4' is not a plain integer; it takes no unit and no quotes. Write 4"),
+        ("2k", "'2k' is not a plain integer; it takes no unit and no quotes. Write 2000"),
+        (2.0, "2.0 is not a plain integer; it takes no unit and no quotes. Write 2"),
+        (2.5, "2.5 is not a whole number"),
+        (True, "true is not a number"),
+        ("many", "'many' is not a number"),
+    ],
+)
+def test_a_plain_integer_takes_no_unit_and_no_quotes(value: Any, words: str) -> None:
+    assert parse_whole(4) == 4
+    with pytest.raises(NumberError, match=re.escape(words)):
+        parse_whole(value)

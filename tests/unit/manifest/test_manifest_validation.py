@@ -97,6 +97,13 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
             ),
         ),
         (
+            {"spec.training.horizon.tokens": "10M"},
+            (
+                "spec.training.horizon: 1221 steps are fewer than the 2442 of this run; a run can be extended, not shortened. "
+                "Use at least 2442 steps; to end it earlier use spec.training.stop.afterStep."
+            ),
+        ),
+        (
             {"spec.image": "example.org/a:2"},
             (
                 "spec.image: 'example.org/a:2' cannot replace nothing; all pods of a run have one image. "
@@ -118,7 +125,7 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
             ),
         ),
     ],
-    ids=["recipe", "image", "volume", "kind"],
+    ids=["recipe", "horizon", "image", "volume", "kind"],
 )
 def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: str) -> None:
     assert [str(found) for found in problems_of(sent(changed(changes)), old=sent(BASE))] == [problem]
@@ -128,13 +135,26 @@ def test_what_a_run_keeps_cannot_be_replaced(changes: dict[str, Any], problem: s
     "changes",
     [
         {"spec.training.horizon.tokens": 20_000_000},
+        {"spec.training.horizon.tokens": "40M"},
+        {"spec.training.horizon": {"steps": 5000}},
+        {"spec.training.horizon": {"epochs": 1}},
         {"spec.training.optimizer.learningRate": "0.1%"},
         {"spec.training.skipSteps": [4]},
         {"spec.training.checkpoint.every.steps": 7},
         {"spec.nodes.max": 3},
         {"spec.suspend": True},
     ],
-    ids=["number", "percent", "skipped step", "cadence", "nodes", "suspend"],
+    ids=[
+        "number",
+        "longer",
+        "longer in steps",
+        "epochs",
+        "percent",
+        "skipped step",
+        "cadence",
+        "nodes",
+        "suspend",
+    ],
 )
 def test_another_spelling_and_what_is_operational_may_change(changes: dict[str, Any]) -> None:
     assert problems_of(sent(changed(changes)), old=sent(BASE)) == ()
@@ -153,3 +173,19 @@ def test_an_invalid_update_says_what_is_invalid_and_not_what_changed() -> None:
     assert [problem.path for problem in problems_of(sent(bad), old=sent(BASE))] == [
         "spec.training.batching.globalBatchSize"
     ]
+
+
+REFUSED = sorted((FOLDER.parents[1] / "golden" / "refused").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", REFUSED, ids=[file.stem for file in REFUSED])
+def test_each_of_the_twenty_files_is_refused_alike_as_a_file_and_as_an_object(file: Path) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        load_manifest(file)
+    said = [without_lines(str(problem)) for problem in refused.value.problems]
+    document = yaml.safe_load(file.read_text())
+    assert [str(problem) for problem in problems_of(sent(document))] == said and said
+
+
+def test_there_are_twenty_files() -> None:
+    assert len(REFUSED) == 20

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evergrad_manifest.training import Model
-from evergrad_trainer.data.stream import IGNORE_INDEX
+from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.errors import ModelError
 from evergrad_trainer.models.build import ModelPlan, build_model, count_parameters, plan_model
 from evergrad_trainer.models.experts import check_experts

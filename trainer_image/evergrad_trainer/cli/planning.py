@@ -41,8 +41,7 @@ def plan_session(
     from evergrad_manifest.derive import derive_steps
     from evergrad_trainer.cli.prepare import prepare_with_progress
     from evergrad_trainer.data.prepare import check_unchanged
-    from evergrad_trainer.data.tokenizers import load_tokenizer
-    from evergrad_trainer.recipes import RECIPES
+    from evergrad_trainer.recipes.opening import open_recipe
     from evergrad_trainer.training.build import threads_per_worker
     from evergrad_trainer.worker.session import SessionPlan
 
@@ -56,8 +55,8 @@ def plan_session(
             standing.recorded, training, base_directory=base, prepared_directory=prepared_directory
         )
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
-    data = RECIPES[training.recipe].open_data(training, prepared, load_tokenizer(training.tokenizer, base))
-    numbers = derive_steps(training, num_samples=data.train.num_samples)
+    opened = open_recipe(training, prepared, base)
+    numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
     check_extension(directory, standing, total_steps=numbers.total_steps)
     marks["data"] = time.time()
     return SessionPlan(
@@ -72,6 +71,7 @@ def plan_session(
         command=tuple(sys.argv),
         process_start=process_start_time(),
         marks=marks,
+        opened=opened,
     )
 
 

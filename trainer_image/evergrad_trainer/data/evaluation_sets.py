@@ -4,57 +4,49 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
+from torch.nn import functional
 
+from evergrad_trainer.data.batch import Batch, Rows, Source
 from evergrad_trainer.data.order import SampleId, sample_hash
-from evergrad_trainer.data.prepared import TokenSequence
-from evergrad_trainer.data.stream import SlotBatch, build_batch
-from evergrad_trainer.data.token_files import TokenReader, Windows
+from evergrad_trainer.data.stream import read_rows
 
 
 class EvaluationSet:
-    """All windows of one or several token sequences, or ``limit`` of them spread evenly, b a batch; the last may be smaller."""
+    """All items of one or several sources, or ``limit`` of them spread evenly, b a batch."""
 
     def __init__(
-        self,
-        name: str,
-        sequences: Sequence[TokenSequence],
-        *,
-        sequence_length: int,
-        micro_batch_size: int,
-        end_of_document: int,
-        limit: int | None = None,
+        self, name: str, sources: Sequence[Source], *, micro_batch_size: int, limit: int | None = None
     ) -> None:
         self.name = name
-        self._readers = [
-            TokenReader(sequence, sequence_length=sequence_length, end_of_document=end_of_document)
-            for sequence in sequences
-        ]
-        self._starts = [0, *accumulate(reader.num_windows for reader in self._readers)]
+        self._sources = tuple(sources)
+        self._starts = [0, *accumulate(len(source) for source in sources)]
         self._total = self._starts[-1]
         self.num_samples = min(limit or self._total, self._total)
         self._micro_batch_size = micro_batch_size
         self.num_batches = -(-self.num_samples // micro_batch_size)
 
-    def batch(self, index: int) -> SlotBatch:
-        """Batch ``index`` (from 0) as step 0, slot ``index``. Raises IndexError, DataError."""
+    def batch(self, index: int) -> Batch:
+        """Batch ``index`` (from 0), filled up with rows that count nothing. Raises IndexError, DataError."""
         if not 0 <= index < self.num_batches:
             raise IndexError(f"batch {index} of {self.num_batches} of {self.name}")
         first = index * self._micro_batch_size
         samples = tuple(
             map(self._sample, range(first, min(first + self._micro_batch_size, self.num_samples)))
         )
-        parts = [self._readers[sample.source].read([sample.window]) for sample in samples]
-        windows = Windows(
-            np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts])
-        )
+        rows = self._fill_up(read_rows(self._sources, samples), missing=self._micro_batch_size - len(samples))
         total = sum(sample_hash(first + place, sample) for place, sample in enumerate(samples)) % 2**64
-        return build_batch(windows, step=0, slot=index, samples=samples, sample_hash=total)
+        return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
 
-    def close(self) -> None:
-        """Close the token files; reading opens them again."""
-        for reader in self._readers:
-            reader.close()
+    def _fill_up(self, rows: Rows, *, missing: int) -> Rows:
+        """Every batch has the same shape: a shorter last one would compile another graph."""
+        if not missing:
+            return rows
+        fill = self._sources[0].fill
+        tensors = {
+            name: functional.pad(tensor, (*[0] * (2 * tensor.ndim - 1), missing), value=fill.get(name, 0))
+            for name, tensor in rows.tensors.items()
+        }
+        return Rows(tensors, rows.weight)
 
     def _sample(self, number: int) -> SampleId:
         place = number * self._total // self.num_samples

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from evergrad_trainer.data.stream import SlotBatch
+from evergrad_trainer.data.batch import Batch
 
 Key = tuple[int, int]
 
@@ -13,7 +13,7 @@ Key = tuple[int, int]
 class Slots(Protocol):
     """What is read from: a training stream."""
 
-    def slot(self, step: int, slot: int) -> SlotBatch: ...
+    def slot(self, step: int, slot: int) -> Batch: ...
 
 
 class Prefetcher:
@@ -24,11 +24,11 @@ class Prefetcher:
         self._changed = threading.Condition()
         self._wanted: deque[Key] = deque()
         self._reading: Key | None = None
-        self._ready: dict[Key, SlotBatch | BaseException] = {}
+        self._ready: dict[Key, Batch | BaseException] = {}
         self._is_closed = False
         self._thread: threading.Thread | None = None
 
-    def take(self, step: int, slot: int, *, upcoming: Sequence[Key] = ()) -> SlotBatch:
+    def take(self, step: int, slot: int, *, upcoming: Sequence[Key] = ()) -> Batch:
         """The micro-batch of (step, slot); ``upcoming`` will probably be asked for next. Raises what reading it raised."""
         key = (step, slot)
         with self._changed:
@@ -64,7 +64,7 @@ class Prefetcher:
 
     def _serve(self) -> None:
         while (key := self._next()) is not None:
-            result: SlotBatch | BaseException
+            result: Batch | BaseException
             try:
                 result = self._stream.slot(*key)
             except BaseException as error:  # noqa: BLE001 - raised again where the batch is taken

@@ -1,152 +1,164 @@
-"""The training stream: step and slot → one micro-batch, as a pure function. Nothing here knows ranks or keeps a position."""
+"""The training stream: step and slot → one micro-batch, as a pure function.
+
+Nothing here knows ranks or keeps a position.
+"""
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
-import numpy as np
 import torch
 import xxhash
-from torch import Tensor
 
+from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
 from evergrad_trainer.data.mixture import Mixture
-from evergrad_trainer.data.order import SampleId, sample_hash
-from evergrad_trainer.data.prepared import PreparedSource
-from evergrad_trainer.data.token_files import TokenReader, Windows, read_documents
-
-IGNORE_INDEX: Final = -100
-"""The label of positions where nothing is learned."""
-
-
-@dataclass(frozen=True)
-class SlotBatch:
-    """One micro-batch of b samples.
-
-    ``input_ids`` and ``labels`` are int64 [b, S] on the CPU. Labels are shifted by one already, and IGNORE_INDEX where nothing
-    is learned. ``sample_hash`` is the sum of its samples' hashes modulo 2**64; ``valid_tokens`` counts labels that are learned.
-    """
-
-    step: int
-    slot: int
-    input_ids: Tensor
-    labels: Tensor
-    samples: tuple[SampleId, ...]
-    sample_hash: int
-    valid_tokens: int
+from evergrad_trainer.data.order import SampleId, absorb, sample_hash
 
 
 @dataclass(frozen=True)
 class Batching:
-    """G samples a step in micro-batches of b, each of S tokens."""
+    """G samples a step in micro-batches of b."""
 
     global_batch_size: int
     micro_batch_size: int
-    sequence_length: int
 
 
 class TrainingStream:
-    """Samples of all sources, mixed and permuted, cut into steps of M = G / b slots."""
+    """Samples of all sources, mixed and permuted stage by stage, cut into steps of M = G / b slots."""
 
-    def __init__(
-        self,
-        sources: Sequence[PreparedSource],
-        *,
-        weights: Sequence[float],
-        seed: int,
-        batching: Batching,
-        end_of_document: int,
-        tokenizer_identity: str,
-    ) -> None:
-        self.source_names = tuple(source.name for source in sources)
+    def __init__(self, stages: Sequence[Stage], *, seed: int, batching: Batching) -> None:
+        self.stages = tuple(stages)
         self.slots_per_step = batching.global_batch_size // batching.micro_batch_size
-        self._sources = tuple(sources)
         self._batching = batching
-        self._readers = [
-            TokenReader(
-                source.train, sequence_length=batching.sequence_length, end_of_document=end_of_document
-            )
-            for source in sources
-        ]
-        self._mixture = Mixture([reader.num_windows for reader in self._readers], weights=weights, seed=seed)
-        self.num_samples = sum(self._mixture.sizes)
-        self.fingerprint = self._compute_fingerprint(seed, tokenizer_identity)
+        self._ends = _ends_of(stages)
+        self._orders = [_StageOrder(stage, _seed_of(seed, number)) for number, stage in enumerate(stages)]
+        # A sample's source is its place among the sources of all stages, one stage after the other.
+        self._first_source = [0]
+        for order in self._orders:
+            self._first_source.append(self._first_source[-1] + len(order.sources))
+        self._named = [pair for order in self._orders for pair in order.sources]
+        self.num_samples = sum(len(source) for _, source in self._named)
+        self.fingerprint = self._compute_fingerprint(seed)
 
-    def slot(self, step: int, slot: int) -> SlotBatch:
-        """The micro-batch of a slot (from 0) of a step (from 1). Raises DataError if a file cannot be read any more."""
+    def slot(self, step: int, slot: int) -> Batch:
+        """The micro-batch of a slot (from 0) of a step (from 1).
+
+        Raises DataError if a file cannot be read any more.
+        """
         if step < 1 or not 0 <= slot < self.slots_per_step:
             raise IndexError(
                 f"step {step}, slot {slot}: steps count from 1, slots from 0 to {self.slots_per_step - 1}"
             )
-        size = self._batching.micro_batch_size
-        first = (step - 1) * self._batching.global_batch_size + slot * size
-        samples = tuple(map(self._mixture.locate, range(first, first + size)))
+        number = self.stage_number(step)
+        order, offset = self._orders[number], self._first_source[number]
+        size, whole = self._batching.micro_batch_size, self._batching.global_batch_size
+        first = (step - 1) * whole + slot * size
+        # Positions within the stage: a stage's order does not depend on what came before it.
+        skipped = self._steps_before(number) * whole
+        located = [order.mixture.locate(position - skipped) for position in range(first, first + size)]
+        rows = order.read(located)
+        samples = tuple(SampleId(offset + one.source, one.epoch, one.window) for one in located)
         total = sum(map(sample_hash, range(first, first + size), samples)) % 2**64
-        return build_batch(self._read(samples), step=step, slot=slot, samples=samples, sample_hash=total)
+        return Batch(tensors=rows.tensors, weight=rows.weight, samples=samples, hash=total)
+
+    def stage_number(self, step: int) -> int:
+        """Which stage a step (from 1) belongs to, from 0."""
+        return bisect_left(self._ends, step)
+
+    def stage(self, step: int) -> Stage:
+        """The stage a step (from 1) belongs to."""
+        return self.stages[self.stage_number(step)]
+
+    def entered_after(self, finished_step: int) -> Stage | None:
+        """The stage that the step after ``finished_step`` enters; None within a stage."""
+        return self.stage(finished_step + 1) if finished_step in self._ends else None
 
     def cursor(self, finished_step: int) -> dict[str, int]:
-        """Samples each source has given when ``finished_step`` steps are done: its next index, by source name."""
-        counts = self._mixture.cursor(finished_step * self._batching.global_batch_size)
-        return dict(zip(self.source_names, counts, strict=True))
+        """Samples each source has given when ``finished_step`` steps are done: its next index, by name.
+
+        Names of a run with several stages begin with the stage's number.
+        """
+        found: dict[str, int] = {}
+        for number, order in enumerate(self._orders):
+            before = self._steps_before(number)
+            end = self._ends[number] if number < len(self._ends) else finished_step
+            done = max(0, min(finished_step, end) - before)
+            counts = order.mixture.cursor(done * self._batching.global_batch_size)
+            prefix = f"{number}/" if len(self._orders) > 1 else ""
+            found |= {
+                f"{prefix}{name}": count for (name, _), count in zip(order.sources, counts, strict=True)
+            }
+        return found
 
     def describe(self, sample: SampleId) -> str:
-        """For messages: the sample's id, and where its text stands in the source file."""
-        source = self._sources[sample.source]
-        shard, first, end = self._readers[sample.source].place(sample.window)
-        name = f"{source.name}/epoch {sample.epoch}/window {sample.window}"
-        if shard.documents is None:
-            return f"{name} ({source.path.name}, tokens {shard.start + first} to {shard.start + end - 1})"
-        documents = read_documents(shard.documents)
-        within = np.searchsorted(documents[:, 0], [first, end - 1], side="right") - 1
-        lines = documents[within, 1].tolist()
-        where = f"line {lines[0]}" if lines[0] == lines[1] else f"lines {lines[0]} to {lines[1]}"
-        return f"{name} ({source.path.name}, {where})"
+        """For messages: the sample's id, and where it stands in its source."""
+        name, source = self._named[sample.source]
+        return f"{name}/epoch {sample.epoch}/window {sample.window} ({source.describe(sample.window)})"
 
-    def close(self) -> None:
-        """Close the token files; reading opens them again."""
-        for reader in self._readers:
-            reader.close()
+    def _steps_before(self, number: int) -> int:
+        return self._ends[number - 1] if number else 0
 
-    def _read(self, samples: Sequence[SampleId]) -> Windows:
-        if len(self._readers) == 1:
-            return self._readers[0].read([sample.window for sample in samples])
-        parts = [self._readers[sample.source].read([sample.window]) for sample in samples]
-        return Windows(
-            np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts])
+    def _compute_fingerprint(self, seed: int) -> str:
+        """Equal exactly where every step has the same samples with the same content."""
+        facts = [
+            {
+                **order.stage.facts,
+                "order": 1,
+                "global_batch_size": self._batching.global_batch_size,
+                "micro_batch_size": self._batching.micro_batch_size,
+                "seed": seed,
+                "shares": order.mixture.shares,
+                "sources": [source.fingerprint for _, source in order.sources],
+            }
+            for order in self._orders
+        ]
+        # Runs of one stage, as all were before there were stages, keep their fingerprint.
+        known = facts[0] if len(facts) == 1 else {"stages": facts, "ends": self._ends}
+        return xxhash.xxh3_128_hexdigest(json.dumps(known, sort_keys=True).encode())
+
+
+class _StageOrder:
+    """The mixture of one stage's sources, and their items."""
+
+    def __init__(self, stage: Stage, seed: int) -> None:
+        self.stage = stage
+        self.sources: list[tuple[str, Source]] = [(name, one) for name, (one, _) in stage.sources.items()]
+        self.mixture = Mixture(
+            [len(source) for _, source in self.sources],
+            weights=[weight for _, weight in stage.sources.values()],
+            seed=seed,
         )
 
-    def _compute_fingerprint(self, seed: int, tokenizer_identity: str) -> str:
-        """Equal exactly where every step has the same samples with the same tokens."""
-        facts = {
-            "order": 1,
-            "packing": "concatenate",
-            "sequence_length": self._batching.sequence_length,
-            "global_batch_size": self._batching.global_batch_size,
-            "micro_batch_size": self._batching.micro_batch_size,
-            "seed": seed,
-            "shares": self._mixture.shares,
-            "tokenizer": tokenizer_identity,
-            "sources": [source.fingerprint for source in self._sources],
-        }
-        return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+    def read(self, samples: Sequence[SampleId]) -> Rows:
+        """The samples' rows, one after the other; ``source`` of each counts within this stage."""
+        return read_rows([source for _, source in self.sources], samples)
 
 
-def build_batch(
-    windows: Windows, *, step: int, slot: int, samples: tuple[SampleId, ...], sample_hash: int
-) -> SlotBatch:
-    """Inputs and shifted labels of some windows; what is filled up has no label."""
-    length = windows.tokens.shape[1] - 1
-    # A copy in any case: of one row the slice is contiguous already, and marking its labels would change the inputs.
-    labels = windows.tokens[:, 1:].copy()
-    valid = np.minimum(windows.lengths - 1, length)
-    if int(valid.min()) < length:
-        labels[np.arange(length) >= valid[:, None]] = IGNORE_INDEX
-    return SlotBatch(
-        step=step,
-        slot=slot,
-        input_ids=torch.from_numpy(np.ascontiguousarray(windows.tokens[:, :-1])),
-        labels=torch.from_numpy(labels),
-        samples=samples,
-        sample_hash=sample_hash,
-        valid_tokens=int(valid.sum()),
+def read_rows(sources: Sequence[Source], samples: Sequence[SampleId]) -> Rows:
+    """The rows of some samples, in their order."""
+    if len(sources) == 1:
+        return sources[0].read([sample.window for sample in samples])
+    parts = [sources[sample.source].read([sample.window]) for sample in samples]
+    names = parts[0].tensors
+    return Rows(
+        {name: torch.cat([part.tensors[name] for part in parts]) for name in names},
+        weight=sum(part.weight for part in parts),
     )
+
+
+def _ends_of(stages: Sequence[Stage]) -> list[int]:
+    """The last step of each stage but the last one.
+
+    Raises ValueError unless they rise, and only the last has no end.
+    """
+    ends = [stage.until for stage in stages[:-1]]
+    known = [end for end in ends if end is not None]
+    if not stages or len(known) < len(ends) or sorted({0, *known}) != [0, *known]:
+        raise ValueError(f"stages end at steps that rise, and only the last one is open; these end at {ends}")
+    return known
+
+
+def _seed_of(seed: int, number: int) -> int:
+    """Each stage has an order of its own; the first stage's is that of a run without stages."""
+    return absorb(seed, number) >> 1 if number else seed

@@ -37,7 +37,7 @@ from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.worker.board import NodeBoard
 from evergrad_trainer.worker.channel import Channel
-from evergrad_trainer.worker.opening import open_data
+from evergrad_trainer.worker.opening import open_plan
 from evergrad_trainer.worker.pulse import Pulse
 from evergrad_trainer.worker.run import run_session, run_worker
 from evergrad_trainer.worker.session import SessionPlan
@@ -143,7 +143,7 @@ async def _serve_in_process(
         start,
         num_workers=num_workers,
         listener=supervisor,
-        describe_place=functools.partial(_describe_place, open_data(plan).train),
+        describe_place=functools.partial(_describe_place, open_plan(plan).data.train),
         bounds=Bounds(_SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)),
     )
     return await _run(supervisor, crew, settings)

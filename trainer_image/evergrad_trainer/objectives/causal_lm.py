@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from evergrad_trainer.data.stream import IGNORE_INDEX
+from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.models.experts import router_coefficient
 
 LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -16,9 +16,9 @@ LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def causal_lm_loss(model: nn.Module) -> LossSum:
     """A function (input_ids [b, S], labels [b, S], already shifted) → sum of token losses in nats, a float32 scalar.
 
-    The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends neither on
-    the number of slots nor on who computes them. While training it includes the router loss of a mixture of experts, weighted by
-    the configuration's own coefficient; an evaluation is of the tokens alone.
+    The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends
+    neither on the number of slots nor on who computes them. While training it includes the router loss of a
+    mixture of experts, weighted by the configuration's own coefficient; an evaluation is of the tokens alone.
     """
 
     config: Any = getattr(model, "config", None)

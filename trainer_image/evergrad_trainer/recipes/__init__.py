@@ -1,9 +1,18 @@
-"""Recipes: what is trained. Each supplies the loop with data and an objective, and is one entry in ``RECIPES``."""
+"""Recipes: what is trained, one folder each. The only place that knows a recipe by its name."""
 
-from evergrad_trainer.recipes.base import Recipe
-from evergrad_trainer.recipes.pretrain import PRETRAIN
+from pathlib import Path
 
-__all__ = ["RECIPES", "Recipe"]
+from evergrad_manifest.training import Training
+from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.task import Setup, Task
 
-RECIPES: dict[str, Recipe] = {"pretrain": PRETRAIN}
+__all__ = ["RECIPES", "load_task"]
+
+RECIPES: dict[str, type[Task]] = {"pretrain": Pretrain}
 """By the name that stands in ``spec.training.recipe``."""
+
+
+def load_task(training: Training, base_directory: Path) -> Task:
+    """The task that ``spec.training.recipe`` names, with its options."""
+    recipe = RECIPES[training.recipe]
+    return recipe(Setup(training, recipe.Options(), base_directory))

@@ -13,7 +13,8 @@ name                  tensors, as ``<name>.<its own name>``           values
 ``description``                                                       the resolved model, compared on loading
 ====================  ==============================================  ==========================================
 
-Recipes register further modules and kept tensors, the observers their own state.
+Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that a task
+keeps besides. Observers register their own state.
 
 Rules for providers:
 
@@ -38,6 +39,7 @@ CURSOR: Final = "cursor"
 DESCRIPTION: Final = "description"
 OPTIMIZER: Final = "optimizer"
 MODEL: Final = "model"
+KEPT: Final = "kept"
 
 Values = Mapping[str, Any]
 

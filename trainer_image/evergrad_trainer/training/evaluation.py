@@ -1,18 +1,17 @@
-"""The mean loss over a fixed set of samples, shared by all ranks, the same bits in every world."""
+"""Means over a fixed set of samples, shared by all ranks, the same bits in every world."""
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
-from evergrad_trainer.data.stream import IGNORE_INDEX, SlotBatch
-from evergrad_trainer.objectives.causal_lm import LossSum
+from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.world import World
 
 _ROUNDS_BETWEEN_STOP_CHECKS = 4
@@ -20,84 +19,118 @@ _ROUNDS_BETWEEN_STOP_CHECKS = 4
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """``loss`` in nats per valid token over the whole set; ``tokens`` are the valid ones.
+    """``loss`` a unit of weight over the whole set, and ``metrics``, the means of its parts.
 
-    ``metrics``: what the evaluator measures besides, by name.
+    ``weight``: what all of it weighs.
     """
 
     loss: float
-    tokens: int
+    metrics: dict[str, float]
+    weight: int
     seconds: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Evaluator:
-    """Evaluates sets with the model as it is now. Draws no random numbers and moves no cursor."""
+class Measure:
+    """What is measured on a set.
+
+    ``names``: those of the parts that ``loss_of`` gives, in the order in which they travel.
+    """
+
+    loss_of: Callable[[Tensors, Stage], Loss]
+    names: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class EvaluationRunner:
+    """Evaluates sets with the model as it is now. Draws no random numbers and moves no cursor.
+
+    ``default``: what is measured on a set that has no entry in ``measures``.
+    """
 
     model: nn.Module
-    loss_sum: LossSum
-    micro_batch_size: int
+    default: Measure
     is_sharded: bool
     autocast: Callable[[], AbstractContextManager[object]]
+    measures: Mapping[str, Measure] = field(default_factory=dict)
 
     def run(
         self,
         evaluation_set: EvaluationSet,
         world: World,
         *,
+        stage: Stage,
         is_stopping: Callable[[], bool],
         on_progress: Callable[[int, int], None],
     ) -> EvaluationResult | None:
-        """Evaluate one set. Returns None, on all ranks, when any rank is stopping: its result would be of a part only."""
+        """Evaluate one set.
+
+        Returns None, on all ranks, when any rank is stopping: its result would be of a part only.
+        """
         begun = time.perf_counter()
+        measure = self.measures.get(evaluation_set.name, self.default)
         was_training = self.model.training
         self.model.eval()
         try:
-            sums = self._sums(evaluation_set, world, is_stopping=is_stopping, on_progress=on_progress)
+            found = self._sums(
+                evaluation_set, world, measure, stage, is_stopping=is_stopping, on_progress=on_progress
+            )
         finally:
             self.model.train(was_training)
             if self.is_sharded:
-                # FSDP2 leaves its root gathered for a backward pass, which does not come: a save would find no shards.
+                # FSDP2 leaves its root gathered for a backward pass, which does not come: a save would find
+                # no shards.
                 self.model.reshard()  # type: ignore[operator]
-        if sums is None:
+        if found is None:
             return None
-        losses, tokens = sums
-        loss = math.fsum(losses) / tokens if tokens else math.nan
-        return EvaluationResult(loss=loss, tokens=tokens, seconds=time.perf_counter() - begun)
+        sums, weight = found
+        loss, *parts = [math.fsum(row) / weight if weight else math.nan for row in sums]
+        return EvaluationResult(
+            loss=loss,
+            metrics=dict(zip(measure.names, parts, strict=True)),
+            weight=weight,
+            seconds=time.perf_counter() - begun,
+        )
 
     def _sums(
         self,
         evaluation_set: EvaluationSet,
         world: World,
+        measure: Measure,
+        stage: Stage,
         *,
         is_stopping: Callable[[], bool],
         on_progress: Callable[[int, int], None],
-    ) -> tuple[list[float], int] | None:
+    ) -> tuple[list[list[float]], int] | None:
+        """For the total and each part, the sums of all batches in their order; and what they weigh together."""
         num_batches = evaluation_set.num_batches
-        losses = torch.zeros(num_batches, dtype=torch.float64)
-        tokens = 0
+        sums = torch.zeros(1 + len(measure.names), num_batches, dtype=torch.float64)
+        weight = 0
         for index in range(math.ceil(num_batches / world.size)):
+            # Collective: nobody goes on where one is asked to stop, since it would wait for that one in the
+            # end.
             if index % _ROUNDS_BETWEEN_STOP_CHECKS == 0 and not world.all_agree(not is_stopping()):
                 return None
             number = index * world.size + world.rank
             if number < num_batches:
                 batch = evaluation_set.batch(number)
-                losses[number] = self._loss(batch, world.device)
-                tokens += batch.valid_tokens
+                sums[:, number] = self._measure(measure, batch, stage, world.device)
+                weight += batch.weight
             elif self.is_sharded:
-                self._loss(evaluation_set.batch(0), world.device)
+                # Sharded ranks compute together: one without a batch of its own runs one that does not count.
+                self._measure(measure, evaluation_set.batch(0), stage, world.device)
             on_progress(min(num_batches, (index + 1) * world.size), num_batches)
-        # As in a step: each place is filled by one rank, so summing the bits gathers the values.
-        vector = torch.cat([losses.view(torch.int64), torch.tensor([tokens])])
+
+        # Collective: as in a step, each place is filled by one rank, so summing the bits gathers the values.
+        vector = torch.cat([sums.flatten().view(torch.int64), torch.tensor([weight])])
         vector = world.sum_integers(vector)
-        return vector[:-1].clone().view(torch.float64).tolist(), int(vector[-1])
+        gathered = vector[:-1].clone().view(torch.float64).view_as(sums)
+        return gathered.tolist(), int(vector[-1])
 
     @torch.no_grad()
-    def _loss(self, batch: SlotBatch, device: torch.device) -> torch.Tensor:
-        missing = self.micro_batch_size - batch.input_ids.shape[0]
-        # Always the same shape: a shorter last batch would compile another graph.
-        input_ids = functional.pad(batch.input_ids, (0, 0, 0, missing))
-        labels = functional.pad(batch.labels, (0, 0, 0, missing), value=IGNORE_INDEX)
+    def _measure(self, measure: Measure, batch: Batch, stage: Stage, device: torch.device) -> torch.Tensor:
+        tensors = {name: tensor.to(device) for name, tensor in batch.tensors.items()}
         with self.autocast():
-            return self.loss_sum(input_ids.to(device), labels.to(device)).double().cpu()
+            loss = measure.loss_of(tensors, stage)
+        values = (loss.total, *(loss.parts[name] for name in measure.names))
+        return torch.stack([value.double() for value in values]).cpu()

@@ -10,6 +10,7 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.errors import FencedError
@@ -17,16 +18,15 @@ from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.state.registry import Registry, to_extra
-from evergrad_trainer.training.evaluation import Evaluator
-from evergrad_trainer.training.step import (
+from evergrad_trainer.training.evaluation import EvaluationRunner
+from evergrad_trainer.training.exchange import (
     FLAG_CHANGE,
     FLAG_FENCED,
     FLAG_SIGNAL,
     FLAG_STOP_FILE,
     NUM_FLAGS,
-    StepOutcome,
-    Stepper,
 )
+from evergrad_trainer.training.step import StepOutcome, Stepper
 from evergrad_trainer.world import Membership, World
 
 
@@ -34,8 +34,9 @@ from evergrad_trainer.world import Membership, World
 class Limits:
     """When things happen, in finished steps. ``stop_after_steps`` counts the steps of this process.
 
-    ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops. ``skip_steps``: these make no
-    update. Both may differ between processes that began before and after an edit; :func:`train` has them agree.
+    ``non_finite_in_a_row``: how many steps that are not finite are skipped before the run stops.
+    ``skip_steps``: these make no update. Both may differ between processes that began before and after an
+    edit; :func:`train` has them agree.
     """
 
     total_steps: int
@@ -53,11 +54,12 @@ class Limits:
 class Progress:
     """What a run counts besides tensors: the counters of the state registry, and what this process knows of its own saves.
 
-    ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands. ``resumed_step``: of
-    the newest checkpoint known to stand when this world began. ``steps_here``: trained since the run's processes were started.
-    ``is_save_lost``: a save was begun and ended with its world. ``last_record``: of the newest finished step, on every rank.
-    ``updates``: of the optimizer so far, finished steps less skipped ones. ``skipped``: steps without an update so far, and
-    ``non_finite``: how many of the newest steps in a row were not finite. ``refusal``: why the loop ended with "non_finite".
+    ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands.
+    ``resumed_step``: of the newest checkpoint known to stand when this world began. ``steps_here``: trained
+    since the run's processes were started. ``is_save_lost``: a save was begun and ended with its world.
+    ``last_record``: of the newest finished step, on every rank. ``updates``: of the optimizer so far,
+    finished steps less skipped ones. ``skipped``: steps without an update so far, and ``non_finite``: how
+    many of the newest steps in a row were not finite. ``refusal``: why the loop ended with "non_finite".
     """
 
     finished_steps: int = 0
@@ -117,7 +119,10 @@ class Best:
 
 @dataclass
 class Run:
-    """Everything the loop uses; put together in ``worker.opening``. ``observers`` may be replaced between two worlds."""
+    """Everything the loop uses; put together in ``worker.opening``.
+
+    ``observers`` may be replaced between two worlds.
+    """
 
     limits: Limits
     membership: Membership
@@ -125,7 +130,7 @@ class Run:
     stream: TrainingStream
     checkpoints: CheckpointManager
     state: Registry
-    evaluator: Evaluator
+    evaluator: EvaluationRunner
     evaluation_sets: tuple[EvaluationSet, ...]
     best: Best | None
     observers: Observer
@@ -135,6 +140,11 @@ class Run:
     compare: Callable[[int], None]
     """Raises DivergedError on all ranks where their states after that step are not the same."""
     on_first_step: Callable[[], None]
+    finish_state: Callable[[StepOutcome, Stage | None], None]
+    """What the task does with its modules when a step is finished.
+
+    The stage is the one that the next step enters, if it enters one.
+    """
     progress: Progress = field(default_factory=Progress)
     is_comparing: bool = False
     """Whether replicas are compared in this world, as its ranks have agreed."""
@@ -143,12 +153,12 @@ class Run:
 def train(run: Run) -> StopReason:
     """Train until the horizon or until all ranks agree to stop; the caller saves what is not saved then.
 
-    "change" means that the ranks agreed to leave this world: ``train`` is called again in the next one. The state is saved only
-    where nobody goes on with it.
-    "non_finite": the next step was not finite, more often in a row than may be skipped; ``progress.refusal`` says why.
-    Raises SaveError or FencedError (all ranks together); then nothing was saved after the last checkpoint.
-    Raises DivergedError (all ranks together) where replicas are found to differ; nothing was saved since they were equal.
-    Raises PeerLostError where the world has ended; ``progress.finished_steps`` is what this process holds.
+    "change" means that the ranks agreed to leave this world: ``train`` is called again in the next one. The
+    state is saved only where nobody goes on with it. "non_finite": the next step was not finite, more often
+    in a row than may be skipped; ``progress.refusal`` says why. Raises SaveError or FencedError (all ranks
+    together); then nothing was saved after the last checkpoint. Raises DivergedError (all ranks together)
+    where replicas are found to differ; nothing was saved since they were equal. Raises PeerLostError where
+    the world has ended; ``progress.finished_steps`` is what this process holds.
     """
     limits, progress = _agree(run.limits, run.membership.world), run.progress
     run.is_comparing = limits.compare_every is not None
@@ -168,7 +178,8 @@ def train(run: Run) -> StopReason:
             step, run.membership.world, _own_flags(run), is_skipped=step in limits.skip_steps
         )
         if outcome.is_non_finite:
-            # The state before this step is whole on every rank: it is saved before anything else may happen to it.
+            # The state before this step is whole on every rank: it is saved before anything else may happen
+            # to it.
             _raise_if_fenced(outcome)
             if progress.non_finite == 0:
                 _save(run)
@@ -208,6 +219,7 @@ def _agree(limits: Limits, world: World) -> Limits:
 def _finish_step(run: Run, outcome: StepOutcome, begun: float) -> None:
     """Count the step, whether or not it made an update, and report it."""
     progress = run.progress
+    run.finish_state(outcome, run.stream.entered_after(outcome.step))
     progress.finished_steps = outcome.step
     progress.steps_here += 1
     if outcome.skipped is None:
@@ -245,7 +257,8 @@ def _own_flags(run: Run) -> tuple[bool, ...]:
     """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to watch."""
     is_main = run.membership.world.is_main
     flags = [False] * NUM_FLAGS
-    # A save that a join abandons is made again from its beginning: with a join a minute, a large one would never stand.
+    # A save that a join abandons is made again from its beginning: with a join a minute, a large one would
+    # never stand.
     flags[FLAG_CHANGE] = run.membership.is_changing(is_saving=run.checkpoints.is_saving)
     flags[FLAG_SIGNAL] = run.is_signalled()
     flags[FLAG_STOP_FILE] = is_main and run.directory.stop_requested()
@@ -306,13 +319,17 @@ def _is_evaluation_missing(run: Run) -> bool:
 
 
 def _evaluate(run: Run) -> StopReason | None:
-    """Evaluate all sets. Returns the reason when a stop or a change cut it short; it is then repeated after the resume."""
+    """Evaluate all sets.
+
+    Returns the reason when a stop or a change cut it short; it is then repeated after the resume.
+    """
     world, progress = run.membership.world, run.progress
     values: dict[str, float] = {}
     for one in run.evaluation_sets:
         result = run.evaluator.run(
             one,
             world,
+            stage=run.stream.stage(max(1, progress.finished_steps)),
             is_stopping=lambda: (
                 run.is_signalled() or run.membership.is_changing(is_saving=run.checkpoints.is_saving)
             ),
@@ -331,7 +348,7 @@ def _evaluate(run: Run) -> StopReason | None:
                 name=one.name,
                 loss=result.loss,
                 perplexity=math.exp(min(result.loss, 700.0)),
-                tokens=result.tokens,
+                tokens=result.weight,
                 seconds=result.seconds,
                 time=time.time(),
                 metrics=result.metrics,
@@ -351,7 +368,8 @@ def _keep_best(run: Run, values: dict[str, float]) -> None:
         step = run.progress.finished_steps
         run.progress.best = {"metric": run.best.metric, "value": value, "step": step}
         if run.progress.saved_step == step:
-            # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint stands, or is on its way.
+            # Saved before an evaluation that a stop or a lost peer had cut short: the checkpoint stands, or
+            # is on its way.
             run.checkpoints.mark_best(step)
         _save(run, best=True)
 
@@ -376,7 +394,7 @@ def _report(run: Run, outcome: StepOutcome, begun: float) -> None:
         world_size=world.size,
         loss=outcome.loss,
         tokens=0 if outcome.skipped else run.tokens_per_step,
-        valid_tokens=outcome.valid_tokens,
+        valid_tokens=outcome.weight,
         sample_hash=outcome.sample_hash,
         learning_rate=outcome.learning_rate,
         grad_norm=outcome.grad_norm,

@@ -1,16 +1,15 @@
-"""What a process opens and builds before its first step: data, checkpoints, and everything the loop uses."""
+"""What a process opens and builds before its first step: its recipe, checkpoints, and everything the loop uses."""
 
 from evergrad_manifest.identity import config_hash
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
-from evergrad_trainer.data.build import Data
-from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.recipes import RECIPES
+from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.build import (
     Machinery,
     build_best,
     build_comparison,
-    build_evaluator,
+    build_evaluations,
+    build_finishing,
     build_limits,
     build_stepper,
 )
@@ -19,12 +18,9 @@ from evergrad_trainer.worker.announcing import announce_first_step
 from evergrad_trainer.worker.session import Session, SessionPlan
 
 
-def open_data(plan: SessionPlan) -> Data:
-    """The run's prepared data, in the order of its recipe."""
-    training = plan.run.training
-    return RECIPES[training.recipe].open_data(
-        training, plan.prepared, load_tokenizer(training.tokenizer, plan.base_directory)
-    )
+def open_plan(plan: SessionPlan) -> Opened:
+    """The run's recipe over its prepared data: as the plan brings it, or opened here."""
+    return plan.opened or open_recipe(plan.run.training, plan.prepared, plan.base_directory)
 
 
 def build_checkpoints(session: Session) -> CheckpointManager:
@@ -54,7 +50,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
-        evaluator=build_evaluator(training, machinery),
+        evaluator=build_evaluations(machinery, session.opened.evaluators),
         evaluation_sets=session.data.evaluation,
         best=build_best(training),
         observers=session.observers,
@@ -63,5 +59,6 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         is_signalled=session.is_signalled,
         compare=build_comparison(machinery, session.membership),
         on_first_step=lambda: announce_first_step(session),
+        finish_state=build_finishing(machinery),
         progress=session.progress,
     )

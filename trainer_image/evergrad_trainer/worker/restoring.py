@@ -14,7 +14,9 @@ from evergrad_trainer.worker.session import Session
 def build_state(session: Session, *, with_weights: bool) -> Machinery:
     """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint follows."""
     plan = session.plan
-    machinery = build_machinery(plan.run.training, plan.model, session.world, with_weights=with_weights)
+    machinery = build_machinery(
+        plan.run.training, session.opened, plan.model, session.world, with_weights=with_weights
+    )
     machinery.registry.register(COUNTERS, session.progress)
     cursor = Agreement(
         value=lambda: session.data.train.cursor(session.progress.finished_steps),

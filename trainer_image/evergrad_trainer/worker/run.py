@@ -25,7 +25,7 @@ from evergrad_trainer.worker.channel import Channel, Failed, Warm
 from evergrad_trainer.worker.guard import Guard
 from evergrad_trainer.worker.life import End, Held, Life, Phase
 from evergrad_trainer.worker.lifecycle import Lifecycle
-from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_data
+from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_plan
 from evergrad_trainer.worker.pulse import Pulse
 from evergrad_trainer.worker.reporting import build_last_words, report_failure
 from evergrad_trainer.worker.restoring import build_state
@@ -101,7 +101,7 @@ def open_in_world(
         lambda: signals.is_requested,
         membership,
         BaseObserver(),
-        open_data(plan),
+        open_plan(plan),
         marks=marks,
     )
 
@@ -166,7 +166,7 @@ def _open_alone(plan: SessionPlan, directory: RunDirectory, guard: Guard, local_
     )
     # Signals are the supervisor's: it tells its workers what becomes of their group.
     return Session(
-        plan, directory, lambda: False, membership, BaseObserver(), open_data(plan), marks=dict(plan.marks)
+        plan, directory, lambda: False, membership, BaseObserver(), open_plan(plan), marks=dict(plan.marks)
     )
 
 

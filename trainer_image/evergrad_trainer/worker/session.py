@@ -13,6 +13,7 @@ from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.models.build import ModelPlan
 from evergrad_trainer.observers.base import Observer
+from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.records import Event
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.loop import Progress
@@ -21,7 +22,10 @@ from evergrad_trainer.world import Membership, World
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """Everything decided before the first process group exists. ``marks``: Unix seconds at the end of each start-up phase."""
+    """Everything decided before the first process group exists. ``marks``: Unix seconds at the end of each start-up phase.
+
+    ``opened``: the recipe as this process has opened it. Processes forked from this one share it; others open their own.
+    """
 
     run: TrainingRun
     base_directory: Path
@@ -34,6 +38,11 @@ class SessionPlan:
     command: tuple[str, ...]
     process_start: float
     marks: dict[str, float]
+    opened: Opened | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Open files do not travel to a process that is started anew."""
+        return {**vars(self), "opened": None}
 
 
 @dataclass
@@ -45,7 +54,7 @@ class Session:
     is_signalled: Callable[[], bool]
     membership: Membership
     observers: Observer
-    data: Data
+    opened: Opened
     progress: Progress = field(default_factory=Progress)
     marks: dict[str, float] = field(default_factory=dict)
     metrics_address: str | None = None
@@ -53,6 +62,10 @@ class Session:
     """Events before the start event, which comes first; None once it is written."""
     is_announced: bool = False
     """This process has written a start event."""
+
+    @property
+    def data(self) -> Data:
+        return self.opened.data
 
     @property
     def world(self) -> World:

@@ -1,0 +1,71 @@
+"""What a recipe and the core exchange: items of a source, stages that mix sources, and micro-batches."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from evergrad_trainer.data.order import SampleId
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch, on the CPU. The step only moves it to the device.
+
+    ``tensors``: by names of the task's own, one row a sample. ``weight``: what sums over the batch are
+    divided by (tokens, pairs, edits). ``samples``: which items the rows are. ``hash``: the sum of the
+    samples' hashes modulo 2**64.
+    """
+
+    tensors: Mapping[str, Tensor]
+    weight: int
+    samples: tuple[SampleId, ...]
+    hash: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some items of a source: ``tensors`` with one row an item, and what all rows together weigh."""
+
+    tensors: Mapping[str, Tensor]
+    weight: int
+
+
+class Source(Protocol):
+    """Items by index. Order, mixture, hash and cursor are the core's: a source keeps no position.
+
+    Rows of all items have the same shapes, so that any of them make one batch. Several threads read at the
+    same time.
+    """
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly where all items are."""
+
+    @property
+    def fill(self) -> Mapping[str, int]:
+        """By the names of the tensors, the value that fills a row which counts nothing."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, items: Sequence[int]) -> Rows:
+        """The items of these numbers (from 0), in this order, in memory of their own."""
+
+    def describe(self, item: int) -> str:
+        """Where the item comes from, for messages."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of steps with the same sources and options. Which one is active follows from the step alone.
+
+    ``until``: its last step; None for the last stage, which has no end of its own. ``sources``: each with its
+    weight in the mixture, by name. ``options``: the task's own. ``facts``: JSON values that decide the
+    samples besides the sources and the order (packing, tokenizer), for the fingerprint of the data.
+    """
+
+    sources: Mapping[str, tuple[Source, float]]
+    until: int | None = None
+    options: Any = None
+    facts: Mapping[str, Any] = field(default_factory=dict)

@@ -1,0 +1,29 @@
+"""Opens a run's recipe: its task, its sources as streams of micro-batches, and what it measures between steps."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from evergrad_manifest.training import Training
+from evergrad_trainer.data.build import Data, build_data
+from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.recipes import load_task
+from evergrad_trainer.task import Evaluator, Task
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A task with everything it reads. One a process: files and tokenizer are opened once."""
+
+    task: Task
+    data: Data
+    evaluators: Mapping[str, Evaluator]
+
+
+def open_recipe(training: Training, prepared: Prepared, base_directory: Path) -> Opened:
+    """The recipe of ``training`` over prepared data. Raises DataError, ConfigurationError."""
+    task = load_task(training, base_directory)
+    evaluators = task.evaluators(prepared)
+    sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
+    data = build_data(training, task.stages(prepared), sets)
+    return Opened(task, data, evaluators)

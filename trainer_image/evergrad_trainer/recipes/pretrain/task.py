@@ -1,0 +1,84 @@
+"""The task of pretraining: windows of packed documents, the sum of token losses, held-out documents to evaluate on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import ClassVar
+
+from pydantic import BaseModel
+from torch import nn
+
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.training import HELD_OUT
+from evergrad_trainer.data.prepared import Prepared, PreparedSource, TokenSequence
+from evergrad_trainer.data.token_source import INPUT_IDS, LABELS, TokenSource
+from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
+from evergrad_trainer.errors import DataError
+from evergrad_trainer.objectives.causal_lm import causal_lm_loss
+from evergrad_trainer.recipes.pretrain.options import PretrainOptions
+from evergrad_trainer.task import Evaluator, Loss, Modules, Setup, Stage, Tensors
+
+
+class Pretrain:
+    """One stage, one module, one sum. A recipe of one's own begins well by deriving from it."""
+
+    Options: ClassVar[type[BaseModel]] = PretrainOptions
+    metrics: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer:
+        """The run's tokenizer, opened once."""
+        return load_tokenizer(self.setup.training.tokenizer, self.setup.base_directory)
+
+    def stages(self, prepared: Prepared) -> Sequence[Stage]:
+        """All sources by their weights, from the first step to the last.
+
+        Raises DataError for data of another tokenizer.
+        """
+        if prepared.tokenizer_identity != self.tokenizer.identity:
+            what = f"the data was prepared with the tokenizer {prepared.tokenizer_identity}"
+            why = f"this one is {self.tokenizer.identity}"
+            raise DataError(Problem("spec.training.tokenizer", what, why, "Prepare the data again"))
+        data = self.setup.training.data
+        sources = {
+            source.name: (self._open(source, source.train), declared.weight)
+            for source, declared in zip(prepared.sources, data.sources, strict=True)
+        }
+        facts = {
+            "packing": "concatenate",
+            "sequence_length": data.sequence_length,
+            "tokenizer": self.tokenizer.identity,
+        }
+        return [Stage(sources, options=self.setup.options, facts=facts)]
+
+    def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
+        """The mean loss over the held-out split, if there is one, then over each evaluation source of the file."""
+        found: dict[str, Evaluator] = {}
+        held_out = [self._open(one, one.held_out) for one in prepared.sources if one.held_out is not None]
+        if held_out:
+            found[HELD_OUT] = Evaluator(held_out)
+        return found | {one.name: Evaluator([self._open(one, one.train)]) for one in prepared.evaluation}
+
+    def build(self, build_model: Callable[[], nn.Module]) -> Modules:
+        """The file's model, all of it trained."""
+        return Modules(trained={"model": build_model()})
+
+    def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
+        """The sum of token losses in nats."""
+        return Loss(causal_lm_loss(modules.trained["model"])(batch[INPUT_IDS], batch[LABELS]))
+
+    def enter(self, modules: Modules, stage: Stage) -> None:
+        """Nothing to prepare: there is one stage."""
+
+    def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
+        """Nothing to keep."""
+
+    def _open(self, source: PreparedSource, sequence: TokenSequence) -> TokenSource:
+        return TokenSource(
+            source,
+            sequence,
+            sequence_length=self.setup.training.data.sequence_length,
+            end_of_document=self.tokenizer.end_of_document,
+        )

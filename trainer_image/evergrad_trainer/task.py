@@ -1,0 +1,132 @@
+"""The interface of a recipe: all that its author imports, and all that the core knows of what is trained.
+
+A task owns what is trained: its options, preparation, sources, stages, modules, loss and evaluators. The core
+owns the rest: the order of the samples and their hash, the step and its collectives, the optimizer,
+checkpoints, resumption, changes of the world. Each method is called on every rank with the same arguments,
+but for :meth:`Task.loss`, whose batches the ranks share.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel
+from torch import Tensor, nn
+
+from evergrad_manifest.training import Training
+from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
+from evergrad_trainer.data.prepared import Prepared
+
+__all__ = [
+    "Batch",
+    "Evaluator",
+    "Loss",
+    "Modules",
+    "Prepared",
+    "Rows",
+    "Setup",
+    "Source",
+    "Stage",
+    "Task",
+    "Tensors",
+]
+
+Tensors = Mapping[str, Tensor]
+"""The tensors of one micro-batch, by the names of its source."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a task is made from: the file's typed section, the recipe's own options, and where relative paths begin."""
+
+    training: Training
+    options: Any
+    base_directory: Path
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What one micro-batch adds to its step.
+
+    ``total``: a differentiable sum, not a mean: the step divides by the weight of all micro-batches, so that
+    the result depends neither on their number nor on who computes them. ``parts``: further sums over the same
+    weight, one for each of :attr:`Task.metrics`; their means become metrics of the step.
+    """
+
+    total: Tensor
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Modules:
+    """What a task computes with.
+
+    ``trained``: optimised, saved, given to newcomers. ``frozen``: neither optimised nor saved. ``kept``:
+    further tensors that are saved and given to newcomers (snapshots, averages); changed in place, and only
+    where all ranks do so alike: in :meth:`Task.enter` and :meth:`Task.after_update`. ``blocks``: parts of the
+    trained modules to compile, checkpoint and shard one by one; empty: the longest ModuleList.
+    """
+
+    trained: dict[str, nn.Module]
+    frozen: dict[str, nn.Module] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
+    blocks: Sequence[nn.Module] = ()
+
+    def root(self) -> nn.Module:
+        """All trained modules as one: what is optimised and saved.
+
+        A single one named "model" stands for itself.
+        """
+        if list(self.trained) == ["model"]:
+            return self.trained["model"]
+        return nn.ModuleDict(self.trained)
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A named measurement between two steps, over all items of ``sources`` (or as many as the file asks for).
+
+    ``measure``: sums of one micro-batch, as :meth:`Task.loss`, which is the default. The means of its total
+    and of its parts are the evaluation's ``loss`` and metrics. ``metrics``: the names of its parts with their
+    help; by default the task's.
+    """
+
+    sources: Sequence[Source]
+    measure: Callable[[Modules, Tensors, Stage], Loss] | None = None
+    metrics: Mapping[str, str] | None = None
+
+
+class Task(Protocol):
+    """What is trained. Made once in each process, from a :class:`Setup`."""
+
+    Options: ClassVar[type[BaseModel]]
+    """The model of ``spec.training.options``."""
+    metrics: ClassVar[Mapping[str, str]]
+    """The names of a loss's parts, each with a line of help. All losses have just these parts."""
+
+    def __init__(self, setup: Setup) -> None: ...
+
+    def stages(self, prepared: Prepared) -> Sequence[Stage]:
+        """Sources of each stage, and how they are mixed. Only the last stage has no end."""
+
+    def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
+        """What is measured between steps, by name."""
+
+    def build(self, build_model: Callable[[], nn.Module]) -> Modules:
+        """The modules with their initial values, on the CPU: a function of the seed alone, which the core has set.
+
+        ``build_model`` makes the model that ``spec.training.model`` describes.
+        """
+
+    def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
+        """The sums of one micro-batch, whose tensors are on the device. May be compiled; changes nothing."""
+
+    def enter(self, modules: Modules, stage: Stage) -> None:
+        """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they were built."""
+
+    def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
+        """Change kept tensors after an update.
+
+        ``metrics``: the step's, the same on every rank. No collectives.
+        """

@@ -1,0 +1,51 @@
+"""Why a step must not update anything, in words that name the step, the slot and its samples."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.training.exchange import Totals
+
+
+def refuse(
+    step: int,
+    totals: Totals,
+    norm: float,
+    overflow: Problem | None,
+    *,
+    describe_samples: Callable[[int], str],
+) -> tuple[str | None, tuple[Problem, ...]]:
+    """One of SKIP_REASONS with its problems, or None; the same on every rank, from what all of them know alike.
+
+    ``overflow``: what kept the gradients from being summed. ``describe_samples``: the samples of a slot, for
+    messages.
+    """
+    # Losses first: a loss names its slot and samples, a gradient cannot.
+    losses = tuple(
+        Problem(
+            f"step {step}, slot {slot}",
+            f"the loss is {loss}",
+            f"its samples are {describe_samples(slot)}",
+            "Nothing was updated. Look at these samples, name the step in spec.training.skipSteps, "
+            "or lower the learning rate",
+        )
+        for slot, loss in enumerate(totals.losses)
+        if not math.isfinite(loss)
+    )
+    if losses:
+        return "loss", losses
+    if overflow is not None:
+        return "grad", (replace(overflow, path=f"step {step}, {overflow.path}"),)
+    if not math.isfinite(norm):
+        why = "all losses of the step are finite, so the backward pass overflowed"
+        remedy = (
+            "Nothing was updated. Lower the learning rate or use a wider precision; "
+            "the state before the step is good"
+        )
+        return "grad", (Problem(f"step {step}", f"the gradient norm is {norm}", why, remedy),)
+    if totals.weight == 0:
+        why = "every label of its samples is masked"
+        remedy = "Nothing was updated. Look at the data"
+        return "empty", (Problem(f"step {step}", "no token carries a loss", why, remedy),)
+    return None, ()
