@@ -6,6 +6,7 @@ import operator
 import pydoc_data.topics
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from evergrad_manifest.training import Training
@@ -99,6 +100,16 @@ def make_prepared_data(training: Training, folder: Path) -> Any:
         training, base_directory=folder, prepared_directory=folder / "prepared", workers=1, on_progress=None
     )
     return open_recipe(training, prepared, folder)
+
+
+def open_without_data(training: Training) -> Any:
+    """The recipe without samples, for what only builds the model."""
+    from evergrad_trainer.data.batch import Stage
+    from evergrad_trainer.recipes import load_task
+    from evergrad_trainer.recipes.opening import Opened
+
+    data: Any = SimpleNamespace(train=SimpleNamespace(stages=(Stage({}),)))
+    return Opened(load_task(training, Path()), data, {})
 
 
 def manifest(name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import Row, print_rows
+from common import Row, open_without_data, print_rows
 
 WORLD_SIZE = 4
 _STEPS = 2
@@ -94,7 +94,8 @@ def _be_rank(folder: Path, parameters: str) -> None:
     _build_once_small(training, folder)
     before = _resident_bytes()
     world = World(1, dist.get_rank(), WORLD_SIZE, torch.device("cpu"), group=dist.group.WORLD)
-    machinery = build_machinery(training, plan, world, with_weights=True)
+    opened = open_without_data(training)
+    machinery = build_machinery(training, opened, plan, world, with_weights=True)
     built = _peak_bytes() - before
     gradients = build_gradient_sum(machinery.model, training, slots_per_step=2, is_sharded=True)
     ids = torch.arange(64).reshape(1, 64)
@@ -103,7 +104,8 @@ def _be_rank(folder: Path, parameters: str) -> None:
         for slot in range(2):
             gradients.before_backward(is_last=slot == 1)
             with machinery.autocast():
-                loss = machinery.loss_sum(ids, ids)
+                batch = {"input_ids": ids, "labels": ids}
+                loss = machinery.loss_of(batch, machinery.stages[0]).total
             (loss / 64).backward()
             gradients.after_backward()
         gradients.finish()

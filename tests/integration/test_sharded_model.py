@@ -3,15 +3,20 @@
 import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.data.batch import Stage
+from evergrad_trainer.data.token_source import INPUT_IDS, LABELS
 from evergrad_trainer.models.build import ModelPlan, build_model, plan_model
 from evergrad_trainer.models.parallel import build_gradient_sum
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
+from evergrad_trainer.recipes import load_task
+from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.training.build import build_machinery
 from evergrad_trainer.world import World
 
@@ -60,7 +65,11 @@ def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> di
     """Build the model sharded and whole, and compare weights, and gradients of slots that all ranks compute alike."""
     training = make_training(precision, tie_word_embeddings=is_tied)
     plan = plan_model(training.model, base_directory=directory, vocab_size=257)
-    machinery = build_machinery(training, plan, world, with_weights=True)
+    task = load_task(training, directory)
+    stage = Stage({})
+    # No data: what is built does not depend on it.
+    data: Any = SimpleNamespace(train=SimpleNamespace(stages=(stage,)))
+    machinery = build_machinery(training, Opened(task, data, {}), plan, world, with_weights=True)
     parameters: dict[str, Any] = dict(machinery.model.named_parameters())
     whole = dict(build_model(plan, seed=0, precision="fp32").named_parameters())
     initial = {name: value.full_tensor().detach() for name, value in parameters.items()}
@@ -71,7 +80,7 @@ def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> di
     for slot in range(SLOTS):
         gradients.before_backward(is_last=slot == SLOTS - 1)
         with machinery.autocast():
-            machinery.loss_sum(IDS, IDS).backward()
+            machinery.loss_of({INPUT_IDS: IDS, LABELS: IDS}, stage).total.backward()
         gradients.after_backward()
         held.append(sum(p.grad.to_local().numel() for p in parameters.values()))
     gradients.finish()

@@ -1,5 +1,7 @@
 """Compilation of a model block by block: gradients of later blocks are summed while earlier ones are computed."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,21 +11,21 @@ from evergrad_trainer.models.parallel import transformer_blocks
 
 
 def should_compile(runtime: Runtime, device: torch.device) -> bool:
-    """Whether the model is compiled; ``auto``: on an accelerator, unless this machine has no compiler for kernels."""
+    """Whether the model is compiled; ``auto``: on an accelerator, unless no kernels can be built here."""
     if runtime.compile == "auto":
         return device.type == "cuda" and has_cpp_compiler()
     return runtime.compile == "on"
 
 
-def compile_blocks(model: nn.Module) -> bool:
-    """Compile each repeated block of ``model`` in place; whether it has any.
+def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> bool:
+    """Compile each repeated block of ``model`` (or ``blocks``) in place; whether it has any.
 
     One graph of the whole model would be one node of autograd: its gradients come at once, after all of the
     backward pass, so that no sum over ranks could begin under it, and all of them are in memory beside the
     buckets. Blocks of one kind share one graph, which also compiles in a fraction of the time. FSDP2's gathers
     stay between the graphs.
     """
-    blocks = transformer_blocks(model)
+    blocks = blocks or transformer_blocks(model)
     for block in blocks:
         block.compile(dynamic=False)
     return bool(blocks)

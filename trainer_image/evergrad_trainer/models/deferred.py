@@ -62,7 +62,7 @@ class _Recorder(TorchDispatchMode):
     """Notes what is done in place to tensors without memory; ``is_replayable`` unless it meets what it does not know."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fills: list[_Fill] = []
         self.is_replayable = True
 
@@ -192,8 +192,10 @@ def defer_model(
     model.train()
     deferred = DeferredModel(model, recorder.fills, seed)
     if with_weights:
-        stored = plan.weights and deferred.stored_weights(plan.weights)
-        deferred.weights = stored if plan.weights else deferred.initial_weights()
+        directory = plan.weights
+        deferred.weights = (
+            deferred.initial_weights() if directory is None else deferred.stored_weights(directory)
+        )
     return None if with_weights and deferred.weights is None else deferred
 
 
@@ -210,7 +212,7 @@ def _parameters_without_memory() -> Iterator[None]:
             vars(moved).update(attributes)
             self._parameters[name] = moved
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
 """Sharding by FSDP2, and the choice of how gradients are summed."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -14,7 +16,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return max((list(modules) for modules in lists), key=len, default=[])
 
 
-def shard(model: nn.Module, world: World, *, precision: str) -> None:
+def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn.Module] = ()) -> None:
     """Shard ``model`` in place over all ranks, block by block (FSDP2). Gradients are summed, not averaged.
 
     In a world of one there is nothing to share, and the model stays as it is.
@@ -31,7 +33,7 @@ def shard(model: nn.Module, world: World, *, precision: str) -> None:
         "bf16-autocast": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
         "bf16": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
     }.get(precision, MixedPrecisionPolicy())
-    blocks = transformer_blocks(model)
+    blocks = blocks or transformer_blocks(model)
     for block in blocks:
         # The last one is the first that the backward pass needs: it would be gathered again at once.
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=block is not blocks[-1])

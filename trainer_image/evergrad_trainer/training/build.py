@@ -1,44 +1,52 @@
 """From configuration to components: all the wiring of one training process."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import nn
 
 from evergrad_manifest.derive import slots_per_step
 from evergrad_manifest.training import Training
+from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.build import ModelPlan, build_model
 from evergrad_trainer.models.compilation import compile_blocks, should_compile
-from evergrad_trainer.models.deferred import defer_model
+from evergrad_trainer.models.deferred import DeferredModel, defer_model
 from evergrad_trainer.models.determinism import is_cublas_deterministic, use_deterministic_kernels
 from evergrad_trainer.models.parallel import build_gradient_sum, shard
-from evergrad_trainer.objectives.causal_lm import LossSum
+from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.adamw import build_adamw
 from evergrad_trainer.optim.schedule import build_schedule
-from evergrad_trainer.recipes import RECIPES
-from evergrad_trainer.state.providers import ModuleState, OptimizerState, module_tensors
-from evergrad_trainer.state.registry import MODEL, OPTIMIZER, Registry
+from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.state.providers import KeptTensors, ModuleState, OptimizerState, module_tensors
+from evergrad_trainer.state.registry import KEPT, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
-from evergrad_trainer.training.evaluation import Evaluator
+from evergrad_trainer.task import Evaluator, Loss, Modules, Task, Tensors
+from evergrad_trainer.training.evaluation import EvaluationRunner, Measure
 from evergrad_trainer.training.loop import Best, Limits
-from evergrad_trainer.training.step import StepParts, Stepper, StepSettings
+from evergrad_trainer.training.step import LossOf, StepOutcome, StepParts, Stepper, StepSettings
 from evergrad_trainer.world import Membership, World
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class Machinery:
-    """The parts that hold tensors, before a checkpoint is loaded into them, and the registry of all that is the run's state."""
+    """The parts that hold tensors, before a checkpoint is loaded into them, and the registry of the state.
 
-    model: "PreTrainedModel"
+    ``model``: all that is trained, as one module.
+    """
+
+    task: Task
+    stages: tuple[Stage, ...]
+    modules: Modules
+    model: nn.Module
     optimizer: torch.optim.AdamW
-    loss_sum: LossSum
+    loss_of: LossOf
     is_sharded: bool
     autocast: Callable[[], AbstractContextManager[object]]
     registry: Registry
@@ -48,57 +56,164 @@ class Machinery:
         return self.registry.tensors()
 
 
-def build_machinery(training: Training, plan: ModelPlan, world: World, *, with_weights: bool) -> Machinery:
-    """Model, optimizer and objective on ``world.device``; ``with_weights=False`` when a checkpoint follows."""
-    runtime = training.runtime
-    if (
-        training.reproducibility.elastic == "exact"
-        and world.device.type == "cuda"
-        and is_cublas_deterministic()
-    ):
+def build_machinery(
+    training: Training, opened: Opened, plan: ModelPlan, world: World, *, with_weights: bool
+) -> Machinery:
+    """Modules, optimizer and loss on ``world.device``; ``with_weights=False`` when a checkpoint follows."""
+    runtime, device = training.runtime, world.device
+    if training.reproducibility.elastic == "exact" and device.type == "cuda" and is_cublas_deterministic():
         use_deterministic_kernels()
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
-    seed = training.reproducibility.seed
-    # No process holds a sharded model whole, not even at the start.
-    make: dict[str, Any] = {"seed": seed, "precision": runtime.precision, "with_weights": with_weights}
-    deferred = defer_model(plan, **make) if is_sharded else None
-    model = build_model(plan, **make) if deferred is None else deferred.model
+    task, stages = opened.task, opened.data.train.stages
+    modules, deferred = _build_modules(
+        training, task, stages[0], plan, with_weights=with_weights, is_deferred=is_sharded
+    )
     if runtime.activation_checkpointing:
-        # The name of newer versions of transformers, and that of all before them.
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        )
-        enable()
-    if deferred is None:
-        model.to(world.device)  # type: ignore[arg-type]
-    is_compiled = should_compile(runtime, world.device)
-    # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before sharding.
-    has_blocks = is_compiled and compile_blocks(model)
+        for module in modules.trained.values():
+            _recompute_activations(module)
+    for module in (*modules.trained.values(), *modules.frozen.values()):
+        # No process holds a sharded model whole, not even at the start.
+        if deferred is None or module is not deferred.model:
+            module.to(device)
+    modules.kept = {name: tensor.to(device) for name, tensor in modules.kept.items()}
+
+    is_compiled = should_compile(runtime, device)
+    # The same graphs in worlds of every size, so that exact mode gives the same bits in each; before
+    # sharding, so that FSDP2's gathers stay outside of them.
+    has_blocks = is_compiled and compile_blocks(modules.root(), modules.blocks)
+    model = modules.root()
     if is_sharded:
-        shard(model, world, precision=runtime.precision)
+        shard(model, world, precision=runtime.precision, blocks=modules.blocks)
     if deferred is not None:
-        deferred.materialise(world.device)
-    loss_sum = RECIPES[training.recipe].build_loss(model)
-    if is_compiled and not has_blocks and not is_sharded:
-        loss_sum = torch.compile(loss_sum, dynamic=False)
+        deferred.materialise(device)
+    is_whole = is_compiled and not has_blocks and not is_sharded
     optimizer = build_adamw(model, training.optimizer)
 
-    def initial() -> dict[str, torch.Tensor]:
-        # A function of the seed, so that every process gets the same weights.
-        fresh = build_model(plan, seed=training.reproducibility.seed, precision=runtime.precision)
-        return module_tensors(fresh)
+    def build_again() -> Modules:
+        # A function of the seed, so that every process gets the same values.
+        return _build_modules(training, task, stages[0], plan)[0]
 
-    registry = Registry()
-    registry.register(MODEL, ModuleState(model, initial=initial))
-    registry.register(OPTIMIZER, OptimizerState(optimizer, dict(model.named_parameters())))
     return Machinery(
+        task=task,
+        stages=stages,
+        modules=modules,
         model=model,
         optimizer=optimizer,
-        loss_sum=loss_sum,
+        loss_of=_build_loss(task, modules, stages, should_compile=is_whole),
         is_sharded=is_sharded,
-        autocast=_autocast(runtime.precision, world.device),
-        registry=registry,
+        autocast=_autocast(runtime.precision, device),
+        registry=_register(modules, model, optimizer, build_again),
     )
+
+
+def _register(
+    modules: Modules, model: nn.Module, optimizer: torch.optim.Optimizer, build_again: Callable[[], Modules]
+) -> Registry:
+    """All tensors of the run's state: each trained module by its name, the optimizer's, and what is kept."""
+    registry = Registry()
+    for name, module in modules.trained.items():
+        initial = functools.partial(_initial_of, name, build_again)
+        registry.register(name, ModuleState(module, initial=initial))
+    registry.register(OPTIMIZER, OptimizerState(optimizer, dict(model.named_parameters())))
+    if modules.kept:
+        registry.register(KEPT, KeptTensors(modules.kept, initial=lambda: build_again().kept))
+    return registry
+
+
+def _initial_of(name: str, build_again: Callable[[], Modules]) -> Mapping[str, torch.Tensor]:
+    return module_tensors(build_again().trained[name])
+
+
+def _build_modules(
+    training: Training,
+    task: Task,
+    stage: Stage,
+    plan: ModelPlan,
+    *,
+    with_weights: bool = True,
+    is_deferred: bool = False,
+) -> tuple[Modules, DeferredModel | None]:
+    """The task's modules on the CPU, ready for the first stage: a function of the seed alone.
+
+    ``is_deferred``: the file's model has no memory for its weights yet, where nothing of the task reads them.
+    """
+    seed = training.reproducibility.seed
+    make: dict[str, Any] = {
+        "seed": seed,
+        "precision": training.runtime.precision,
+        "with_weights": with_weights,
+    }
+    deferred = defer_model(plan, **make) if is_deferred else None
+
+    def build() -> nn.Module:
+        model = build_model(plan, **make) if deferred is None else deferred.model
+        # Modules that are made after this one get the same values whether or not its weights were
+        # initialised.
+        seed_generators(seed, 0, 1, Purpose.INITIAL_WEIGHTS)
+        return model
+
+    def build_all() -> Modules:
+        seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
+        modules = task.build(build)
+        for frozen in modules.frozen.values():
+            frozen.requires_grad_(False).eval()
+        with torch.no_grad():
+            task.enter(modules, stage)
+        return modules
+
+    if deferred is not None:
+        # A task that reads weights, for a snapshot of them, cannot do so before they are there.
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            modules = build_all()
+            own = {id(tensor) for tensor in deferred.model.parameters()}
+            others = [*modules.kept.values(), *modules.root().parameters()]
+            others += [tensor for frozen in modules.frozen.values() for tensor in frozen.parameters()]
+            if not any(tensor.is_meta and id(tensor) not in own for tensor in others):
+                return modules, deferred
+        deferred = None
+    return build_all(), None
+
+
+def _recompute_activations(module: nn.Module) -> None:
+    # The name of newer versions of transformers, and that of all before them; other modules have neither.
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):
+        if (enable := getattr(module, name, None)) is not None:
+            enable()
+            return
+
+
+def _build_loss(task: Task, modules: Modules, stages: Sequence[Stage], *, should_compile: bool) -> LossOf:
+    """The task's loss over its modules; compiled, one graph a stage, where that was asked for."""
+    if not should_compile:
+        return lambda tensors, stage: task.loss(modules, tensors, stage)
+
+    def compile_for(stage: Stage) -> Callable[[Tensors], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        def compute(tensors: Tensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = task.loss(modules, tensors, stage)
+            return loss.total, dict(loss.parts)
+
+        return torch.compile(compute, dynamic=False)
+
+    compiled = [(stage, compile_for(stage)) for stage in stages]
+
+    def loss_of(tensors: Tensors, stage: Stage) -> Loss:
+        compute = next(one for own, one in compiled if own is stage)
+        return Loss(*compute(tensors))
+
+    return loss_of
+
+
+def build_finishing(machinery: Machinery) -> Callable[[StepOutcome, Stage | None], None]:
+    """What the task does with its modules when a step is finished: after an update, and before another stage."""
+
+    @torch.no_grad()
+    def finish(outcome: StepOutcome, entered: Stage | None) -> None:
+        if outcome.skipped is None:
+            machinery.task.after_update(machinery.modules, {"loss": outcome.loss, **outcome.metrics})
+        if entered is not None:
+            machinery.task.enter(machinery.modules, entered)
+
+    return finish
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
@@ -119,7 +234,7 @@ def build_stepper(
     )
     parts = StepParts(
         model=machinery.model,
-        loss_sum=machinery.loss_sum,
+        loss_of=machinery.loss_of,
         optimizer=machinery.optimizer,
         gradients=gradients,
         stream=stream,
@@ -132,19 +247,28 @@ def build_stepper(
     settings = StepSettings(
         seed=training.reproducibility.seed,
         slots_per_step=slots,
-        nominal_tokens=batching.global_batch_size * training.data.sequence_length,
+        nominal_weight=batching.global_batch_size * training.data.sequence_length,
         clip_norm=training.optimizer.clip_norm,
         is_sharded=machinery.is_sharded,
+        metrics=tuple(machinery.task.metrics),
     )
     return Stepper(parts, settings)
 
 
-def build_evaluator(training: Training, machinery: Machinery) -> Evaluator:
+def build_evaluations(machinery: Machinery, evaluators: Mapping[str, Evaluator]) -> EvaluationRunner:
     """What evaluates between two steps."""
-    return Evaluator(
+    task, modules = machinery.task, machinery.modules
+    own = {
+        name: Measure(
+            machinery.loss_of if one.measure is None else functools.partial(one.measure, modules),
+            names=tuple(task.metrics if one.metrics is None else one.metrics),
+        )
+        for name, one in evaluators.items()
+    }
+    return EvaluationRunner(
         model=machinery.model,
-        loss_sum=machinery.loss_sum,
-        micro_batch_size=training.batching.micro_batch_size,
+        default=Measure(machinery.loss_of, tuple(task.metrics)),
+        measures=own,
         is_sharded=machinery.is_sharded,
         autocast=machinery.autocast,
     )
@@ -173,7 +297,10 @@ def build_best(training: Training) -> Best | None:
 
 
 def threads_per_worker(training: Training, *, cores: int, num_workers: int) -> int:
-    """CPU threads of each worker. Exact mode needs the same number in every world: it changes the order of sums in kernels."""
+    """CPU threads of each worker.
+
+    Exact mode needs the same number in every world: it changes the order of sums in kernels.
+    """
     if training.runtime.threads is not None:
         return training.runtime.threads
     return 1 if training.reproducibility.elastic == "exact" else max(1, cores // num_workers)
