@@ -93,7 +93,6 @@ def _import_everything() -> None:
     import evergrad_coordinator.__main__  # noqa: F401
     import evergrad_trainer.cli.nodes
     import evergrad_trainer.report.build as report
-    import evergrad_trainer.worker.local
     import evergrad_trainer.worker.run  # noqa: F401
     from evergrad_trainer.node.run import prepare_process
 

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # this file is a program, too
-from process_state import children_of
 
 SECONDS = 200.0
 """Longest life of one command; a hang fails its test instead of the suite."""
@@ -71,8 +70,9 @@ def fault(
     """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …), ``sleep``, or
     ``hold``: stand still until the file ``go-on`` is in the experiment's folder.
 
-    ``to``: this process (``self``) or its ``parent`` (the launcher). ``call`` 0 means every call. After SIGTERM the process
-    stands still until it has noticed, so that its next step is certain to know; ``seconds`` is how long it sleeps.
+    ``to``: this process (``self``) or the ``command``; a worker that a node supervises is asked to stop (SIGTERM) by way of the
+    command in any case. ``call`` 0 means every call. After a signal the process stands still until it has noticed, so that its
+    next step is certain to know; ``seconds`` is how long it sleeps.
     """
     module, name = POINTS[at]
     return {
@@ -139,9 +139,9 @@ class Started:
             self.ended = Ended(status, out, err)
         return self.ended
 
-    def children(self) -> list[int]:
-        """Process ids of its workers, in rank order."""
-        return sorted(children_of(self.pid))
+    def workers(self) -> list[int]:
+        """Process ids of the workers that a node of it has started first, in rank order."""
+        return [int(path.read_text()) for path in sorted(self.scratch.glob("worker-*.pid"))]
 
 
 class WarmProcess:
@@ -366,8 +366,8 @@ def _serve() -> None:
     from transformers import AutoModelForCausalLM  # noqa: F401
 
     import evergrad_cli.main as command_line
+    import evergrad_trainer.cli.nodes
     import evergrad_trainer.report.build as report
-    import evergrad_trainer.worker.local
     import evergrad_trainer.worker.run  # noqa: F401
 
     command_line.build_whole_parser()
@@ -416,6 +416,7 @@ def _run_command(task: dict[str, Any]) -> None:
         os.environ.update(task["environment"])
         sys.argv = ["evergrad", *task["arguments"]]
         _remember_signals()
+        _remember_place(Path(task["scratch"]))
         for one in task["faults"]:
             _plan_fault(one)
         main = importlib.import_module("evergrad_cli.main").main
@@ -445,6 +446,45 @@ def _remember_signals() -> None:
     catcher.install = wrapper
 
 
+@dataclass
+class _Place:
+    """In a forked child: the command it belongs to and, in a worker of a node, its local rank and who listens for its node."""
+
+    command: int = 0
+    local_rank: int | None = None
+    guards: list[Any] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        return int(os.environ.get("RANK", "0")) if self.local_rank is None else self.local_rank
+
+    def has_noticed(self) -> bool:
+        """Whether this process knows that it is to stop."""
+        return any(one.is_requested for one in _signals) or any(one.is_changing() for one in self.guards)
+
+
+_place = _Place()
+
+
+def _remember_place(scratch: Path) -> None:
+    _place.command = os.getpid()
+    workers = importlib.import_module("evergrad_trainer.node.workers")
+    guard = importlib.import_module("evergrad_trainer.worker.guard").Guard
+    be_worker, listen = workers._worker_main, guard.start
+
+    def watched_worker(start: Any) -> None:
+        _place.local_rank = start.order.local_rank
+        if not (path := scratch / f"worker-{_place.local_rank}.pid").exists():
+            path.write_text(str(os.getpid()))
+        be_worker(start)
+
+    def watched_guard(self: Any) -> None:
+        _place.guards.append(self)
+        listen(self)
+
+    workers._worker_main, guard.start = watched_worker, watched_guard
+
+
 def _plan_fault(planned: Fault) -> None:
     """Put the fault before the function it belongs to; workers that are forked inherit it."""
     owner = importlib.import_module(planned["module"])
@@ -462,18 +502,17 @@ def _plan_fault(planned: Fault) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        is_here = planned["rank"] is None or int(os.environ.get("RANK", "0")) == planned["rank"]
+        is_here = planned["rank"] is None or _place.rank == planned["rank"]
         if is_here and planned["call"] in (0, calls):
             if planned["action"] == "sleep":
                 time.sleep(planned["seconds"])
             elif planned["action"] == "hold":
                 wait_until(Path("go-on").exists, what="the test has not let go of what it held")
             else:
-                os.kill(
-                    os.getpid() if planned["to"] == "self" else os.getppid(),
-                    signal.Signals[planned["action"]],
-                )
-                wait_until(lambda: _signals[-1].is_requested, what="the signal was never noticed")
+                is_asked_by_node = bool(_place.guards) and planned["action"] == "SIGTERM"
+                is_own = planned["to"] == "self" and not is_asked_by_node
+                os.kill(os.getpid() if is_own else _place.command, signal.Signals[planned["action"]])
+                wait_until(_place.has_noticed, what="the signal was never noticed")
         return original(*args, **kwargs)
 
     setattr(owner, name, wrapper)

@@ -59,7 +59,7 @@ def test_a_worker_whose_supervisor_is_frozen_is_left_out_until_it_thaws(
 def test_a_frozen_worker_is_replaced_by_its_supervisor(make_elastic: MakeCluster, undisturbed: Any) -> None:
     cluster = make_elastic(expect=2).start(
         faults=[fault("SIGSTOP", "reducing", node=1, step=4)],
-        constants={"evergrad_trainer.node.crew.FROZEN_SECONDS": 5.0},
+        constants={"evergrad_trainer.node.patience.FROZEN_SECONDS": 5.0},
     )
     cluster.finish()
     cluster.check(undisturbed.at("undisturbed"))
@@ -76,7 +76,9 @@ def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(
         fault("SIGKILL", "tally", node=2, step=4, to="node"),
     ]
     # Long enough for node 0, which has to be out of the broken group by then.
-    cluster = make_elastic().start(faults=faults, constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 5.0})
+    cluster = make_elastic().start(
+        faults=faults, constants={"evergrad_trainer.node.patience.STUCK_SECONDS": 5.0}
+    )
     cluster.finish(nodes=[0, 1])
     assert cluster.has_happened("held")
     cluster.check(undisturbed.at("undisturbed"))
@@ -91,7 +93,7 @@ def test_the_last_that_holds_the_state_has_all_the_time_it_needs(
     long = fault("hold", "slot", node=0, step=4, seconds=5.0, name="held")
     death = fault("SIGKILL", "tally", node=1, step=4, to="node", name="kill")
     cluster = make_elastic(expect=2).start(
-        faults=[long, death], constants={"evergrad_trainer.node.crew.STUCK_SECONDS": 1.0}
+        faults=[long, death], constants={"evergrad_trainer.node.patience.STUCK_SECONDS": 1.0}
     )
     cluster.finish(nodes=[0])
     assert cluster.has_happened("held") and cluster.has_happened("kill")

@@ -18,7 +18,7 @@ from evergrad_trainer import torch_private
 from evergrad_trainer.distributed import Place, abandon_world, form_world
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.transports import GlooTransport
-from evergrad_trainer.worker.channel import Begin, Change, channel_pair
+from evergrad_trainer.worker.channel import Go, Plan, channel_pair
 from evergrad_trainer.worker.guard import Guard
 from evergrad_trainer.world import Interrupt, World
 
@@ -97,7 +97,7 @@ def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> d
     if rank == size - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     if hears:
-        threading.Timer(0.5, lambda: supervisor.send(Change(1, hard=True))).start()
+        threading.Timer(0.5, lambda: supervisor.send(Plan(1, hard=True))).start()
     else:
         threading.Timer(0.5, interrupt.set).start()
     begun = time.monotonic()
@@ -106,7 +106,7 @@ def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> d
             total_of(world, value=1.0)
     was_buried = abandon_world(world, GlooTransport())
     guard.leave()
-    supervisor.send(Begin(1, rank, size - 1, "", 0, 1.0, cause=""))
+    supervisor.send(Go(1, rank, size - 1, "", 0, 1.0, cause=""))
     if hears:
         guard.await_order(step=1)
     interrupt = Interrupt()

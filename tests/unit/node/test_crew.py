@@ -9,10 +9,12 @@ from typing import Any, cast
 import pytest
 
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_coordinator.protocol import Broken as BrokenGroup
-from evergrad_coordinator.protocol import Go
+from evergrad_coordinator.protocol import Broken, Go
 from evergrad_trainer.node import crew as crew_module
+from evergrad_trainer.node import patience
 from evergrad_trainer.node.crew import Bounds, InProcessCrew
+from evergrad_trainer.node.reports import Report
+from evergrad_trainer.node.starts import RESTART_SECONDS
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
 from evergrad_trainer.worker.channel import Channel
@@ -33,21 +35,24 @@ class Sent:
 
 
 class Reports:
-    """A listener that keeps what it is told: (method, arguments)."""
+    """Keeps what is reported: (kind, values), and of a broken group the message."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[Any, ...]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: self.heard.append((name, *args, *kwargs.values()))
+    def __call__(self, report: Report) -> None:
+        values = (
+            (report,) if isinstance(report, Broken | say.Result | say.Observed) else vars(report).values()
+        )
+        self.heard.append((type(report).__name__, *values))
 
     def take(self) -> list[tuple[Any, ...]]:
         """What was told since the last time."""
         heard, self.heard = self.heard, []
         return heard
 
-    def take_broken(self) -> list[BrokenGroup]:
-        return [one[1] for one in self.take() if one[0] == "broken"]
+    def take_broken(self) -> list[Broken]:
+        return [one[1] for one in self.take() if one[0] == "Broken"]
 
 
 @dataclass
@@ -76,7 +81,7 @@ class Room:
     def begin(self, generation: int, step: int = -1) -> tuple[Worker, Worker]:
         """Both workers in the group of ``generation``, at ranks 2 and 3 of 4."""
         first, second = self.warm() if not self.started else (self.started[0], self.started[1])
-        self.crew.change(say.Change(generation, hard=False), cause="test")
+        self.crew.change(say.Plan(generation, hard=False), cause="test")
         for worker in (first, second):
             self.crew.hear(worker, say.Ready(generation, step))
         self.crew.begin(go(generation))
@@ -118,45 +123,54 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     crew = InProcessCrew(
         start,
         num_workers=2,
-        listener=cast(Any, reports),
+        report=reports,
         describe_place=lambda step, slot: f"samples of {step}/{slot}",
         bounds=Bounds(setup_seconds=5.0, timeout_seconds=300.0),
     )
     yield Room(reports, started, killed, crew)
 
 
-def test_workers_count_once_they_are_warm(room: Room) -> None:
+def test_workers_count_once_all_of_them_are_warm(room: Room) -> None:
     room.crew.start()
     assert [worker.local_rank for worker in room.started] == [0, 1] and room.crew.capacity == 0
     room.crew.hear(room.started[1], say.Warm())
-    assert room.crew.capacity == 1 and room.reports.take() == [("capacity_changed",)]
+    assert room.crew.capacity == 0 and room.reports.take() == []
+    room.crew.hear(room.started[0], say.Warm())
+    assert room.crew.capacity == 2 and room.reports.take() == [("Capacity", 2)]
+
+
+def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(room: Room) -> None:
+    room.crew.start()
+    room.crew.hear(room.started[1], say.Warm())
+    room.crew.end(room.started[0], -signal.SIGKILL)
+    assert room.crew.capacity == 1 and room.reports.take() == [("Capacity", 1)]
 
 
 def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Change(5, hard=True), cause="node 2 lost")
-    assert room.sent(first) == room.sent(second) == [say.Change(5, hard=True)]
+    room.crew.change(say.Plan(5, hard=True), cause="node 2 lost")
+    assert room.sent(first) == room.sent(second) == [say.Plan(5, hard=True)]
     room.crew.hear(first, say.Ready(5, 7))
     assert room.reports.take() == []
     room.crew.hear(second, say.Ready(5, 8))
-    assert room.reports.take() == [("ready", 5, 2, 8)]
+    assert room.reports.take() == [("WorkersReady", 5, 2, 8)]
 
 
 def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Change(5, hard=False), cause="")
+    room.crew.change(say.Plan(5, hard=False), cause="")
     for worker in (first, second):
         room.crew.hear(worker, say.Ready(5, 7))
-    assert room.reports.take() == [("ready", 5, 2, 7)]
-    room.crew.change(say.Change(5, hard=False), cause="")
-    assert room.reports.take() == [("ready", 5, 2, 7)]
-    room.crew.change(say.Change(4, hard=True), cause="")
+    assert room.reports.take() == [("WorkersReady", 5, 2, 7)]
+    room.crew.change(say.Plan(5, hard=False), cause="")
+    assert room.reports.take() == [("WorkersReady", 5, 2, 7)]
+    room.crew.change(say.Plan(4, hard=True), cause="")
     assert room.reports.take() == []
 
 
 def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Change(3, hard=False), cause="2 nodes are here")
+    room.crew.change(say.Plan(3, hard=False), cause="2 nodes are here")
     for worker in (second, first):
         room.crew.hear(worker, say.Ready(3, -1))
         room.sent(worker)
@@ -165,17 +179,17 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
     assert room.crew.place == go(3)
     for worker, rank in ((first, 2), (second, 3)):
         assert [*room.sent(worker)][-1:] == [
-            say.Begin(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="2 nodes are here")
+            say.Go(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="2 nodes are here")
         ]
     room.crew.hear(first, say.Up(3, 0))
     assert room.reports.take() == []
     room.crew.hear(second, say.Up(3, 0))
-    assert room.reports.take() == [("up", 3, 0)]
+    assert room.reports.take() == [("Up", 3, 0)]
 
 
 def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Change(3, hard=False), cause="")
+    room.crew.change(say.Plan(3, hard=False), cause="")
     for worker in (first, second):
         room.crew.hear(worker, say.Ready(3, 4))
     room.crew.end(second, -signal.SIGKILL)
@@ -204,13 +218,15 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
     assert room.crew.place is None, "a group without one of its ranks is not had any more"
     room.crew.tick()
     assert len(room.started) == 2, "the others go on first"
-    now[0] += crew_module.RESTART_SECONDS
+    now[0] += RESTART_SECONDS
     room.crew.tick()
     assert [worker.local_rank for worker in room.started] == [0, 1, 1]
     assert room.killed == [] and room.crew.capacity == 1
-    room.crew.change(say.Change(4, hard=True), cause="")
+    room.crew.change(say.Plan(4, hard=True), cause="")
     room.crew.hear(first, say.Ready(4, 8))
-    assert room.reports.take() == [("ready", 4, 1, 8)], "the others do not wait for the one that starts"
+    assert room.reports.take() == [("WorkersReady", 4, 1, 8)], (
+        "the others do not wait for the one that starts"
+    )
 
 
 def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
@@ -218,8 +234,8 @@ def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
     for worker in (first, second):
         room.crew.end(worker, -signal.SIGKILL)
     room.reports.take_broken()
-    room.crew.change(say.Change(4, hard=True), cause="")
-    assert ("ready", 4, 0, -1) in room.reports.take(), (
+    room.crew.change(say.Plan(4, hard=True), cause="")
+    assert ("WorkersReady", 4, 0, -1) in room.reports.take(), (
         "the others need not wait for a new worker to hear that the old are gone"
     )
 
@@ -266,7 +282,7 @@ def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(
     room.crew.tick()
     assert room.killed == [], "after a freeze of the supervisor everybody seems silent"
     for _ in range(25):
-        now[0] += crew_module.PING_SECONDS
+        now[0] += patience.PING_SECONDS
         room.crew.hear(second, say.Pong())
         room.crew.tick()
     assert set(room.killed) == {first.serial}
@@ -277,8 +293,8 @@ def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(
 
 def pass_seconds(room: Room, now: list[float], seconds: float) -> None:
     """Time passes in which all workers give signs of life."""
-    for _ in range(round(seconds / crew_module.PING_SECONDS)):
-        now[0] += crew_module.PING_SECONDS
+    for _ in range(round(seconds / patience.PING_SECONDS)):
+        now[0] += patience.PING_SECONDS
         for worker in room.started:
             room.crew.hear(worker, say.Pong())
         room.crew.tick()
@@ -287,12 +303,12 @@ def pass_seconds(room: Room, now: list[float], seconds: float) -> None:
 def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Room, now: list[float]) -> None:
     first, second = room.begin(3)
     second.pulse._values[3] = 20.0
-    room.crew.change(say.Change(4, hard=True), cause="")
-    pass_seconds(room, now, crew_module.STUCK_SECONDS)
+    room.crew.change(say.Plan(4, hard=True), cause="")
+    pass_seconds(room, now, patience.STUCK_SECONDS)
     assert room.killed == []
     pass_seconds(room, now, 1)
     assert set(room.killed) == {first.serial}
-    pass_seconds(room, now, 60 - crew_module.STUCK_SECONDS)
+    pass_seconds(room, now, 60 - patience.STUCK_SECONDS)
     assert set(room.killed) == {first.serial, second.serial}
 
 
@@ -300,7 +316,7 @@ def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.begin(3)
-    room.crew.change(say.Change(4, hard=True), cause="", is_only_holder=True)
+    room.crew.change(say.Plan(4, hard=True), cause="", is_only_holder=True)
     pass_seconds(room, now, 300)
     assert room.killed == []
     pass_seconds(room, now, 1)
@@ -313,7 +329,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
     """How long its slots take is not known: the queue of an accelerator may hold minutes of work."""
     first, second = room.begin(3)
     second.pulse.beat(1, 0)
-    room.crew.change(say.Change(4, hard=True), cause="")
+    room.crew.change(say.Plan(4, hard=True), cause="")
     pass_seconds(room, now, 300)
     assert set(room.killed) == {first.serial}
     pass_seconds(room, now, 1)
@@ -322,7 +338,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
 
 def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
     room.begin(3)
-    room.crew.change(say.Change(4, hard=False), cause="")
+    room.crew.change(say.Plan(4, hard=False), cause="")
     pass_seconds(room, now, 200)
     assert room.killed == []
 
@@ -330,38 +346,38 @@ def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_the_worker_with_the_newest_state_saves_and_its_word_counts(room: Room, is_saved: bool) -> None:
     first, second = room.warm()
-    room.crew.change(say.Change(4, hard=False), cause="")
+    room.crew.change(say.Plan(4, hard=False), cause="")
     room.crew.hear(first, say.Ready(4, 6))
     room.crew.hear(second, say.Ready(4, 7))
     for worker in (first, second):
         room.sent(worker)
     room.reports.take()
     room.crew.depart(4, save=True)
-    assert room.sent(first) == [say.Depart(4, save=False)] and room.sent(second) == [say.Depart(4, save=True)]
-    room.crew.hear(first, say.Saved(True))
-    room.crew.hear(second, say.Saved(is_saved))
+    assert room.sent(first) == [say.Leave(4, save=False)] and room.sent(second) == [say.Leave(4, save=True)]
+    room.crew.hear(first, say.Left(True))
+    room.crew.hear(second, say.Left(is_saved))
     room.crew.end(first, 75)
     assert room.reports.take() == []
     room.crew.end(second, 75)
-    assert room.reports.take() == [("departed", is_saved)]
+    assert room.reports.take() == [("WorkersLeft", is_saved)]
 
 
 def test_a_saver_that_dies_has_not_saved(room: Room) -> None:
     first, second = room.warm()
     room.crew.depart(4, save=True)
-    room.crew.hear(second, say.Saved(True))
+    room.crew.hear(second, say.Left(True))
     room.crew.end(first, -signal.SIGKILL)
     room.crew.end(second, 75)
-    assert room.reports.take() == [("departed", False)]
+    assert room.reports.take() == [("WorkersLeft", False)]
 
 
 def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
     first, second = room.warm()
     room.crew.depart(4, save=False)
     for worker in (first, second):
-        room.crew.hear(worker, say.Saved(True))
+        room.crew.hear(worker, say.Left(True))
         room.crew.end(worker, 75)
-    assert room.reports.take() == [("departed", True)]
+    assert room.reports.take() == [("WorkersLeft", True)]
     assert len(room.started) == 2, "nobody is started while the node ends"
 
 
@@ -380,7 +396,7 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
     room.crew.end(last, 70)
     assert len(room.started) == 4
     ((name, message, kind),) = room.reports.take()
-    assert name == "gone" and "3 workers in a row" in message and "no such module" in message
+    assert name == "NoWorkers" and "3 workers in a row" in message and "no such module" in message
     assert kind is ErrorKind.INTERNAL
 
 
@@ -408,7 +424,7 @@ def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_anothe
         room.crew.tick()
         worker = room.started[-1]
     fail_of_environment(room, worker, step=6)
-    ((_, message, kind),) = [one for one in room.reports.take() if one[0] == "gone"]
+    ((_, message, kind),) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
     assert "stale" in message and kind is ErrorKind.ENVIRONMENT
 
 
@@ -421,4 +437,4 @@ def test_a_host_that_makes_progress_between_its_failures_is_not_given_up(
         now[0] += 10.0
         room.crew.tick()
         worker = room.started[-1]
-    assert not [one for one in room.reports.take() if one[0] == "gone"]
+    assert not [one for one in room.reports.take() if one[0] == "NoWorkers"]

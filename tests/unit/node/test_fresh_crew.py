@@ -9,10 +9,11 @@ import pytest
 
 from evergrad.board_file import LEASE_LOST
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result
+from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result, Up
 from evergrad_trainer.node import fresh
 from evergrad_trainer.node.ends import decide_why
 from evergrad_trainer.node.fresh import FreshCrew
+from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
 from evergrad_trainer.worker import channel as say
 
 DONE, USER_ERROR, SAVED, UNSAVED = 0, 64, 75, 76
@@ -43,39 +44,22 @@ class FakeWorker:
 
 @dataclass
 class Heard:
-    """A listener that remembers."""
+    """Remembers what is reported."""
 
     said: list[Any] = field(default_factory=list)
 
-    def capacity_changed(self) -> None:
-        self.said.append("capacity")
-
-    def ready(self, generation: int, *, workers: int, step: int) -> None:
-        self.said.append(("ready", generation, workers, step))
-
-    def up(self, generation: int, step: int) -> None:
-        self.said.append(("up", generation))
-
-    def broken(self, message: Broken) -> None:
-        self.said.append(message)
-
-    def ended(self, record: say.Ended) -> None:
-        self.said.append(record)
-
-    def observed(self, record: say.Observed) -> None:
-        self.said.append(record)
-
-    def departed(self, *, is_saved: bool) -> None:
-        self.said.append(("departed", is_saved))
-
-    def gone(self, message: str, *, kind: ErrorKind) -> None:
-        self.said.append(("gone", kind))
-
-    def done(self, message: Done) -> None:
-        self.said.append(message)
-
-    def stopped(self, message: Result) -> None:
-        self.said.append(message)
+    def __call__(self, report: Report) -> None:
+        match report:
+            case WorkersReady():
+                self.said.append(("ready", report.generation, report.workers, report.step))
+            case Up():
+                self.said.append(("up", report.generation))
+            case WorkersLeft():
+                self.said.append(("departed", report.is_saved))
+            case NoWorkers():
+                self.said.append(("gone", report.kind))
+            case _:
+                self.said.append(report)
 
     def take(self) -> list[Any]:
         said, self.said = self.said, []
@@ -91,7 +75,7 @@ class Scene:
         self.crew = FreshCrew(
             self._start,  # type: ignore[arg-type]
             num_workers=2,
-            listener=self.heard,
+            report=self.heard,
             can_stop=lambda generation: can_stop,
             grace_seconds=30.0,
         )
@@ -103,7 +87,7 @@ class Scene:
 
     def begin(self, generation: int = 1, first_rank: int = 2, world_size: int = 4) -> list[FakeWorker]:
         if self.crew._answered < generation:
-            self.crew.change(say.Change(generation, hard=False), cause="")
+            self.crew.change(say.Plan(generation, hard=False), cause="")
             assert self.heard.take() == [("ready", generation, 2, -1)]
         self.crew.begin(Go(generation, first_rank, 2, world_size, 1, 2, "10.0.0.1", 1234))
         assert self.heard.take() == [("up", generation)]
@@ -146,7 +130,7 @@ def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> No
     assert "no such label" in report.message
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == []
-    scene.crew.change(say.Change(4, hard=True), cause="")
+    scene.crew.change(say.Plan(4, hard=True), cause="")
     assert scene.heard.take() == [("ready", 4, 2, -1)]
 
 
@@ -198,7 +182,7 @@ def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
     assert isinstance(report, Broken) and (report.cause, report.is_final) == ("peer_lost", False)
     assert scene.end(second, LEASE_LOST) == [], "nothing is said of an end of the run"
     assert scene.crew.place is None, "nor is a place claimed in a group that this node has left"
-    scene.crew.change(say.Change(6, hard=True), cause="")
+    scene.crew.change(say.Plan(6, hard=True), cause="")
     assert scene.heard.take() == [("ready", 6, 2, -1)]
 
 
@@ -238,7 +222,7 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
             "the volume is stale",
             is_final=True,
             is_agreed=True,
-            kind="environment",
+            kind=ErrorKind.ENVIRONMENT,
         )
         report, *rest = scene.end(first, 70)
         assert isinstance(report, Broken) and (report.cause, report.is_final) == ("environment", False)
@@ -246,7 +230,7 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
             assert rest == [("gone", ErrorKind.ENVIRONMENT)]
             return
         assert rest == scene.end(second, -15) == []
-        scene.crew.change(say.Change(generation + 1, hard=True), cause="")
+        scene.crew.change(say.Plan(generation + 1, hard=True), cause="")
         scene.crew.tick()
         assert scene.heard.take() == [], "it waits before it tries again"
         now += 2.0
@@ -259,7 +243,7 @@ def test_a_soft_change_lets_workers_that_can_stop_have_their_time(monkeypatch: p
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.crew.change(say.Change(2, hard=False), cause="")
+    scene.crew.change(say.Plan(2, hard=False), cause="")
     assert first.signals == second.signals == [signal.SIGTERM]
     now = 129.0
     scene.crew.tick()
@@ -273,7 +257,7 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(monkeypatch: pytest.
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.crew.change(say.Change(2, hard=True), cause="")
+    scene.crew.change(say.Plan(2, hard=True), cause="")
     now = 101.0
     scene.crew.tick()
     assert (first.kills, second.kills) == (1, 1)
@@ -281,8 +265,8 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(monkeypatch: pytest.
 
 def test_a_plan_told_again_is_answered_again() -> None:
     scene = Scene()
-    scene.crew.change(say.Change(2, hard=False), cause="")
-    scene.crew.change(say.Change(2, hard=False), cause="")
+    scene.crew.change(say.Plan(2, hard=False), cause="")
+    scene.crew.change(say.Plan(2, hard=False), cause="")
     assert scene.heard.take() == [("ready", 2, 2, -1)] * 2
 
 
@@ -290,7 +274,7 @@ def test_a_plan_told_again_is_answered_again() -> None:
 def test_a_departure_says_whether_the_workers_saved(codes: tuple[int, int], is_saved: bool) -> None:
     scene = Scene(can_stop=True)
     workers = scene.begin()
-    scene.crew.change(say.Change(2, hard=False), cause="")
+    scene.crew.change(say.Plan(2, hard=False), cause="")
     for worker, code in zip(workers, codes, strict=True):
         scene.end(worker, code)
     scene.crew.depart(2, save=False)
@@ -303,6 +287,6 @@ def test_nothing_is_started_or_answered_once_the_run_is_over() -> None:
     scene.crew.finish(70)
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == scene.end(second, -15) == []
-    scene.crew.change(say.Change(9, hard=True), cause="")
+    scene.crew.change(say.Plan(9, hard=True), cause="")
     assert scene.heard.take() == []
     assert scene.crew.capacity == 0 and scene.crew.is_empty

@@ -37,13 +37,13 @@ from evergrad_coordinator.protocol import (
     decode_from_node,
 )
 from evergrad_coordinator.wire import encode
-from evergrad_trainer.node import stopping
-from evergrad_trainer.node import supervisor as supervisor_module
+from evergrad_trainer.node import conversation, stopping
 from evergrad_trainer.node.crew import Crew
 from evergrad_trainer.node.metrics import NodeMetrics
+from evergrad_trainer.node.reports import WorkersLeft, WorkersReady
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
-from evergrad_trainer.worker.channel import Change, Ended, Observed
+from evergrad_trainer.worker import channel as say
 
 SECONDS = 100.0
 M = TypeVar("M", bound=Message)
@@ -162,7 +162,7 @@ def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(tmp_p
         peer = await scene.accept()
         assert (await peer.hear(Hello)).workers == 0
         scene.crew.capacity = 2
-        scene.supervisor.capacity_changed()
+        scene.supervisor.take(Capacity(2))
         peer.say(Welcome(generation=0, lease_seconds=10.0, silence_seconds=3.0))
         assert (await peer.hear(Capacity)).workers == 2
         peer.say(End(exit_code=0, reason="Complete"))
@@ -175,7 +175,7 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
         peer = await scene.welcome()
         peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
         await until(
-            lambda: scene.crew.was_told("change") == [(Change(7, hard=False), "3 nodes are here", False)]
+            lambda: scene.crew.was_told("change") == [(say.Plan(7, hard=False), "3 nodes are here", False)]
         )
         scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
@@ -201,7 +201,7 @@ def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running
         assert (await peer.hear(Hello)).had == Had(generation=7, first_rank=2, workers=1, world_size=3)
         scene.crew.place = None
         if broken is not None:
-            scene.supervisor.broken(broken)
+            scene.supervisor.take(broken)
         peer.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
         said = await peer.hear(Broken)
         assert said.generation == 7 and said.cause == ("peer_lost" if broken is None else "worker_crash")
@@ -218,9 +218,9 @@ def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears
         await peer.hear(Hello)
         peer.say(Welcome(generation=7, lease_seconds=0.1, silence_seconds=3.0))
         scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
-        scene.supervisor.done(Done(7))
+        scene.supervisor.take(Done(7))
         await peer.hear(Done)
-        await until(lambda: scene.supervisor.seconds_since_contact > 0.1)
+        await until(lambda: scene.supervisor.conversation.seconds_since_contact > 0.1)
         num_ticks = len(scene.crew.was_told("tick"))
         await until(lambda: len(scene.crew.was_told("tick")) > num_ticks + 2)
         assert not scene.crew.was_told("change"), "it would leave the group whose end nobody has heard of"
@@ -239,14 +239,14 @@ def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
         peer = await scene.welcome()
         ports = set()
         for generation in (3, 4):
-            scene.supervisor.ready(generation, workers=1, step=5)
+            scene.supervisor.take(WorkersReady(generation, workers=1, step=5))
             ready = await peer.hear(Ready)
             assert (ready.generation, ready.workers, ready.step) == (generation, 1, 5)
             ports.add(ready.port)
         assert len(ports) == 2
         peer.say(Leave(4, save=True))
         await until(lambda: scene.crew.was_told("depart") == [(4, True)])
-        scene.supervisor.departed(is_saved=False)
+        scene.supervisor.take(WorkersLeft(is_saved=False))
         assert (await peer.hear(Left)).is_saved is False
 
     assert play(tmp_path, script) == 76
@@ -260,7 +260,7 @@ def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> Non
                 {"rank": 0, "generation": 3, "step": step, "checkpoint_step": checkpoint_step}
             )
         scene.supervisor.reported({"rank": 1, "generation": 3, "step": 26, "checkpoint_step": 25})
-        scene.supervisor.done(Done(3))
+        scene.supervisor.take(Done(3))
         said = await peer.hear_until(Done)
         assert [one for one in said if isinstance(one, Boundary)] == [Boundary(3, 10), Boundary(3, 20)]
         peer.say(End(exit_code=0, reason="Complete"))
@@ -271,10 +271,10 @@ def test_a_checkpoint_is_announced_once_with_its_own_step(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("finish", "last"),
     [
-        (lambda supervisor: supervisor.done(Done(3)), Done),
-        (lambda supervisor: supervisor.stopped(Result(3, 0, 75, "stopped")), Result),
-        (lambda supervisor: supervisor.ended(Ended(3, 30, 0, "complete")), Result),
-        (lambda supervisor: supervisor.ready(4, workers=1, step=-1), Ready),
+        (lambda supervisor: supervisor.take(Done(3)), Done),
+        (lambda supervisor: supervisor.take(Result(3, 0, 75, "stopped")), Result),
+        (lambda supervisor: supervisor.take(say.Result(3, 30, 0, "complete")), Result),
+        (lambda supervisor: supervisor.take(WorkersReady(4, workers=1, step=-1)), Ready),
     ],
 )
 def test_the_last_of_many_quick_steps_is_told_before_the_end(
@@ -295,7 +295,7 @@ def test_the_last_of_many_quick_steps_is_told_before_the_end(
 def test_a_report_that_is_read_after_its_process_has_ended_still_comes_before_the_end(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
-        scene.supervisor.done(Done(3))
+        scene.supervisor.take(Done(3))
         await asyncio.sleep(0)
         scene.supervisor.reported({"step": 30, "generation": 3})
         said = await peer.hear_until(Done)
@@ -322,7 +322,7 @@ def test_a_typed_run_s_background_save_is_told_with_the_step_it_holds(tmp_path: 
         supervisor = scene.supervisor
         supervisor.reported({"step": 23, "generation": 3})
         event = {"type": "save", "time": 1.0, "step": 23, "generation": 3, "checkpoint": "step-20"}
-        supervisor.observed(Observed("event", event))
+        supervisor.take(say.Observed("event", event))
         assert await peer.hear(Boundary) == Boundary(3, 20)
         peer.say(End(exit_code=0, reason="Complete"))
 
@@ -358,7 +358,7 @@ REFUSED = Refused(reason="FingerprintDiffers", message="configuration: here a, t
 def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_REFUSED_SECONDS", (0.01, 0.01, 0.01))
+    monkeypatch.setattr(conversation, "_REFUSED_SECONDS", (0.01, 0.01, 0.01))
 
     async def script(scene: Scene) -> None:
         for _ in range(4):
@@ -373,7 +373,7 @@ def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_an
 
 
 def test_a_node_that_is_let_in_at_last_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor_module, "_REFUSED_SECONDS", (0.01,))
+    monkeypatch.setattr(conversation, "_REFUSED_SECONDS", (0.01,))
 
     async def script(scene: Scene) -> None:
         for _ in range(2):
@@ -391,16 +391,16 @@ def test_a_node_that_is_let_in_at_last_serves(tmp_path: Path, monkeypatch: pytes
 def test_a_node_that_is_refused_can_be_asked_to_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "_REFUSED_SECONDS", (3600.0,))
+    monkeypatch.setattr(conversation, "_REFUSED_SECONDS", (3600.0,))
 
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
         await peer.hear(Hello)
         peer.say(REFUSED)
-        await until(lambda: scene.supervisor._num_refusals == 1)
+        await until(lambda: scene.supervisor.conversation.num_refusals == 1)
         os.kill(os.getpid(), signal.SIGTERM)
         await until(lambda: scene.crew.was_told("depart") == [(None, True)])
-        scene.supervisor.departed(is_saved=True)
+        scene.supervisor.take(WorkersLeft(is_saved=True))
 
     assert play(tmp_path, script) == 75
 
@@ -446,7 +446,7 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_pat
                 supervisor._progress.flush = fail  # type: ignore[method-assign]
                 # The tick flushes, too, and must not be first.
                 supervisor._progress.flush_if_due = lambda: None  # type: ignore[method-assign]
-                supervisor.done(Done(3))
+                supervisor.take(Done(3))
             case "take_report":
                 supervisor._metrics.report = fail  # type: ignore[method-assign, assignment]
                 supervisor.reported({"step": 5, "generation": 3})

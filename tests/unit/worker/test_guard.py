@@ -62,8 +62,8 @@ def until(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
-def begin(generation: int) -> say.Begin:
-    return say.Begin(generation, 0, 1, "127.0.0.1", 1, 1.0, cause="test")
+def begin(generation: int) -> say.Go:
+    return say.Go(generation, 0, 1, "127.0.0.1", 1, 1.0, cause="test")
 
 
 def awaited(guard: Guard, *, step: int) -> "list[Any]":
@@ -76,9 +76,9 @@ def awaited(guard: Guard, *, step: int) -> "list[Any]":
 def test_each_change_is_answered_once_with_the_step_that_is_held(pair: Pair) -> None:
     orders = awaited(pair.guard, step=7)
     for generation in (1, 4):
-        pair.supervisor.send(say.Change(generation, hard=False))
+        pair.supervisor.send(say.Plan(generation, hard=False))
         assert pair.hear() == say.Ready(generation, 7)
-    pair.supervisor.send(say.Change(4, hard=True))
+    pair.supervisor.send(say.Plan(4, hard=True))
     pair.settle()
     pair.supervisor.send(begin(4))
     assert until(lambda: orders == [begin(4)])
@@ -86,9 +86,9 @@ def test_each_change_is_answered_once_with_the_step_that_is_held(pair: Pair) -> 
 
 def test_a_begin_older_than_the_newest_change_is_ignored(pair: Pair) -> None:
     orders = awaited(pair.guard, step=-1)
-    pair.supervisor.send(say.Change(2, hard=False))
+    pair.supervisor.send(say.Plan(2, hard=False))
     assert pair.hear() == say.Ready(2, -1)
-    pair.supervisor.send(say.Change(3, hard=False))
+    pair.supervisor.send(say.Plan(3, hard=False))
     assert pair.hear() == say.Ready(3, -1)
     pair.supervisor.send(begin(2))
     pair.settle()
@@ -97,9 +97,9 @@ def test_a_begin_older_than_the_newest_change_is_ignored(pair: Pair) -> None:
     assert until(lambda: orders == [begin(3)])
 
 
-@pytest.mark.parametrize("order", [say.Finish(0), say.Depart(9, save=True)])
+@pytest.mark.parametrize("order", [say.End(0), say.Leave(9, save=True)])
 def test_the_end_is_an_order_whatever_was_planned(pair: Pair, order: Any) -> None:
-    pair.supervisor.send(say.Change(8, hard=False))
+    pair.supervisor.send(say.Plan(8, hard=False))
     pair.supervisor.send(order)
     pair.settle()
     assert pair.guard.await_order(step=0) == order
@@ -109,7 +109,7 @@ def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pa
     interrupt = Interrupt()
     pair.guard.enter(1, interrupt)
     assert not pair.guard.is_changing()
-    pair.supervisor.send(say.Change(2, hard=False))
+    pair.supervisor.send(say.Plan(2, hard=False))
     pair.settle()
     assert pair.guard.is_changing() and pair.guard.is_changing_from(1) and not pair.guard.is_changing_from(2)
     assert not interrupt.is_set
@@ -119,16 +119,16 @@ def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pa
 
 def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(pair: Pair) -> None:
     pair.guard.enter(1, Interrupt())
-    pair.supervisor.send(say.Change(2, hard=False, patience_seconds=3600.0))
+    pair.supervisor.send(say.Plan(2, hard=False, patience_seconds=3600.0))
     pair.settle()
     assert pair.guard.is_changing() and pair.guard.can_wait()
-    pair.supervisor.send(say.Change(3, hard=False, patience_seconds=0.0))
-    pair.supervisor.send(say.Change(4, hard=False, patience_seconds=3600.0))
+    pair.supervisor.send(say.Plan(3, hard=False, patience_seconds=0.0))
+    pair.supervisor.send(say.Plan(4, hard=False, patience_seconds=3600.0))
     pair.settle()
     assert not pair.guard.can_wait(), "the first end of its patience counts"
     pair.guard.leave()
     pair.guard.enter(4, Interrupt())
-    pair.supervisor.send(say.Change(5, hard=False, patience_seconds=3600.0))
+    pair.supervisor.send(say.Plan(5, hard=False, patience_seconds=3600.0))
     pair.settle()
     assert pair.guard.can_wait(), "another group, another patience"
 
@@ -137,7 +137,7 @@ def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
     interrupt = Interrupt()
     pair.guard.enter(1, interrupt)
     for hard in (False, True):
-        pair.supervisor.send(say.Change(2, hard=hard))
+        pair.supervisor.send(say.Plan(2, hard=hard))
         pair.settle()
         assert interrupt.is_set == hard
     pair.guard.leave()
@@ -146,7 +146,7 @@ def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
 def test_a_hard_change_heard_before_a_group_of_older_number_is_entered_gives_it_up_at_once(
     pair: Pair,
 ) -> None:
-    pair.supervisor.send(say.Change(5, hard=True))
+    pair.supervisor.send(say.Plan(5, hard=True))
     pair.settle()
     older, same = Interrupt(), Interrupt()
     pair.guard.enter(4, older)
@@ -161,7 +161,7 @@ def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_le
     interrupt = Interrupt()
     pair.guard.enter(5, interrupt)
     for generation in (4, 5):
-        pair.supervisor.send(say.Change(generation, hard=True))
+        pair.supervisor.send(say.Plan(generation, hard=True))
     pair.settle()
     assert not interrupt.is_set and not pair.guard.is_changing()
     pair.guard.leave()
@@ -170,7 +170,7 @@ def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_le
 def test_the_end_of_the_run_gives_the_group_up(pair: Pair) -> None:
     interrupt = Interrupt()
     pair.guard.enter(1, interrupt)
-    pair.supervisor.send(say.Finish(75))
+    pair.supervisor.send(say.End(75))
     pair.settle()
     assert interrupt.is_set and pair.guard.is_changing_from(1)
     pair.guard.leave()
@@ -179,7 +179,7 @@ def test_the_end_of_the_run_gives_the_group_up(pair: Pair) -> None:
 def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pair.guard.enter(1, Interrupt())
-        pair.supervisor.send(say.Change(2, hard=True))
+        pair.supervisor.send(say.Plan(2, hard=True))
         pair.settle()
         # Made while the group is given up, as a group that is still being set up does.
         with socket.create_connection(listener.getsockname()) as late, listener.accept()[0] as other:

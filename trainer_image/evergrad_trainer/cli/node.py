@@ -135,7 +135,7 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
         print(f"{loaded.run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return lambda: int(ExitCode.DONE)
     run = loaded.run
-    machine, num_workers = machine_and_workers(args, run, may_touch=False)
+    machine, num_workers = machine_and_workers(args, run, forks_above=0)
     _check_accelerators(run, machine)
     gc.disable()
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.

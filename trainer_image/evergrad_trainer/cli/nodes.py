@@ -1,6 +1,7 @@
 """``evergrad run --nodes`` and its coordinator: several elastic nodes on this machine."""
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -43,12 +44,13 @@ COORDINATOR = "coordinator"
 def run_nodes(
     args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int, num_accelerators: int
 ) -> int:
-    """Train a typed run on ``args.nodes`` nodes of this machine; returns the exit code."""
+    """Train a typed run on ``args.nodes`` (default 1) nodes of this machine; returns the exit code."""
+    num_nodes = args.nodes or 1
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
     coordinator = LocalCoordinator(
-        coordinator_settings(plan.run, directory, num_nodes=args.nodes, recovery=plan.run.recovery)
+        coordinator_settings(plan.run, directory, num_nodes=num_nodes, recovery=plan.run.recovery)
     )
 
     nodes: LocalNodes
@@ -57,13 +59,14 @@ def run_nodes(
         settings = _node_settings(
             plan.run, plan.base_directory, directory, coordinator, index, recovery=plan.run.recovery
         )
+        settings = dataclasses.replace(settings, is_only_node=args.nodes is None)
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)
 
     if args.chaos is not None:
-        nodes = disturbed = DisturbedNodes(be_node, args.nodes)
+        nodes = disturbed = DisturbedNodes(be_node, num_nodes)
         return run_disturbed(args.chaos, coordinator, disturbed, directory=directory)
-    nodes = LocalNodes(be_node, args.nodes)
+    nodes = LocalNodes(be_node, num_nodes)
     return run_local(coordinator, nodes)
 
 
@@ -76,7 +79,7 @@ def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
     if standing.state == "complete":
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return int(ExitCode.DONE)
-    _, num_workers = machine_and_workers(args, run, may_touch=False)
+    _, num_workers = machine_and_workers(args, run, forks_above=0)
     directory.create()
     directory.write_resolved(
         resolved_script_record(run, base_directory=os.path.relpath(base, directory.path))

@@ -1,7 +1,6 @@
 """``evergrad run``: the same file as on a cluster, trained on this machine."""
 
 import argparse
-import functools
 import gc
 import sys
 
@@ -67,10 +66,10 @@ def execute(args: argparse.Namespace) -> int:
     # Imports make hundreds of thousands of objects that stay: collecting among them costs a tenth of the start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
-    from evergrad_trainer.worker.local import launch_workers
     from evergrad_trainer.worker.run import run_session
 
-    machine, num_workers = machine_and_workers(args, loaded.run, may_touch=args.nodes is None)
+    forks_above = None if _is_launched() else 1 if args.nodes is None else 0
+    machine, num_workers = machine_and_workers(args, loaded.run, forks_above=forks_above)
     try:
         with sigterm_interrupts():
             plan = plan_session(args, loaded, directory, standing, machine, num_workers * (args.nodes or 1))
@@ -80,16 +79,12 @@ def execute(args: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return int(ExitCode.STOPPED_SAVED)
-    if args.nodes is not None:
-        from evergrad_trainer.cli.nodes import run_nodes
-
-        return run_nodes(args, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators)
-    if num_workers == 1 or _is_launched():
+    if args.nodes is None and (num_workers == 1 or _is_launched()):
         return run_session(plan)
-    # A process that has touched an accelerator must not fork.
-    return launch_workers(
-        functools.partial(run_session, plan), num_workers=num_workers, use_fork=machine.num_accelerators == 0
-    )
+    # Several processes are several members of one elastic run, whether they are on one node or on many.
+    from evergrad_trainer.cli.nodes import run_nodes
+
+    return run_nodes(args, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -110,7 +105,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def _is_launched() -> bool:
-    """Whether torchrun or our own launcher has already started this process as one of several."""
+    """Whether torchrun has already started this process as one of several."""
     from evergrad_trainer.distributed import read_launch
 
     return read_launch().world_size > 1

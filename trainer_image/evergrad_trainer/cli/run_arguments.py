@@ -49,17 +49,19 @@ def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:
 
 
 def machine_and_workers(
-    args: argparse.Namespace, run: TrainingRun, *, may_touch: bool = True
+    args: argparse.Namespace, run: TrainingRun, *, forks_above: int | None = None
 ) -> tuple[Machine, int]:
     """This machine, and how many training processes it will run: as asked for, else one an accelerator, else 1.
 
-    With ``may_touch`` accelerators are asked for their memory, after which this process must not fork workers.
+    ``forks_above``: this process forks workers if there are more than that; it then must not touch an accelerator, not even to
+    ask for its memory. None: it never does.
     """
     # torch takes a second to import, which `evergrad --help` need not wait for.
     from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators
 
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
+    num_workers = int(args.workers or run.spec.workers_per_node or max(1, accelerators))
+    may_touch = forks_above is None or num_workers <= forks_above
     memory = accelerator_memory_bytes() if accelerators and may_touch else None
-    machine = observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory)
-    return machine, int(args.workers or run.spec.workers_per_node or max(1, accelerators))
+    return observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory), num_workers

@@ -17,10 +17,10 @@ from enum import StrEnum
 
 from evergrad.board_file import LEASE_LOST
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS, ErrorKind, ExitCode
-from evergrad_coordinator.protocol import Cause
+from evergrad_coordinator.protocol import Broken, Cause
 from evergrad_trainer.node.failures import describe_end
 from evergrad_trainer.node.workers import Worker
-from evergrad_trainer.worker.channel import MAX_TEXT, Failed
+from evergrad_trainer.worker.channel import Failed, fit_text
 from evergrad_trainer.worker.lost_peers import is_lost_peer
 
 _SAVED = (ExitCode.DONE, ExitCode.STOPPED_SAVED)
@@ -100,7 +100,7 @@ def _describe_silent(worker: Worker, exit_code: int, *, world_size: int, place: 
     if is_lost_peer(text, world_size=world_size):
         cause = "peer_lost"
     kind = ErrorKind.PEER if cause == "peer_lost" else ErrorKind.INTERNAL
-    return WorkerEnd(Why.FAILED, exit_code, cause, kind, _cut(text))
+    return WorkerEnd(Why.FAILED, exit_code, cause, kind, fit_text(text))
 
 
 _CAUSES: dict[ErrorKind, Cause] = {
@@ -112,7 +112,7 @@ _CAUSES: dict[ErrorKind, Cause] = {
 
 def _describe_failure(failure: Failed, exit_code: int, *, world_size: int) -> WorkerEnd:
     """The end of a worker that has told its error itself."""
-    kind = ErrorKind(failure.kind)
+    kind = failure.kind
     text = f"{failure.error}: {failure.text}"
     cause: Cause = _CAUSES.get(kind, "user_error")
     if cause == "user_error" and is_lost_peer(text, world_size=world_size):
@@ -121,12 +121,20 @@ def _describe_failure(failure: Failed, exit_code: int, *, world_size: int) -> Wo
     is_final = (
         failure.is_final or failure.is_agreed or exit_code == ExitCode.USER_ERROR
     ) and kind is not ErrorKind.ENVIRONMENT
-    return WorkerEnd(Why.FAILED, exit_code, cause, kind, _cut(text), failure.step, is_final)
+    return WorkerEnd(Why.FAILED, exit_code, cause, kind, fit_text(text), failure.step, is_final)
 
 
-def _cut(text: str) -> str:
-    # A file name that is not UTF-8 has half characters, which no message may carry.
-    return text.encode("utf-8", errors="replace").decode("utf-8")[:MAX_TEXT]
+def build_broken(worker: Worker, end: WorkerEnd, *, generation: int) -> Broken:
+    """What the coordinator is told of a worker that its group must do without."""
+    return Broken(
+        generation,
+        end.cause,
+        rank=worker.rank,
+        step=end.step,
+        exit_code=end.exit_code,
+        message=end.text,
+        is_final=end.is_final,
+    )
 
 
 class HostTrouble:

@@ -3,28 +3,16 @@
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from evergrad_coordinator.contract import ErrorKind, ExitCode
-from evergrad_coordinator.protocol import Broken as BrokenGroup
-from evergrad_coordinator.protocol import Done, Go, Result
-from evergrad_trainer.node.crew import Listener
-from evergrad_trainer.node.ends import HostTrouble, Why, WorkerEnd, describe_worker_end
+from evergrad_coordinator.protocol import Done, Go, Result, Up
+from evergrad_trainer.node.ends import HostTrouble, Why, WorkerEnd, build_broken, describe_worker_end
+from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
 
 _HARD_SECONDS = 0.3
 """A worker of a group that is gone has nothing to save: so long it may take to end by itself."""
-
-
-class FreshListener(Listener, Protocol):
-    """What a crew of fresh workers reports besides."""
-
-    def done(self, message: Done) -> None:
-        """All workers of this node have ended well."""
-
-    def stopped(self, message: Result) -> None:
-        """All workers have ended because the run itself asked for it (a stop file, a step count)."""
 
 
 class FreshCrew:
@@ -35,14 +23,14 @@ class FreshCrew:
         start: Callable[[int, int, Mapping[str, str]], Worker],
         *,
         num_workers: int,
-        listener: FreshListener,
+        report: Callable[[Report], None],
         can_stop: Callable[[int], bool],
         grace_seconds: float,
     ) -> None:
         """``can_stop(generation)``: whether its workers save and leave when they are asked to; they get ``grace_seconds``."""
         self._start_process = start
         self._num_workers = num_workers
-        self._listener = listener
+        self._tell = report
         self._can_stop = can_stop
         self._grace_seconds = grace_seconds
         self._workers: dict[int, Worker] = {}
@@ -82,7 +70,7 @@ class FreshCrew:
     def start(self) -> None:
         """Nothing to start before a group begins."""
 
-    def change(self, order: say.Change, *, cause: str, is_only_holder: bool = False) -> None:
+    def change(self, order: say.Plan, *, cause: str, is_only_holder: bool = False) -> None:
         """Leave the running group: in order if it is whole and its workers know how, at once otherwise.
 
         Workers that stop in order save by themselves, so ``order.saves`` says nothing new to them.
@@ -106,7 +94,7 @@ class FreshCrew:
                 go.generation,
             )
             self._workers[local_rank] = worker
-        self._listener.up(go.generation, -1)
+        self._tell(Up(go.generation, -1))
 
     def depart(self, generation: int | None, *, save: bool) -> None:
         """Leave the run. Workers saved when they were asked to stop, or could not."""
@@ -133,9 +121,9 @@ class FreshCrew:
             case say.Failed():
                 worker.failure = record
             case say.Observed():
-                self._listener.observed(record)
-            case say.Ended():
-                self._listener.ended(record)
+                self._tell(record)
+            case say.Result():
+                self._tell(record)
 
     def end(self, worker: Worker, exit_code: int) -> None:
         """A worker's process has ended."""
@@ -148,7 +136,7 @@ class FreshCrew:
         if end.why is Why.ASKED:
             self._are_saved = self._are_saved and end.is_saved
         elif end.why in (Why.FAILED, Why.LEASE_LOST) and self._go is not None:
-            self._listener.broken(_broken(worker, end, self._go))
+            self._tell(build_broken(worker, end, generation=self._go.generation))
             if end.kind is ErrorKind.ENVIRONMENT and not self._note_trouble(end):
                 return
             # Its siblings' group is gone too.
@@ -160,7 +148,7 @@ class FreshCrew:
         """Whether this host tries once more."""
         pause = self._trouble.note(end.step)
         if pause is None:
-            self._listener.gone(f"workers failed again and again; the last one: {end.text}", kind=end.kind)
+            self._tell(NoWorkers(f"workers failed again and again; the last one: {end.text}", end.kind))
             return False
         self._ready_at = time.monotonic() + pause
         return True
@@ -188,13 +176,13 @@ class FreshCrew:
             return
         whys = {end.why for end in ends}
         if whys == {Why.DONE}:
-            self._listener.done(Done(go.generation))
+            self._tell(Done(go.generation))
             return
         self._go = None
         if whys <= {Why.DONE, Why.RUN_STOP}:
             is_unsaved = any(end.exit_code == ExitCode.STOPPED_UNSAVED for end in ends)
             code = ExitCode.STOPPED_UNSAVED if is_unsaved else ExitCode.STOPPED_SAVED
-            self._listener.stopped(Result(go.generation, 0, int(code), "stopped"))
+            self._tell(Result(go.generation, 0, int(code), "stopped"))
         self._check_ready()
 
     def _check_ready(self) -> None:
@@ -202,25 +190,12 @@ class FreshCrew:
         if not self._workers and is_asked and time.monotonic() >= self._ready_at:
             self._answered = self._generation
             self._go = None
-            self._listener.ready(self._generation, workers=self._num_workers, step=-1)
+            self._tell(WorkersReady(self._generation, self._num_workers, -1))
 
     def _check_gone(self) -> None:
         if self._is_departing and not self._workers:
             self._is_departing = False
-            self._listener.departed(is_saved=self._are_saved)
-
-
-def _broken(worker: Worker, end: WorkerEnd, go: Go) -> BrokenGroup:
-    """What the coordinator is told of a worker that its group must do without."""
-    return BrokenGroup(
-        go.generation,
-        end.cause,
-        rank=worker.rank,
-        step=end.step,
-        exit_code=end.exit_code,
-        message=end.text,
-        is_final=end.is_final,
-    )
+            self._tell(WorkersLeft(self._are_saved))
 
 
 def _variables(go: Go, local_rank: int) -> dict[str, str]:

@@ -2,8 +2,12 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from evergrad_coordinator.protocol import Boundary, Message, Progress
+from evergrad_trainer.node.metrics import NodeMetrics
+from evergrad_trainer.observers.events import parse_event_row, saved_step
+from evergrad_trainer.records import EventType
 
 PROGRESS_SECONDS = 0.5
 """Shortest time between two reports."""
@@ -41,3 +45,30 @@ class ProgressSender:
         self.flush()
         if self._send(Boundary(generation, step)):
             self._checkpoint_step = step
+
+
+class RecordReader:
+    """Reads what workers say of their training: the node's metrics get all of it, the coordinator the progress in it."""
+
+    def __init__(self, metrics: NodeMetrics, sender: ProgressSender) -> None:
+        self._metrics = metrics
+        self._sender = sender
+
+    def take_record(self, kind: str, record: dict[str, Any]) -> None:
+        """A record of rank 0; ``kind`` names an observer's method."""
+        self._metrics.tell(kind, record)
+        progress = self._metrics.progress
+        if progress is None:
+            return
+        self._sender.note(progress)
+        if kind == "event" and record.get("type") == EventType.SAVE:
+            self._sender.note_checkpoint(progress.generation, saved_step(parse_event_row(record)))
+
+    def take_report(self, report: dict[str, object]) -> None:
+        """A script's own report, in whatever values; only the world's rank 0 speaks for the run."""
+        progress = self._metrics.report(report)
+        if progress is None:
+            return
+        self._sender.note(progress)
+        if progress.checkpoint_step is not None:
+            self._sender.note_checkpoint(progress.generation, progress.checkpoint_step)

@@ -108,10 +108,13 @@ async def _run(supervisor: Supervisor, crew: Crew, settings: NodeSettings) -> in
     """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
     address = f"{settings.coordinator_host}:{settings.coordinator_port}"
     # Before anything is forked: it beats while this process imports, forks and waits for disks.
-    beat = Beat(settings.run, settings.node, supervisor.incarnation, token=settings.token)
+    beat = Beat(settings.run, settings.node, supervisor.conversation.incarnation, token=settings.token)
     heartbeat = Heartbeat(settings.coordinator_host, settings.coordinator_port, beat)
     heartbeat.start()
-    watches = [heartbeat.keep(), warn_of_silence(lambda: supervisor.seconds_since_contact, address=address)]
+    watches = [
+        heartbeat.keep(),
+        warn_of_silence(lambda: supervisor.conversation.seconds_since_contact, address=address),
+    ]
     tasks = [asyncio.create_task(watch) for watch in watches]
     try:
         return await supervisor.run(crew)
@@ -130,8 +133,7 @@ async def _serve_in_process(
     start_method: StartMethod,
 ) -> int:
     supervisor = Supervisor(settings, metrics=metrics)
-    # A bar is drawn by rank 0 itself, which needs the terminal.
-    captures: Captures = "stderr" if sys.stdout.isatty() else "both"
+    captures = _captures(settings)
 
     def start(local_rank: int, serial: int) -> Worker:
         own = plan if serial <= num_workers else started_later(plan)
@@ -142,7 +144,7 @@ async def _serve_in_process(
     crew = InProcessCrew(
         start,
         num_workers=num_workers,
-        listener=supervisor,
+        report=supervisor.take,
         describe_place=functools.partial(_describe_place, open_plan(plan).data.train),
         bounds=Bounds(_SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)),
     )
@@ -158,17 +160,17 @@ async def _serve_fresh(
     start_method: StartMethod,
 ) -> int:
     supervisor = Supervisor(settings, metrics=metrics)
-    captures: Captures = "stderr" if sys.stdout.isatty() else "both"
+    captures = _captures(settings)
 
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
-        target = functools.partial(_run_fresh, plan, generation=supervisor.newest_generation)
+        target = functools.partial(_run_fresh, plan, generation=supervisor.conversation.known_generation)
         order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
         return supervisor.adopt(start_worker(target, order, variables=variables))
 
     crew = FreshCrew(
         start,
         num_workers=num_workers,
-        listener=supervisor,
+        report=supervisor.take,
         can_stop=lambda generation: True,
         grace_seconds=settings.grace_seconds,
     )
@@ -179,6 +181,11 @@ def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation:
     """One worker of a typed run whose world lasts as long as itself."""
     gc.disable()  # until its first step is done
     return run_session(plan, generation=generation, relay=Relay(channel.observe), tell=channel.send)
+
+
+def _captures(settings: NodeSettings) -> Captures:
+    """A bar is drawn by rank 0 itself, which needs the terminal; a command's only node prints where the command would."""
+    return "stderr" if settings.is_only_node or sys.stdout.isatty() else "both"
 
 
 def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
@@ -204,17 +211,17 @@ async def _serve_script(
     board = NodeBoard(
         Path(folder.name) / "board",
         on_report=lambda report: supervisor.reported(report),  # noqa: PLW0108 - it is made below
-        may_commit=lambda generation: supervisor.may_commit(generation),  # noqa: PLW0108
+        may_commit=lambda generation: supervisor.conversation.commit(generation),  # noqa: PLW0108
     )
 
     def announce() -> None:
         place = crew.place
         board.announce(
-            newest_generation=supervisor.newest_generation,
+            newest_generation=supervisor.conversation.known_generation,
             own_generation=place.generation if place is not None else 0,
-            contact=time.monotonic() - min(supervisor.seconds_since_contact, 1e6),
+            contact=time.monotonic() - min(supervisor.conversation.seconds_since_contact, 1e6),
             is_draining=supervisor.is_draining,
-            lease_seconds=supervisor.lease_seconds,
+            lease_seconds=supervisor.conversation.lease_seconds,
         )
 
     def start(local_rank: int, serial: int, variables: Mapping[str, str]) -> Worker:
@@ -234,7 +241,7 @@ async def _serve_script(
     crew = FreshCrew(
         start,
         num_workers=num_workers,
-        listener=supervisor,
+        report=supervisor.take,
         can_stop=board.has_guard,
         grace_seconds=float(script.grace_period_seconds),
     )

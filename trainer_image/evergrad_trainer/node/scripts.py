@@ -13,9 +13,10 @@ import traceback
 from pathlib import Path
 
 from evergrad_coordinator.contract import ExitCode
+from evergrad_coordinator.wire import MAX_TEXT
 from evergrad_manifest.script import Script, program_path, worker_command, working_directory_of
 from evergrad_trainer.host_trouble import kind_of_script_error
-from evergrad_trainer.worker.channel import MAX_TEXT, Channel, Failed
+from evergrad_trainer.worker.channel import Channel, Failed, fit_text
 from evergrad_trainer.worker.pulse import Pulse
 
 _log = logging.getLogger(__name__)
@@ -82,8 +83,8 @@ def can_fork() -> str | None:
 
 def _tell(channel: Channel, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error)[-_LAST_FRAMES:])[-MAX_TEXT:]
-    said = f"{error}\n{text}"[:MAX_TEXT]
-    kind = kind_of_script_error(error).value
+    said = fit_text(f"{error}\n{text}")
+    kind = kind_of_script_error(error)
     channel.send(Failed(-1, -1, 1, type(error).__name__, said, is_final=False, is_agreed=False, kind=kind))
 
 

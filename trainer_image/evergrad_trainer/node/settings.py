@@ -11,7 +11,7 @@ class NodeSettings:
     """What one node is and where it belongs.
 
     ``address``: where other nodes reach this one. ``grace_seconds``: from SIGTERM to leaving on its own. ``shares_host``: other
-    nodes have the same ports.
+    nodes have the same ports. ``is_only_node``: of a command for one node, whose rank 0 prints where the command prints.
     """
 
     run: str
@@ -27,3 +27,4 @@ class NodeSettings:
     termination_log: Path | None = None
     forwards_output: bool = True
     shares_host: bool = False
+    is_only_node: bool = False

@@ -1,24 +1,35 @@
-"""What a supervisor and one of its workers say to each other: small records over a socket pair that keeps their borders."""
+"""What a supervisor and one of its workers say to each other: small records over a socket pair that keeps their borders.
 
-import json
+A word that the coordinator's protocol has means the same here: a ``plan`` is answered by ``ready``, ``go`` begins the group,
+``up`` and ``broken`` tell what became of it, ``leave`` is answered by ``left``, ``result`` is the run's end as rank 0 has written
+it down, and ``end`` is the order to end with it. The codec is the coordinator's, too.
+"""
+
+import contextlib
+import math
 import select
 import socket
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from evergrad_coordinator.contract import ErrorKind
+from evergrad_coordinator.wire import MAX_INTEGER, MAX_TEXT, Codec, LongText, ProtocolError
 
 _LONGEST = 64 * 1024
-MAX_TEXT = 4096
-"""Longest free text in a record: a failure's last words."""
+LOCAL_GENERATION = MAX_INTEGER
+"""Above every generation a coordinator gives out: for a departure that no coordinator could plan."""
+
+
+def fit_text(text: str) -> str:
+    """``text`` as a record can carry it: not too long, and without the half characters of a file name that is not UTF-8."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")[:MAX_TEXT]
 
 
 # ---- supervisor → worker ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Change:
+class Plan:
     """Leave the running group and say ready for ``generation``; ``hard``: at once, a member is gone.
 
     ``patience_seconds``: how long it may go on first so that a save in flight ends.
@@ -32,12 +43,12 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Begin:
-    """All members are ready: meet them at ``address``:``port``, as ``rank`` of ``size``. ``setup_seconds`` bounds the meeting."""
+class Go:
+    """All members are ready: meet them at ``address``:``port``, as ``rank`` of ``world_size``, within ``setup_seconds``."""
 
     generation: int
     rank: int
-    size: int
+    world_size: int
     address: str
     port: int
     setup_seconds: float
@@ -46,7 +57,7 @@ class Begin:
 
 
 @dataclass(frozen=True)
-class Depart:
+class Leave:
     """Leave the run; ``save``: nobody else holds the state, so save it first, alone.
 
     ``is_planned``: ``generation`` is a number the coordinator has given out for this; else it only is above all others.
@@ -58,7 +69,7 @@ class Depart:
 
 
 @dataclass(frozen=True)
-class Finish:
+class End:
     """The run is over: end with ``exit_code``."""
 
     exit_code: int
@@ -104,19 +115,19 @@ class Broken:
 
     generation: int
     step: int
-    text: str
-    kind: str = ErrorKind.PEER.value
+    text: LongText
+    kind: ErrorKind = ErrorKind.PEER
 
 
 @dataclass(frozen=True)
-class Saved:
-    """Answer to ``depart``: whether what was to be saved is."""
+class Left:
+    """Answer to ``leave``: whether what was to be saved is."""
 
     is_saved: bool
 
 
 @dataclass(frozen=True)
-class Ended:
+class Result:
     """The run has reached an end that is written down; from rank 0."""
 
     generation: int
@@ -133,12 +144,12 @@ class Failed:
     step: int
     exit_code: int
     error: str
-    text: str
+    text: LongText
     is_final: bool
     is_agreed: bool
     """All ranks raised it together, so that one of them speaks for all."""
-    kind: str = ErrorKind.INTERNAL.value
-    """An ErrorKind: what may cure it."""
+    kind: ErrorKind = ErrorKind.INTERNAL
+    """What may cure it."""
 
 
 @dataclass(frozen=True)
@@ -150,40 +161,13 @@ class Observed:
 
 
 Record = (
-    Change
-    | Begin
-    | Depart
-    | Finish
-    | Ping
-    | Pong
-    | Warm
-    | Ready
-    | Up
-    | Broken
-    | Saved
-    | Ended
-    | Failed
-    | Observed
+    Plan | Go | Leave | End | Ping | Pong | Warm | Ready | Up | Broken | Left | Result | Failed | Observed
 )
-_KINDS: Mapping[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        Change,
-        Begin,
-        Depart,
-        Finish,
-        Ping,
-        Pong,
-        Warm,
-        Ready,
-        Up,
-        Broken,
-        Saved,
-        Ended,
-        Failed,
-        Observed,
-    )
-}
+RECORDS: tuple[type[Record], ...] = (
+    Plan, Go, Leave, End, Ping,
+    Pong, Warm, Ready, Up, Broken, Left, Result, Failed, Observed,
+)  # fmt: skip
+_CODEC: Codec[Record] = Codec(RECORDS, max_bytes=_LONGEST)
 
 
 class Channel:
@@ -193,8 +177,11 @@ class Channel:
         self.socket = end
 
     def send(self, record: Record, *, wait: bool = True) -> bool:
-        """Whether the other end took it. Without ``wait`` an end that does not read loses the record."""
-        data = json.dumps([type(record).__name__, asdict(record)]).encode()
+        """Whether the other end took it. Without ``wait`` an end that does not read loses the record.
+
+        Raises ProtocolError for a record that its types do not allow: an error of this program.
+        """
+        data = _CODEC.encode(record)
         try:
             self.socket.send(data, 0 if wait else socket.MSG_DONTWAIT)
         except OSError:
@@ -202,8 +189,9 @@ class Channel:
         return True
 
     def observe(self, kind: str, record: dict[str, Any]) -> None:
-        """Pass a record on for the node's metrics; none is worth waiting for."""
-        self.send(Observed(kind, record), wait=False)
+        """Pass a record on for the node's metrics; none is worth waiting for, or an error."""
+        with contextlib.suppress(ProtocolError):
+            self.send(Observed(kind, _without_odd_numbers(record)), wait=False)
 
     def receive(self, timeout_seconds: float | None = None) -> Record | None:
         """The next record, or None after ``timeout_seconds``. Raises EOFError when the other end is gone."""
@@ -217,11 +205,37 @@ class Channel:
             data = b""
         if not data:
             raise EOFError("the other end of the channel is gone")
-        name, fields = json.loads(data)
-        return _KINDS[name](**fields)  # type: ignore[no-any-return]
+        record = _CODEC.decode(data)
+        return (
+            Observed(record.kind, _with_odd_numbers(record.record))
+            if isinstance(record, Observed)
+            else record
+        )
 
     def close(self) -> None:
         self.socket.close()
+
+
+_ODD = "$number"
+"""Key of an object that stands for a number JSON does not know: a loss may be one."""
+
+
+def _without_odd_numbers(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_ODD: str(value)}
+    if isinstance(value, dict):
+        return {key: _without_odd_numbers(one) for key, one in value.items()}
+    return [_without_odd_numbers(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _with_odd_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return (
+            float(value[_ODD])
+            if value.keys() == {_ODD}
+            else {key: _with_odd_numbers(one) for key, one in value.items()}
+        )
+    return [_with_odd_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def channel_pair() -> tuple[Channel, Channel]:

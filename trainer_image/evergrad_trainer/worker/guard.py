@@ -14,7 +14,7 @@ import threading
 import time
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.worker.channel import Begin, Change, Channel, Depart, Finish, Ping, Pong, Ready
+from evergrad_trainer.worker.channel import Channel, End, Go, Leave, Ping, Plan, Pong, Ready
 from evergrad_trainer.worker.sockets import connected_sockets, cut_sockets
 from evergrad_trainer.world import Interrupt
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 _CUT_SECONDS = 0.02
 """Between two cuts while the main thread is still inside: it may open connections after the first."""
 
-Order = Begin | Depart | Finish
+Order = Go | Leave | End
 
 
 class Guard:
@@ -31,7 +31,7 @@ class Guard:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._changed = threading.Condition()
-        self._newest = Change(generation=-1, hard=False)
+        self._newest = Plan(generation=-1, hard=False)
         self._patient_until = float("inf")
         self._order: Order | None = None
         self._inside: int | None = None
@@ -56,7 +56,7 @@ class Guard:
 
     def is_changing_from(self, generation: int) -> bool:
         """Whether a newer generation than that is planned, or the run is over."""
-        return self._newest.generation > generation or isinstance(self._order, Finish | Depart)
+        return self._newest.generation > generation or isinstance(self._order, End | Leave)
 
     def await_order(self, *, step: int) -> Order:
         """Out of every group, holding the state after ``step``: say so for each change, until told what to do."""
@@ -64,7 +64,7 @@ class Guard:
         with self._changed:
             while True:
                 order = self._order
-                if isinstance(order, Finish) or (
+                if isinstance(order, End) or (
                     order is not None and order.generation >= self._newest.generation
                 ):
                     self._order = None
@@ -104,11 +104,11 @@ class Guard:
                 with self._changed:
                     if isinstance(record, Ping):
                         self._channel.send(Pong())
-                    elif isinstance(record, Change):
+                    elif isinstance(record, Plan):
                         self._note(record)
-                    elif isinstance(record, Begin | Depart | Finish):
+                    elif isinstance(record, Go | Leave | End):
                         self._order = record
-                        if isinstance(record, Finish) and self._interrupt is not None:
+                        if isinstance(record, End) and self._interrupt is not None:
                             self._interrupt.set()
                     self._changed.notify_all()
                     if self._is_cutting():
@@ -121,7 +121,7 @@ class Guard:
             _log.exception("the guard thread has failed; the worker ends")
             os._exit(int(ExitCode.INTERNAL))
 
-    def _note(self, change: Change) -> None:
+    def _note(self, change: Plan) -> None:
         if change.generation > self._newest.generation or (
             change.generation == self._newest.generation and change.hard
         ):

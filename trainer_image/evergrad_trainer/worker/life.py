@@ -43,7 +43,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from evergrad_trainer.worker.channel import Failed, Saved
+from evergrad_trainer.worker.channel import Failed, Left
 
 
 class Phase(StrEnum):
@@ -111,8 +111,8 @@ class Life:
 
 
 @dataclass(frozen=True)
-class End:
+class LifeEnd:
     """How a worker's life ended: the exit code of its process, and its last words to the supervisor if it has any."""
 
     exit_code: int
-    last_words: Saved | Failed | None = None
+    last_words: Left | Failed | None = None

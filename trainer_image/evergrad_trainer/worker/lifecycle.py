@@ -11,9 +11,9 @@ from evergrad_trainer.records import EventType, StopReason
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.loop import Run, standing_step, train
 from evergrad_trainer.worker.announcing import announce
-from evergrad_trainer.worker.channel import Begin, Depart, Finish, Saved
+from evergrad_trainer.worker.channel import End, Go, Leave, Left
 from evergrad_trainer.worker.ending import close_run, save_all
-from evergrad_trainer.worker.life import End, Held, Life, Phase
+from evergrad_trainer.worker.life import Held, Life, LifeEnd, Phase
 from evergrad_trainer.worker.session import Session
 from evergrad_trainer.worker.settling import settle
 from evergrad_trainer.worker.worlds import Worlds
@@ -51,23 +51,23 @@ class Lifecycle:
         """Newest finished step whose state this process holds whole; -1 for none."""
         return self._session.progress.finished_steps if self.life.held == Held.WHOLE else -1
 
-    def live(self) -> End:
+    def live(self) -> LifeEnd:
         """Take part in one world after the other, until an order ends it."""
         while True:
             match self._worlds.await_order(step=self.held_step):
-                case Begin() as begin:
+                case Go() as begin:
                     self._take_part(begin)
-                case Depart() as order:
+                case Leave() as order:
                     self.life.enter(Phase.DEPARTING)
                     end = self._depart(order)
                     self.life.enter(Phase.ENDED)
                     return end
-                case Finish() as order:
+                case End() as order:
                     self.life.enter(Phase.ENDED)
                     self._resign()
-                    return End(order.exit_code)
+                    return LifeEnd(order.exit_code)
 
-    def _take_part(self, begin: Begin) -> None:
+    def _take_part(self, begin: Go) -> None:
         """Meet, settle, train, leave. A lost peer, or replicas that differ, end this world and nothing else.
 
         Other errors are raised; those two as well where no other world follows.
@@ -88,7 +88,7 @@ class Lifecycle:
             broken_by = error.with_traceback(None)
         self._leave(world, broken_by)
 
-    def _train_in(self, world: World, begin: Begin) -> None:
+    def _train_in(self, world: World, begin: Go) -> None:
         session = self._session
         session.membership.move_to(world)
         if self._worlds.are_replaced:
@@ -144,11 +144,11 @@ class Lifecycle:
             self.generation, step=self.held_step, error=broken_by, is_expected=self._has_ended_run
         )
 
-    def _depart(self, order: Depart) -> End:
+    def _depart(self, order: Leave) -> LifeEnd:
         """Leave the run alone; save first where nobody else holds the state."""
         if not (order.save and self.life.held == Held.WHOLE):
             self._resign()
-            return End(int(ExitCode.STOPPED_SAVED), Saved(True))
+            return LifeEnd(int(ExitCode.STOPPED_SAVED), Left(True))
         session, run = self._session, self._run
         if order.is_planned:
             self.generation = max(self.generation + 1, order.generation)
@@ -166,7 +166,7 @@ class Lifecycle:
         except EvergradError as error:
             print(f"error: {error}", file=sys.stderr, flush=True)
         code = close_run(session, self._writer, "signal", is_saved=is_saved, is_alone=True)
-        return End(int(code), Saved(is_saved))
+        return LifeEnd(int(code), Left(is_saved))
 
     def _note_divergence(self, error: DivergedError) -> None:
         """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest checkpoint."""

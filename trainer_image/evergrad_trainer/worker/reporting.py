@@ -11,7 +11,7 @@ from evergrad_trainer.distributed import read_launch
 from evergrad_trainer.errors import is_agreed
 from evergrad_trainer.host_trouble import describe_host_trouble
 from evergrad_trainer.records import EventType
-from evergrad_trainer.worker.channel import MAX_TEXT, Failed
+from evergrad_trainer.worker.channel import Failed, fit_text
 from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer
 from evergrad_trainer.worker.session import Session
 
@@ -60,10 +60,10 @@ def build_last_words(
         step=session.progress.finished_steps if session is not None else -1,
         exit_code=int(code),
         error=type(error).__name__,
-        text=f"{error}\n{notes}".strip()[:MAX_TEXT],
+        text=fit_text(f"{error}\n{notes}".strip()),
         is_final=isinstance(error, InputError),
         is_agreed=is_agreed,
-        kind=kind.value,
+        kind=kind,
     )
 
 

@@ -23,7 +23,7 @@ from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.transports import choose_transport
 from evergrad_trainer.worker.channel import Channel, Failed, Warm
 from evergrad_trainer.worker.guard import Guard
-from evergrad_trainer.worker.life import End, Held, Life, Phase
+from evergrad_trainer.worker.life import Held, Life, LifeEnd, Phase
 from evergrad_trainer.worker.lifecycle import Lifecycle
 from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_plan
 from evergrad_trainer.worker.pulse import Pulse
@@ -194,9 +194,9 @@ def _build_alone(session: Session, channel: Channel, guard: Guard, pulse: Pulse)
     )
 
 
-def report_end(session: Session | None, error: Exception, *, generation: int) -> End:
+def report_end(session: Session | None, error: Exception, *, generation: int) -> LifeEnd:
     """Report an error to whoever reads; the supervisor, which hears it, decides what becomes of the run."""
     rank = session.world.rank if session is not None else 0
     code = report_failure(session, error, rank=rank)
     words = build_last_words(session, error, code, generation=generation, is_agreed=is_agreed(error))
-    return End(int(code), words)
+    return LifeEnd(int(code), words)

@@ -8,7 +8,7 @@ from evergrad_trainer.distributed import Place, abandon_world, form_world, leave
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.transports import Transport, choose_transport
-from evergrad_trainer.worker.channel import MAX_TEXT, Begin, Broken, Channel, Ended, Finish, Up
+from evergrad_trainer.worker.channel import Broken, Channel, End, Go, Result, Up, fit_text
 from evergrad_trainer.worker.guard import Guard, Order
 from evergrad_trainer.world import Interrupt, World
 
@@ -22,7 +22,7 @@ class Worlds(Protocol):
     def await_order(self, *, step: int) -> Order:
         """Wait, out of every group and holding the state after ``step`` (-1: none), for what to do next."""
 
-    def meet(self, begin: Begin, alone: World) -> World:
+    def meet(self, begin: Go, alone: World) -> World:
         """Form the group of ``begin`` and claim the run directory for it. Raises PeerLostError."""
 
     def trains(self, world: World, step: int) -> None:
@@ -59,12 +59,12 @@ class SupervisedWorlds:
     def await_order(self, *, step: int) -> Order:
         return self._guard.await_order(step=step)
 
-    def meet(self, begin: Begin, alone: World) -> World:
+    def meet(self, begin: Go, alone: World) -> World:
         self._transport = transport = choose_transport(alone.device)
         interrupt = Interrupt(transport.give_up)
         self._guard.enter(begin.generation, interrupt)
         world = form_world(
-            Place(begin.generation, begin.rank, begin.size, begin.address, begin.port),
+            Place(begin.generation, begin.rank, begin.world_size, begin.address, begin.port),
             device=alone.device,
             transport=transport,
             interrupt=interrupt,
@@ -81,7 +81,7 @@ class SupervisedWorlds:
     def agreed_end(self, world: World, *, step: int, exit_code: int, reason: str) -> None:
         # Only rank 0's word counts; the others wait to be told.
         if world.is_main:
-            self._channel.send(Ended(world.generation, step, exit_code, reason))
+            self._channel.send(Result(world.generation, step, exit_code, reason))
 
     def cut(self) -> None:
         self._guard.cut()
@@ -96,7 +96,7 @@ class SupervisedWorlds:
         if error is None and (is_expected or self._guard.is_changing_from(generation)):
             return
         error = error or PeerLostError("a peer left the group")
-        self._channel.send(Broken(generation, step, str(error)[:MAX_TEXT], error.kind.value))
+        self._channel.send(Broken(generation, step, fit_text(str(error)), error.kind))
 
 
 class OnlyWorld:
@@ -111,16 +111,14 @@ class OnlyWorld:
 
     def await_order(self, *, step: int) -> Order:
         if self._exit_code is not None:
-            return Finish(self._exit_code)
+            return End(self._exit_code)
         if self._has_begun:
             raise RuntimeError("the only world of this process has ended without an end of the run")
         self._has_begun = True
         world = self._world
-        return Begin(
-            world.generation, world.rank, world.size, address="", port=0, setup_seconds=0.0, cause=""
-        )
+        return Go(world.generation, world.rank, world.size, address="", port=0, setup_seconds=0.0, cause="")
 
-    def meet(self, begin: Begin, alone: World) -> World:
+    def meet(self, begin: Go, alone: World) -> World:
         return self._world
 
     def trains(self, world: World, step: int) -> None:

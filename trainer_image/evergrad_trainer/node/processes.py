@@ -1,0 +1,72 @@
+"""The processes of a node's workers as its event loop sees them: what they say, what they print, and their ends."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from evergrad_coordinator.contract import ExitCode
+from evergrad_trainer.node.crew import Crew
+from evergrad_trainer.node.output import WorkerOutput
+from evergrad_trainer.node.settings import NodeSettings
+from evergrad_trainer.node.tasks import TaskWatch
+from evergrad_trainer.node.workers import Worker, end_orphans
+
+
+class WorkerProcesses:
+    """Watches workers from their start until they are reaped. The crew gets each record, then the exit code."""
+
+    def __init__(self, settings: NodeSettings, tasks: TaskWatch, *, crew: Callable[[], Crew]) -> None:
+        self._settings = settings
+        self._tasks = tasks
+        self._crew = crew
+        self._outputs: dict[int, WorkerOutput] = {}
+        self._pids: set[int] = set()
+
+    def watch(self, worker: Worker) -> None:
+        """Listen to a worker that was just started."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(worker.channel.socket, self._tasks.call, self._read, worker)
+        loop.add_reader(worker.process.sentinel, self._tasks.call, self._reap, worker)
+        if worker.output is not None:
+            name = f"node-{self._settings.node}-worker-{worker.local_rank}.out"
+            output = self._outputs[worker.serial] = WorkerOutput(
+                worker.output,
+                path=self._settings.run_directory / "logs" / name,
+                node=self._settings.node,
+                rank=lambda: worker.rank,
+                is_forwarded=self._settings.forwards_output,
+            )
+            worker.last_lines = lambda: "\n".join(output.last_lines)
+        self._pids.add(worker.pid)
+
+    def end_orphans(self) -> None:
+        """End what workers had started and have left behind."""
+        end_orphans(known=self._pids)
+
+    def _read(self, worker: Worker) -> None:
+        try:
+            while (record := worker.channel.receive(0)) is not None:
+                self._crew().hear(worker, record)
+        except EOFError:
+            asyncio.get_running_loop().remove_reader(worker.channel.socket)
+
+    def _reap(self, worker: Worker) -> None:
+        loop = asyncio.get_running_loop()
+        worker.process.join()
+        self._pids.discard(worker.pid)
+        worker.end_descendants()
+        loop.remove_reader(worker.process.sentinel)
+        with contextlib.suppress(EOFError):
+            # Its last words may still be in the channel.
+            while (record := worker.channel.receive(0)) is not None:
+                self._crew().hear(worker, record)
+        loop.remove_reader(worker.channel.socket)
+        worker.channel.close()
+        output = self._outputs.pop(worker.serial, None)
+        if output is not None:
+            output.drain()
+            output.close()
+        code = worker.process.exitcode
+        self._crew().end(worker, int(ExitCode.INTERNAL) if code is None else code)
+        worker.process.close()
+        worker.last_lines = None

@@ -1,0 +1,51 @@
+"""What a node's workers report to their supervisor, as values: messages of the protocol where it has the word.
+
+One way only: a supervisor calls its workers' keeper, and the keeper gives it one of these. So neither needs to know the other's
+methods, and a test reads a list.
+"""
+
+from dataclasses import dataclass
+
+from evergrad_coordinator.contract import ErrorKind
+from evergrad_coordinator.protocol import Broken, Capacity, Done, Result, Up
+from evergrad_trainer.worker import channel as say
+
+
+@dataclass(frozen=True)
+class WorkersReady:
+    """All warm workers are out of every group older than ``generation``; ``step``: the newest that one of them holds."""
+
+    generation: int
+    workers: int
+    step: int
+
+
+@dataclass(frozen=True)
+class WorkersLeft:
+    """All workers have left the run as they were told; ``is_saved``: what was to be saved is."""
+
+    is_saved: bool
+
+
+@dataclass(frozen=True)
+class NoWorkers:
+    """This node cannot have workers, or no longer; ``kind`` says whether another host could."""
+
+    message: str
+    kind: ErrorKind
+
+
+Report = (
+    Capacity
+    | WorkersReady
+    | Up
+    | Broken
+    | say.Result
+    | say.Observed
+    | Done
+    | Result
+    | WorkersLeft
+    | NoWorkers
+)
+"""``say.Result``: rank 0's word that the run's end is written down. ``Result``: all fresh workers have ended because the run
+asked for it. ``Done``: they have ended well."""

@@ -1,0 +1,82 @@
+"""Starts a node's lasting workers, and starts others in the place of those that ended: after a pause, and not for ever."""
+
+import time
+from collections.abc import Callable
+
+from evergrad_coordinator.contract import ErrorKind
+from evergrad_trainer.node.ends import HostTrouble, WorkerEnd
+from evergrad_trainer.node.reports import NoWorkers
+from evergrad_trainer.node.workers import Worker
+
+RESTART_SECONDS = 1.0
+"""Before a lost worker is started again: building a model beside them would slow down those that are about to go on."""
+_LONGEST_PAUSE = 10.0
+_FAILED_STARTS = 3
+"""Workers that ended before they were warm, in a row, after which the node gives up."""
+
+
+class WorkerStarts:
+    """The workers that run, by local rank, and those that are to be started at a time of the monotonic clock."""
+
+    def __init__(self, start: Callable[[int, int], Worker], *, num_workers: int) -> None:
+        """``start(local_rank, serial)`` starts a process."""
+        self._start_process = start
+        self._num_workers = num_workers
+        self.workers: dict[int, Worker] = {}
+        self.are_over = False
+        """From here on nobody is started."""
+        self.has_started = False
+        """Whether each worker has been warm, or one has ended: from here on the node counts those that are."""
+        self._serial = 0
+        self._failed_starts = 0
+        self._trouble = HostTrouble()
+        self._due: list[tuple[float, int]] = []
+
+    @property
+    def warm(self) -> list[Worker]:
+        """Workers that could take part in a group, by local rank."""
+        return sorted((one for one in self.workers.values() if one.is_warm), key=lambda one: one.local_rank)
+
+    def start_all(self) -> None:
+        for local_rank in range(self._num_workers):
+            self._start(local_rank)
+
+    def start_due(self, now: float) -> None:
+        """Start the workers whose time has come."""
+        due, self._due = (
+            [one for one in self._due if one[0] <= now],
+            [one for one in self._due if one[0] > now],
+        )
+        for _, local_rank in due:
+            self._start(local_rank)
+
+    def note_warm(self) -> None:
+        """One more worker is warm."""
+        self._failed_starts = 0
+        self.has_started |= all(one.is_warm for one in self.workers.values())
+
+    def remove(self, worker: Worker) -> None:
+        """Its process has ended."""
+        if self.workers.get(worker.local_rank) is worker:
+            del self.workers[worker.local_rank]
+
+    def replace(self, worker: Worker, end: WorkerEnd, *, was_warm: bool) -> NoWorkers | None:
+        """Start another one in its place after a pause; why not, where this host has failed too often."""
+        if not was_warm:
+            self._failed_starts += 1
+            if self._failed_starts >= _FAILED_STARTS:
+                count = f"{self._failed_starts} workers in a row ended before they could train"
+                return NoWorkers(f"{count}; the last one: {end.text}", end.kind)
+            pause: float | None = min(_LONGEST_PAUSE, 0.2 * 2.0**self._failed_starts)
+        else:
+            is_of_host = end.kind is ErrorKind.ENVIRONMENT
+            pause = self._trouble.note(end.step) if is_of_host else RESTART_SECONDS
+        if pause is None:
+            return NoWorkers(f"workers failed again and again; the last one: {end.text}", end.kind)
+        self._due.append((time.monotonic() + pause, worker.local_rank))
+        return None
+
+    def _start(self, local_rank: int) -> None:
+        if not self.are_over:
+            self._serial += 1
+            self.workers[local_rank] = self._start_process(local_rank, self._serial)
