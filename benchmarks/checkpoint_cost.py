@@ -1,7 +1,9 @@
-"""Training time lost to an asynchronous checkpoint of a 50M-parameter run, as a share of the 60 s until the next one.
+"""Training time lost to an asynchronous checkpoint of a 50M-parameter run, as a share of the 60 s until the
+next one.
 
-Windows of some steps take turns: one begins with a save, one does not. A window lasts longer than the background write, so the
-difference of the two is everything a save costs: the blocking copy and the slower steps while it is written.
+Windows of some steps take turns: one begins with a save, one does not. A window lasts longer than the
+background write, so the difference of the two is everything a save costs: the blocking copy and the slower
+steps while it is written.
 """
 
 import argparse

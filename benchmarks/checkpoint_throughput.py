@@ -1,7 +1,8 @@
-"""How long a checkpoint of a 50M-parameter training state (600 MB) stops training, and how fast it becomes durable.
+"""How long a checkpoint of a 50M-parameter training state (600 MB) stops training, and how fast it becomes
+durable.
 
-Against torch.save + fsync and DCP's own FileSystemWriter, both of which stop training for the whole save. All three take turns in
-one process. What the background work costs the steps beside it: ``checkpoint_cost.py``.
+Against torch.save + fsync and DCP's own FileSystemWriter, both of which stop training for the whole save. All
+three take turns in one process. What the background work costs the steps beside it: ``checkpoint_cost.py``.
 """
 
 import argparse

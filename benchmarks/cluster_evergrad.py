@@ -12,7 +12,10 @@ from bed.places import CONTROL_ADDRESS, REPOSITORY
 from cluster_plane import NAMESPACE, NODE_LABEL, TAINT, Plane, collection
 
 RUNS_PER_CLAIM = 25
-"""A team's volume. Every run adds an annotation to its claim, so one claim for a thousand runs would measure something else."""
+"""A team's volume.
+
+Every run adds an annotation to its claim, so one claim for a thousand runs would measure something else.
+"""
 _PORT = 8080
 
 
@@ -29,7 +32,8 @@ class Evergrad:
 
     @staticmethod
     def build() -> None:
-        """Compile the virtual environment's modules, as the image has them: else a start compiles them each time."""
+        """Compile the virtual environment's modules, as the image has them: else a start compiles them each
+        time."""
         subprocess.run([sys.executable, "-m", "compileall", "-q", sysconfig.get_path("purelib")], check=False)
 
     def prepare(self, *, runs: int) -> None:
@@ -89,7 +93,8 @@ class Evergrad:
 
     @staticmethod
     def run_of(labels: dict[str, str]) -> str | None:
-        """The run that a pod with these labels trains for; None for any other pod, coordinators' among them."""
+        """The run that a pod with these labels trains for; None for any other pod, coordinators'
+        among them."""
         return labels.get("evergrad.dev/run") if labels.get("evergrad.dev/role") == "node" else None
 
     @staticmethod
@@ -105,7 +110,8 @@ class Evergrad:
         )
 
     def count_events(self) -> float:
-        """Events that the operator has posted, by its own count: the API server does not say whose they are."""
+        """Events that the operator has posted, by its own count: the API server does not say
+        whose they are."""
         with urllib.request.urlopen(f"http://{CONTROL_ADDRESS}:{_PORT}/metrics", timeout=10) as answer:
             lines = answer.read().decode().splitlines()
         return sum(

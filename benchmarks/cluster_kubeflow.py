@@ -1,4 +1,5 @@
-"""Kubeflow Trainer and JobSet as one side of the comparison: pinned Go modules, their manifests, webhooks on, two managers."""
+"""Kubeflow Trainer and JobSet as one side of the comparison: pinned Go modules, their manifests, webhooks on,
+two managers."""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ _KINDS = {
 
 
 class Kubeflow:
-    """TrainJobs of four nodes, by both managers as they are shipped, but for leader election, which is off."""
+    """TrainJobs of four nodes, by both managers as they are shipped, but for leader election,
+    which is off."""
 
     name = "kubeflow"
     processes = ("trainer", "jobset")
@@ -46,7 +48,8 @@ class Kubeflow:
             binary(name)
 
     def prepare(self, *, runs: int) -> None:
-        """CRDs, the certificate, both managers and their webhooks, and the shipped torch runtime for kwok's nodes."""
+        """CRDs, the certificate, both managers and their webhooks, and the shipped torch runtime for kwok's
+        nodes."""
         self._folder.mkdir(parents=True, exist_ok=True)
         crds = list(_read("trainer", "manifests/base/crds")) + list(
             _read("jobset", "config/components/crd/bases")
@@ -101,10 +104,11 @@ class Kubeflow:
         )
 
     def count_events(self) -> float:
-        """Neither manager posts events for runs that start; the Job controller's are counted with the rest of kcm."""
+        """Neither manager posts events for runs that start; the Job controller's are counted with the rest of
+        kcm."""
         return 0.0
 
-    # ---- installation -------------------------------------------------------------------------------------------------
+    # ---- installation --------------------------------------------------------------------------------------
 
     def _put(self, document: dict[str, Any]) -> None:
         self._plane.api.create(_KINDS[document["kind"]], document)
@@ -129,7 +133,8 @@ class Kubeflow:
         self._certificates = folder
 
     def _configure(self) -> None:
-        """The shipped configurations with what the bed does otherwise: certificates, addresses, no leader election."""
+        """The shipped configurations with what the bed does otherwise: certificates, addresses, no leader
+        election."""
         (trainer,) = _read("trainer", "manifests/base/manager/controller_manager_config.yaml")
         trainer["certManagement"] = {"enable": False}
         trainer["leaderElection"]["leaderElect"] = False
@@ -143,7 +148,8 @@ class Kubeflow:
             (self._folder / f"{name}.yaml").write_text(json.dumps(content))
 
     def _webhooks(self) -> Iterator[dict[str, Any]]:
-        """All webhooks as shipped, by URL; those for pods hear of a JobSet's pods only, as JobSet's own patch says."""
+        """All webhooks as shipped, by URL; those for pods hear of a JobSet's pods only, as JobSet's own patch
+        says."""
         authority = self._plane.authority
         for name, place in (
             ("trainer", "manifests/base/webhook/manifests.yaml"),

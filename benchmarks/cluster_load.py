@@ -24,7 +24,8 @@ class LoadError(Exception):
 
 @dataclass
 class Seen:
-    """When each pod of each run was seen first, and first Running: seconds of the machine's monotonic clock."""
+    """When each pod of each run was seen first, and first Running: seconds of the machine's
+    monotonic clock."""
 
     created: dict[str, dict[str, float]] = field(default_factory=dict)
     running: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -54,7 +55,8 @@ class Seen:
 
 
 class Watcher:
-    """Watches the pods of a namespace in a process of its own, from before ``start`` returns until ``finish``."""
+    """Watches the pods of a namespace in a process of its own, from before ``start`` returns until
+    ``finish``."""
 
     def __init__(self, kubeconfig: Path, path: str, run_of: RunOf) -> None:
         context = multiprocessing.get_context("spawn")
@@ -69,7 +71,10 @@ class Watcher:
             raise LoadError("The watch of the pods did not begin.")
 
     def wait(self, runs: int, *, seconds: float) -> None:
-        """Until so many runs have all their pods Running. Raises LoadError after ``seconds``, or when the watch broke."""
+        """Until so many runs have all their pods Running.
+
+        Raises LoadError after ``seconds``, or when the watch broke.
+        """
         deadline = time.monotonic() + seconds
         while self._ready.value < runs:
             if not self._process.is_alive():
@@ -126,7 +131,8 @@ def _watch(kubeconfig: Path, path: str, run_of: RunOf, ready: Any, parent: Conne
 
 
 class _Api(Api):
-    """The bed's client with what a load needs: one connection for many requests, and a watch that ends when it breaks."""
+    """The bed's client with what a load needs: one connection for many requests, and a watch that ends when
+    it breaks."""
 
     def events(self, path: str, version: str) -> Any:
         """Lines of a watch, which has begun when this returns."""
@@ -162,7 +168,10 @@ class Posted:
 
 
 def post(kubeconfig: Path, path: str, bodies: Sequence[dict[str, Any]], *, rate: float) -> Posted:
-    """Send all at ``rate`` a second from 16 threads, each on a connection of its own. Raises LoadError for a refused one."""
+    """Send all at ``rate`` a second from 16 threads, each on a connection of its own.
+
+    Raises LoadError for a refused one.
+    """
     api = _Api(kubeconfig)
     encoded = [(body["metadata"]["name"], json.dumps(body).encode()) for body in bodies]
     posted, errors, lock = Posted(), list[Exception](), threading.Lock()

@@ -1,4 +1,7 @@
-"""What the API server counted, by who asked for it. Reads its own metrics: no audit log slows anything down."""
+"""What the API server counted, by who asked for it.
+
+Reads its own metrics: no audit log slows anything down.
+"""
 
 import re
 from collections import Counter
@@ -20,7 +23,10 @@ def read_writes(api: Api) -> Requests:
 
 
 def parse_writes(text: str) -> Requests:
-    """Writes in Prometheus text. Left out is what goes on without runs: leases, nodes, tokens and reviews of rights."""
+    """Writes in Prometheus text.
+
+    Left out is what goes on without runs: leases, nodes, tokens and reviews of rights.
+    """
     found: Requests = Counter()
     for labels_text, value in _LINE.findall(text):
         labels = dict(_LABEL.findall(labels_text))

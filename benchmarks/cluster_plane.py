@@ -1,4 +1,5 @@
-"""A fresh control plane of the bed with made-up nodes, and what one asks of it: daemons, their CPU and memory, readiness."""
+"""A fresh control plane of the bed with made-up nodes, and what one asks of it: daemons, their CPU and
+memory, readiness."""
 
 import base64
 import os
@@ -57,7 +58,7 @@ class Plane:
         """The certificate of the bed's authority, in base64."""
         return base64.b64encode((self.keys / "ca.crt").read_bytes()).decode()
 
-    # ---- daemons ------------------------------------------------------------------------------------------------------
+    # ---- daemons -------------------------------------------------------------------------------------------
 
     def spawn(self, name: str, command: Sequence[object], environment: dict[str, str]) -> None:
         """Start a daemon in the control plane's box: all operators run under the same conditions."""
@@ -75,7 +76,10 @@ class Plane:
         return read_usage(Path(f"/proc/{pid}"))
 
     def wait_ready(self, port: int, *, seconds: float = 60) -> float:
-        """Until /readyz at this port of the control plane's address answers 200; the seconds it took. Raises BedError."""
+        """Until /readyz at this port of the control plane's address answers 200; the seconds it took.
+
+        Raises BedError.
+        """
 
         def is_ready() -> bool:
             try:
@@ -88,7 +92,7 @@ class Plane:
 
         return wait_until(f"/readyz at port {port}", is_ready, seconds=seconds)
 
-    # ---- objects ------------------------------------------------------------------------------------------------------
+    # ---- objects -------------------------------------------------------------------------------------------
 
     def wait_for_crds(self, names: Sequence[str]) -> None:
         """Until the API server serves each of these CRDs. Raises BedError after 30 s."""
@@ -125,7 +129,8 @@ class Plane:
         wait_until(f"{NUM_NODES} nodes Ready", are_ready, seconds=120, pause=0.5)
 
     def wait_until_quiet(self, names: Sequence[str], *, level: float = 0.3, seconds: float = 60) -> None:
-        """Until these daemons together use less than `level` cores for two seconds, or `seconds` have passed."""
+        """Until these daemons together use less than `level` cores for two seconds, or `seconds`
+        have passed."""
         deadline, calm = time.monotonic() + seconds, 0
         before = sum(self.usage(name).cpu for name in names)
         while calm < 2 and time.monotonic() < deadline:

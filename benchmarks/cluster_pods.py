@@ -1,4 +1,5 @@
-"""``make bench-cluster-pods``: a killed pod on the two-node Kubernetes of tests/bed, beside an Indexed Job with stock torchrun.
+"""``make bench-cluster-pods``: a killed pod on the two-node Kubernetes of tests/bed, beside an Indexed Job
+with stock torchrun.
 
 Real kubelets, containers and the trainer image. How to read the rows: see README.md beside this file.
 """
@@ -56,7 +57,7 @@ class Bench:
                 wait_for(lambda: not runs.list("pods"), "the end of its pods")
 
 
-# ---- parts --------------------------------------------------------------------------------------------------------------
+# ---- parts -------------------------------------------------------------------------------------------------
 
 
 def measure_quickstart(bench: Bench, events: int) -> list[Sample]:
@@ -121,7 +122,8 @@ def _script_rows(run: Run) -> list[dict[str, Any]]:
 
 
 def _kill_in_turns(run: Run, rows: Callable[[], list[dict[str, Any]]], events: int) -> list[Sample]:
-    """One run; node 1 is killed, again and again, each time when all nodes have trained together for some steps."""
+    """One run; node 1 is killed, again and again, each time when all nodes have trained together for some
+    steps."""
     samples = []
     for _ in range(events):
         wait_until_whole(rows)
@@ -131,7 +133,8 @@ def _kill_in_turns(run: Run, rows: Callable[[], list[dict[str, Any]]], events: i
 
 
 def measure_stock(bench: Bench, events: int, *, settings: stock.Settings) -> list[Sample]:
-    """A Job for each event, so that no back-off has grown; node 1 is killed, never node 0, which holds the rendezvous."""
+    """A Job for each event, so that no back-off has grown; node 1 is killed, never node 0, which holds the
+    rendezvous."""
     samples = []
     for _ in range(events):
         with bench.namespace() as runs:
@@ -162,7 +165,8 @@ def _find_kill(namespace: str, pod: str) -> Callable[[], None]:
 
 
 def measure_kill(rows: Callable[[], list[dict[str, Any]]], kill: Callable[[], None]) -> Sample:
-    """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement took part in."""
+    """Seconds from SIGKILL to the end of the next step, and of the next one that a replacement
+    took part in."""
     killed = time.time()
     kill()
     before = sorted((row for row in rows() if row["time"] <= killed), key=lambda row: float(row["time"]))
@@ -205,7 +209,7 @@ PARTS: dict[str, Callable[[Bench, int], list[Sample]]] = {
     "stock_default": lambda bench, events: measure_stock(bench, events, settings=stock.DEFAULT),
 }
 
-# ---- rows ---------------------------------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------------------
 
 _WHAT = {
     "recipe": "TrainingRun, recipe",
@@ -259,15 +263,17 @@ def _median(samples: Sequence[Sample], key: str) -> float:
     return statistics.median(one[key] for one in samples)
 
 
-# ---- the command --------------------------------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------------------
 
 
 def measure(
     *, only: Collection[str] = (), events: int = EVENTS, samples_file: Path = SAMPLES_FILE
 ) -> list[Row]:
-    """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in it.
+    """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in
+    it.
 
-    The bed is brought up, and taken down if it was not up before. Raises BedError, AssertionError where something never came.
+    The bed is brought up, and taken down if it was not up before. Raises BedError, AssertionError where
+    something never came.
     """
     known: dict[str, Any] = (
         json.loads(samples_file.read_text(encoding="utf-8")) if samples_file.exists() else {}

@@ -1,7 +1,8 @@
-"""``make bench-cluster``: Evergrad's operator beside Kubeflow Trainer with JobSet, on a control plane with made-up nodes.
+"""``make bench-cluster``: Evergrad's operator beside Kubeflow Trainer with JobSet, on a control plane with
+made-up nodes.
 
-Each load has a fresh control plane on each side, and leaves its samples in a file, so that parts may be taken one by one.
-How to read the rows: see README.md beside this file.
+Each load has a fresh control plane on each side, and leaves its samples in a file, so that parts may be taken
+one by one. How to read the rows: see README.md beside this file.
 """
 
 import argparse
@@ -169,7 +170,8 @@ def _total(plane: Plane, side: Side) -> float:
 
 
 def find_steady(times: Sequence[float], totals: Sequence[float]) -> float:
-    """The time after which CPU seconds grow by less than ``QUIET_CORES`` a second; infinite if they never do."""
+    """The time after which CPU seconds grow by less than ``QUIET_CORES`` a second; infinite if
+    they never do."""
     end = times[0]
     pairs = list(zip(times, totals, strict=True))
     for (at, total), (later, more) in pairwise(pairs):
@@ -178,7 +180,7 @@ def find_steady(times: Sequence[float], totals: Sequence[float]) -> float:
     return end if end < times[-1] else float("inf")
 
 
-# ---- rows ---------------------------------------------------------------------------------------------------------------
+# ---- rows --------------------------------------------------------------------------------------------------
 
 
 def make_rows(samples: dict[str, dict[str, Sample]]) -> list[Row]:
@@ -280,7 +282,7 @@ def _restart_rows(what: str, restart: Sample, is_ours: bool) -> Iterator[Row]:
     )
 
 
-# ---- the command --------------------------------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------------------
 
 
 def measure(
@@ -290,7 +292,8 @@ def measure(
     scale: float = 1.0,
     samples_file: Path = SAMPLES_FILE,
 ) -> list[Row]:
-    """Take the parts in ``only`` on ``sides`` (default: all) and put their samples into the file; rows of all that is in it.
+    """Take the parts in ``only`` on ``sides`` (default: all) and put their samples into the file; rows of all
+    that is in it.
 
     ``scale`` makes all loads smaller, to try things. Raises BedError, LoadError.
     """

@@ -1,4 +1,5 @@
-"""An Indexed Job with stock torchrun and ``recovery_stock.py``: what one has on Kubernetes without an operator."""
+"""An Indexed Job with stock torchrun and ``recovery_stock.py``: what one has on Kubernetes without an
+operator."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,8 @@ class Settings:
 DEFAULT = Settings("", "Never")
 """As they come. The Job controller replaces the pod, after a back-off of ten seconds the first time."""
 TUNED = Settings(",keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=2", "OnFailure")
-"""The shortest timers that do not split a group under load (README.md), and a kubelet that restarts the container in place."""
+"""The shortest timers that do not split a group under load (README.md), and a kubelet that restarts the
+container in place."""
 
 
 def arguments(output: str) -> list[str]:

@@ -39,7 +39,8 @@ def print_rows(rows: list[Row]) -> None:
     for row in rows:
         verdict = {None: "", True: "reached", False: "MISSED"}[row.is_reached]
         print(
-            f"{row.what:<58} {row.name:<28} {row.value:>14,.4g} {row.unit:<10} {row.goal:<10} {verdict} {row.note}",
+            f"{row.what:<58} {row.name:<28} {row.value:>14,.4g} {row.unit:<10} {row.goal:<10} "
+            f"{verdict} {row.note}",
             flush=True,
         )
 
@@ -52,7 +53,8 @@ def model_config(parameters: str = "10M") -> dict[str, Any]:
 
 
 SMALL = (2, 64)
-"""Samples a step and tokens a sample where a step must be short: a CPU without bf16 units takes a second for each sample."""
+"""Samples a step and tokens a sample where a step must be short: a CPU without bf16 units takes a second for
+each sample."""
 
 
 def build_training(
@@ -62,7 +64,8 @@ def build_training(
     parameters: str = "10M",
     shape: tuple[int, int] = (8, 256),
 ) -> Training:
-    """``spec.training`` of the benchmarks: ``shape`` (samples, tokens each) a step in two slots, two threads."""
+    """``spec.training`` of the benchmarks: ``shape`` (samples, tokens each) a step in two slots,
+    two threads."""
     samples, length = shape
     return Training.model_validate(
         {
@@ -113,7 +116,8 @@ def open_without_data(training: Training) -> Any:
 
 
 def manifest(name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)) -> dict[str, Any]:
-    """A TrainingRun over ``documents.jsonl``: fp32, two slots a step, two threads, nothing saved until it stops."""
+    """A TrainingRun over ``documents.jsonl``: fp32, two slots a step, two threads, nothing saved until it
+    stops."""
     samples, length = shape
     return {
         "apiVersion": "evergrad.dev/v1alpha1",

@@ -1,7 +1,7 @@
 """The coordinator under 1,000 nodes: resident memory, idle load, and how quickly all hear of a lost one.
 
-The nodes are connections of one other process that answers as nodes do. Both processes share this machine's cores, so times hold
-for the coordinator and its thousand nodes together.
+The nodes are connections of one other process that answers as nodes do. Both processes share this machine's
+cores, so times hold for the coordinator and its thousand nodes together.
 """
 
 import argparse

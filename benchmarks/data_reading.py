@@ -1,8 +1,9 @@
 """Reading prepared data: resident memory over 1 GB, cost of a window, and how quickly a position is found.
 
-An epoch of 1 GB of token files is read in its permuted order by the training stream, in a process of its own; a second process
-reads the same windows through a memory map. What is reported is the most resident memory above that before the data was opened.
-The files have just been written, so they come from the page cache: this measures the reader, not the disk.
+An epoch of 1 GB of token files is read in its permuted order by the training stream, in a process of its own;
+a second process reads the same windows through a memory map. What is reported is the most resident memory
+above that before the data was opened. The files have just been written, so they come from the page cache:
+this measures the reader, not the disk.
 """
 
 import argparse
@@ -135,7 +136,8 @@ def measure_window(folder: Path, *, rounds: int) -> list[Row]:
 
 
 def measure_seek(*, rounds: int) -> list[Row]:
-    """From nothing to the sample at position 10^9: the mixture's tables are built and the position is looked up."""
+    """From nothing to the sample at position 10^9: the mixture's tables are built and the position is looked
+    up."""
     rows = []
     for sizes in ([10**9 + 7], [10**9, 3 * 10**8, 10**7, 10**6]):
         seconds = []

@@ -1,7 +1,8 @@
-"""What being elastic costs while nothing happens: tokens/s of two nodes against plain torchrun, and a supervisor's memory.
+"""What being elastic costs while nothing happens: tokens/s of two nodes against plain torchrun, and a
+supervisor's memory.
 
-Both groups are there at the same time and take turns: whoever is not in turn is stopped (SIGSTOP), so that whatever else the
-machine does hits both alike. Only steps that began and ended within a turn count.
+Both groups are there at the same time and take turns: whoever is not in turn is stopped (SIGSTOP), so that
+whatever else the machine does hits both alike. Only steps that began and ended within a turn count.
 """
 
 import contextlib
@@ -130,11 +131,12 @@ def _with_descendants(pid: int) -> list[int]:
     return [pid, *descendants(pid)]
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------------
 
 
 def measure_memory(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
-    """Megabytes of a node's supervisor and of its one worker, as on a node of a cluster: nothing else shares their pages.
+    """Megabytes of a node's supervisor and of its one worker, as on a node of a cluster: nothing else shares
+    their pages.
 
     Proportional set size: a page that n processes share counts 1/n in each.
     """
@@ -173,6 +175,7 @@ def measure_memory(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
 def _memory(pid: int, name: str) -> dict[str, float]:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
     kib = {words[0].rstrip(":"): int(words[1]) for words in map(str.split, lines[1:])}
-    # What it has written to and shares with nobody; its part of read-only library files depends on who else has them open.
+    # What it has written to and shares with nobody; its part of read-only library files depends on who else
+    # has them open.
     figures = {"Rss": kib["Rss"], "Pss": kib["Pss"], "own": kib["Private_Dirty"]}
     return {f"{name}_{key}": value * 1024 / 1e6 for key, value in figures.items()}

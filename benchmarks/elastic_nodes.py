@@ -1,7 +1,9 @@
-"""What the recovery benchmarks train and break: groups of nodes whose processes are killed one by one, and the steps they write.
+"""What the recovery benchmarks train and break: groups of nodes whose processes are killed one by one, and
+the steps they write.
 
-A group of ours is a coordinator and ``evergrad node`` processes, forked from this warm process as ``evergrad run --nodes`` forks
-them; a stock group is torchrun agents around a store. Everything dies with this process, however it ends.
+A group of ours is a coordinator and ``evergrad node`` processes, forked from this warm process as ``evergrad
+run --nodes`` forks them; a stock group is torchrun agents around a store. Everything dies with this process,
+however it ends.
 """
 
 import contextlib
@@ -137,7 +139,10 @@ class Group(Protocol):
 
 @contextlib.contextmanager
 def running(group: Group, *, num_nodes: int) -> Iterator[Step]:
-    """Start all nodes; the first step that all of them have done together. They are ended whatever happens."""
+    """Start all nodes; the first step that all of them have done together.
+
+    They are ended whatever happens.
+    """
     try:
         for index in range(num_nodes):
             group.start_node(index)
@@ -150,7 +155,10 @@ def running(group: Group, *, num_nodes: int) -> Iterator[Step]:
 
 @dataclass(frozen=True)
 class NodesSettings:
-    """An elastic run in ``folder``. ``extra``: more arguments of its coordinator. ``on_start``: called in each node's process."""
+    """An elastic run in ``folder``.
+
+    ``extra``: more arguments of its coordinator. ``on_start``: called in each node's process.
+    """
 
     folder: Path
     manifest: dict[str, Any]
@@ -182,7 +190,8 @@ class ElasticNodes:
         settings, folder = self._settings, self._folder
         command = [
             sys.executable, "-m", "evergrad_coordinator", "--run", "bench", "--host", "127.0.0.1",
-            "--recovery", settings.recovery, "--min", "1", "--max", str(settings.num_nodes), "--expect", str(settings.num_nodes),
+            "--recovery", settings.recovery, "--min", "1",
+            "--max", str(settings.num_nodes), "--expect", str(settings.num_nodes),
             "--state", str(folder / "generation"), "--address-file", str(folder / "address.json"),
             "--token-file", str(folder / "token"), *settings.extra,
         ]  # fmt: skip
@@ -284,14 +293,15 @@ def warm_up_this_process() -> None:
     prepare_process()
 
 
-# ---- stock torchrun --------------------------------------------------------------------------------------------------
+# ---- stock torchrun ----------------------------------------------------------------------------------------
 
 STOCK_BASE = "is_host=false,join_timeout=120,close_timeout=5,read_timeout=20"
 STOCK_SETTINGS = {
     "stock_tuned": f"{STOCK_BASE},last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5",
     "stock_default": STOCK_BASE,
 }
-"""The tuned ones are the shortest that do not split a group under load; the others leave torchrun's own times as they are."""
+"""The tuned ones are the shortest that do not split a group under load; the others leave torchrun's own times
+as they are."""
 _STORE = """
 import signal, sys
 from torch.distributed import TCPStore
@@ -323,8 +333,10 @@ class StockNodes:
 
     def start_node(self, index: int) -> None:
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=1000000",
-            "--monitor-interval=0.1", f"--local-addr=127.0.0.{index + 2}", "--rdzv-id=bench", "--rdzv-backend=c10d",
+            sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc-per-node=1",
+            "--max-restarts=1000000",
+            "--monitor-interval=0.1", f"--local-addr=127.0.0.{index + 2}", "--rdzv-id=bench",
+            "--rdzv-backend=c10d",
             f"--rdzv-endpoint=127.0.0.1:{self._port}", f"--rdzv-conf={self._conf}", *self._command,
         ]  # fmt: skip
         self._agents[index] = start_process(command, output=self._folder / "agents.log")
@@ -346,7 +358,7 @@ class StockNodes:
         end_process(self._store)
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
+# ---- processes ---------------------------------------------------------------------------------------------
 
 
 def start_process(
@@ -373,7 +385,7 @@ def start_process(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - no other thread of this process holds a lock
+            preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509 - no other thread holds a lock
         )
 
 

@@ -1,4 +1,5 @@
-"""Peak resident memory of training a 50M Llama: Evergrad's step against a hand-written loop, each in its own process."""
+"""Peak resident memory of training a 50M Llama: Evergrad's step against a hand-written loop, each in its own
+process."""
 
 import argparse
 import statistics

@@ -1,4 +1,5 @@
-"""What data and metrics cost, as shares of a step: a real ``evergrad run`` of the 10M model, and its observers by themselves."""
+"""What data and metrics cost, as shares of a step: a real ``evergrad run`` of the 10M model, and its
+observers by themselves."""
 
 import argparse
 import io
@@ -27,7 +28,8 @@ def run_rows(folder: Path, *, steps: int) -> list[dict[str, float]]:
 
 
 def observer_seconds(folder: Path, row: dict[str, float], *, records: int) -> float:
-    """Seconds a step of all observers that ``evergrad run`` has with a Prometheus endpoint, over many records."""
+    """Seconds a step of all observers that ``evergrad run`` has with a Prometheus endpoint, over many
+    records."""
     directory = RunDirectory(folder / "observed")
     directory.create()
     training = build_training()

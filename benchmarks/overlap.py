@@ -28,7 +28,8 @@ from common import Row, model_config, print_rows
 _LENGTH, _SAMPLES = 256, 2
 _WARM_UP = 2
 MODES = ("off", "blocks", "whole")
-"""Of compilation: none, block by block as the trainer does it, and the whole model as one graph as it did before."""
+"""Of compilation: none, block by block as the trainer does it, and the whole model as one graph as it did
+before."""
 
 
 def measure(*, rounds: int = 12, modes: tuple[str, ...] = MODES) -> list[Row]:
@@ -70,7 +71,8 @@ def _both_ranks(mode: str, rounds: int) -> dict[str, list[tuple[dict[str, float]
 
 
 def _paced_transport() -> Any:
-    """A transport whose sums end when a link of ``seconds_per_byte`` would have carried them, one after the other."""
+    """A transport whose sums end when a link of ``seconds_per_byte`` would have carried them, one after the
+    other."""
     from evergrad_trainer.transports import GlooTransport
 
     class Arrival:

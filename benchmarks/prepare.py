@@ -1,11 +1,13 @@
-"""prepare against the tokenizers library alone: bytes a second of one core, for the byte tokenizer and for a BPE tokenizer.
+"""prepare against the tokenizers library alone: bytes a second of one core, for the byte tokenizer and for a
+BPE tokenizer.
 
-Both sides run in processes of their own, pinned to one core, taking turns. The library's side reads the same file, parses each
-line with json and encodes the texts in batches; it keeps and writes nothing. What is measured of prepare is the whole call:
-scanning and hashing the file, starting a helper process, parsing, encoding, making arrays of ids, writing, fsyncing, publishing.
+Both sides run in processes of their own, pinned to one core, taking turns. The library's side reads the same
+file, parses each line with json and encodes the texts in batches; it keeps and writes nothing. What is
+measured of prepare is the whole call: scanning and hashing the file, starting a helper process, parsing,
+encoding, making arrays of ids, writing, fsyncing, publishing.
 
-The goal is set on processor time, the helper's included, since other work on the machine does not falsify it; wall time stands
-beside it.
+The goal is set on processor time, the helper's included, since other work on the machine does not falsify it;
+wall time stands beside it.
 """
 
 import argparse

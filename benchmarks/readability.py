@@ -1,7 +1,8 @@
-"""Counts what can be counted about how the product reads: sizes, density, comments, fragments, long lines, import circles.
+"""Counts what can be counted about how the product reads: sizes, density, comments, fragments, long lines,
+import circles.
 
-``python benchmarks/readability.py [COMMIT …]`` prints one table a commit; without one, of the working tree. Tests, benchmarks
-and examples are left out.
+``python benchmarks/readability.py [COMMIT …]`` prints one table a commit; without one, of the working tree.
+Tests, benchmarks and examples are left out.
 """
 
 import argparse
@@ -120,7 +121,10 @@ def find_classes(where: str, text: str) -> Iterator[Class]:
 
 
 def count_tokens(text: str) -> tuple[int, int, int]:
-    """Tokens of code, lines that hold such a token, and lines that hold a comment and nothing else. Docstrings are neither."""
+    """Tokens of code, lines that hold such a token, and lines that hold a comment and nothing else.
+
+    Docstrings are neither.
+    """
     prose = {
         number
         for node in ast.walk(ast.parse(text))
@@ -183,7 +187,10 @@ def module_name(where: str) -> str:
 
 
 def find_imports(text: str) -> Iterator[str]:
-    """Modules that a module's head imports, also for the type checker. Those inside functions are left to import-linter."""
+    """Modules that a module's head imports, also for the type checker.
+
+    Those inside functions are left to import-linter.
+    """
     body = list(ast.parse(text).body)
     for node in body:
         if isinstance(node, ast.If):
@@ -250,7 +257,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(render(tables))
     for title, found in circles.items():
         print(
-            f"{title}: {len(found)} import circles{''.join(f'; {len(one)} modules: ' + ', '.join(one) for one in found)}"
+            f"{title}: {len(found)} import "
+            f"circles{''.join(f'; {len(one)} modules: ' + ', '.join(one) for one in found)}"
         )
     return 0
 

@@ -1,7 +1,8 @@
-"""``make bench-recovery``: what a lost node costs, in process, by fresh workers and with stock torchrun; what elasticity costs.
+"""``make bench-recovery``: what a lost node costs, in process, by fresh workers and with stock torchrun; what
+elasticity costs.
 
-Each part leaves its samples in a file, so that parts may be taken one by one: ratios are made from whatever the file holds.
-How to read the rows: see README.md beside this file.
+Each part leaves its samples in a file, so that parts may be taken one by one: ratios are made from whatever
+the file holds. How to read the rows: see README.md beside this file.
 """
 
 import argparse
@@ -49,9 +50,11 @@ def measure(
     is_tiny: bool = False,
     samples_file: Path = SAMPLES_FILE,
 ) -> list[Row]:
-    """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in it.
+    """Take the parts in ``only`` (default: all) and put their samples into the file; rows of all that is in
+    it.
 
-    A part that fails is told, and leaves its older samples as they are. Raises SystemExit when all have failed.
+    A part that fails is told, and leaves its older samples as they are. Raises SystemExit when all have
+    failed.
     """
     os.environ["OMP_NUM_THREADS"] = "1"
     # As Ctrl-C: by an exception, so that processes and folders are cleaned up.
@@ -83,7 +86,8 @@ def measure(
 
 
 def build_rows(samples: dict[str, Samples], *, times: dict[str, str]) -> list[Row]:
-    """From samples to rows: medians, with the range in the note; and when a part was taken, if not with the newest. Pure."""
+    """From samples to rows: medians, with the range in the note; and when a part was taken, if not with the
+    newest. Pure."""
     rows: list[Row] = []
     for name, build in _ROWS.items():
         if name in samples:
@@ -171,7 +175,10 @@ def _stock(own: Samples, taken: dict[str, Samples], *, name: str) -> list[Row]:
 def _compiled(own: Samples, taken: dict[str, Samples]) -> list[Row]:
     what = "level 1, torch.compile: SIGKILL of 1 of 3 nodes -> a step"
     kills = own["compiled_kill"]
-    graphs = f"of {max(_of(kills, 'graphs')):.0f} each, in {sum(_of(kills, 'survivors')):.0f} survivors of {len(kills)} kills"
+    graphs = (
+        f"of {max(_of(kills, 'graphs')):.0f} each, in {sum(_of(kills, 'survivors')):.0f} survivors "
+        f"of {len(kills)} kills"
+    )
     return [
         Row(what, "graphs compiled again", sum(_of(kills, "recompiled")), "graphs", "<= 0", graphs),
         _row(

@@ -1,4 +1,5 @@
-"""Level 1 under events: nodes killed, workers killed, nodes asked to leave, nodes added, in one long run of three nodes.
+"""Level 1 under events: nodes killed, workers killed, nodes asked to leave, nodes added, in one long run of
+three nodes.
 
 Every event gives a sample; what is made of samples is said in ``recovery.py``.
 """
@@ -45,7 +46,8 @@ def measure_events(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
             samples["sigterm"].append(left)
             samples["join"] += joins
             print(
-                f"  {number + 1}/{events}: node killed {killed['seconds']:.2f} s (a step {killed['step_seconds']:.2f}), "
+                f"  {number + 1}/{events}: node killed {killed['seconds']:.2f} s (a step "
+                f"{killed['step_seconds']:.2f}), "
                 f"worker killed {crashed['seconds']:.2f}, asked to leave {left['pause_seconds']:.2f}, "
                 f"joined {joins[0]['pause_seconds']:.2f} {joins[1]['pause_seconds']:.2f}",
                 flush=True,
@@ -54,7 +56,8 @@ def measure_events(folder: Path, *, events: int, is_tiny: bool) -> dict[str, lis
 
 
 def kill_node(nodes: ElasticNodes, index: int) -> Sample:
-    """SIGKILL of a node → the first step that the others finish together, and how long a step then takes undisturbed."""
+    """SIGKILL of a node → the first step that the others finish together, and how long a step then takes
+    undisturbed."""
     nodes.steps.read()
     before = time.time()
     nodes.kill(index)
@@ -72,7 +75,10 @@ def kill_node(nodes: ElasticNodes, index: int) -> Sample:
 
 
 def kill_worker(nodes: ElasticNodes, index: int, *, step_seconds: float) -> Sample:
-    """SIGKILL of a node's worker → the next finished step. ``step_seconds``: of a group that lacks one node."""
+    """SIGKILL of a node's worker → the next finished step.
+
+    ``step_seconds``: of a group that lacks one node.
+    """
     nodes.steps.read()
     last = nodes.steps.rows[-1]
     (pid,) = descendants(nodes.pid(index))
@@ -138,7 +144,8 @@ def _wait_until_complete(nodes: ElasticNodes, *, newer_than: int) -> Step:
 
 
 def _pause(nodes: ElasticNodes, first: Step) -> float:
-    """From the end of the step before until training goes on, as the run itself records it; the state's transfer included."""
+    """From the end of the step before until training goes on, as the run itself records it; the state's
+    transfer included."""
     lines = (nodes.directory / "events.jsonl").read_text(encoding="utf-8").splitlines()
     events = [event for event in map(json.loads, lines) if event["type"] == "world"]
     (pause,) = [event["paused_seconds"] for event in events if event["generation"] == first["generation"]]
@@ -152,11 +159,12 @@ def _steps_lost(nodes: ElasticNodes, first: Step) -> int:
     )
 
 
-# ---- compiled --------------------------------------------------------------------------------------------------------
+# ---- compiled ----------------------------------------------------------------------------------------------
 
 
 def measure_compiled(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[Sample]]:
-    """The same kill with torch.compile on: graphs the survivors compile afterwards. Two layers: the size changes none of it.
+    """The same kill with torch.compile on: graphs the survivors compile afterwards. Two layers: the size
+    changes none of it.
 
     Half as many kills: each is looked at in two survivors, and every newcomer compiles for seconds.
     """
@@ -176,7 +184,8 @@ def measure_compiled(folder: Path, *, events: int, is_tiny: bool) -> dict[str, l
             rejoin(nodes, index)
             samples.append(sample)
             print(
-                f"  {number + 1}/{events}: node killed {sample['seconds']:.2f} s (a step {sample['step_seconds']:.2f}), "
+                f"  {number + 1}/{events}: node killed {sample['seconds']:.2f} s (a step "
+                f"{sample['step_seconds']:.2f}), "
                 f"graphs compiled by the survivors: {sample['recompiled']}",
                 flush=True,
             )
@@ -184,7 +193,8 @@ def measure_compiled(folder: Path, *, events: int, is_tiny: bool) -> dict[str, l
 
 
 def _count_graphs(path: Path) -> None:
-    """In a node, before it forks workers: each worker writes after each step how many graphs it has compiled so far."""
+    """In a node, before it forks workers: each worker writes after each step how many graphs it has compiled
+    so far."""
     from torch._dynamo.utils import counters
 
     from evergrad_trainer.training.step import Stepper

@@ -1,9 +1,12 @@
-"""Recovery by fresh workers: level 2 (``spec.script``) and stock torchrun under the same kills of the same script."""
+"""Recovery by fresh workers: level 2 (``spec.script``) and stock torchrun under the same kills of the same
+script."""
 
+import functools
 import json
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +95,14 @@ def _kill_nodes(group: Group, *, events: int) -> list[Sample]:
             before = time.time()
             group.start_node(number % NUM_NODES)
             row = group.steps.wait(
-                lambda one, since=before: one["world_size"] == NUM_NODES and one["time"] > since,  # type: ignore[misc]
+                functools.partial(_is_whole_after, before),
                 "a step of all nodes",
             )
             samples[-1]["join_seconds"] = row["time"] - before
             print(
                 f"  {number + 1}/{events}: node killed {samples[-1]['seconds']:.2f} s "
-                f"(a step {samples[-1]['step_seconds']:.2f}), joined {samples[-1]['join_seconds']:.2f}; {samples[-1]['start']}",
+                f"(a step {samples[-1]['step_seconds']:.2f}), joined "
+                f"{samples[-1]['join_seconds']:.2f}; {samples[-1]['start']}",
                 flush=True,
             )
     return samples
@@ -132,3 +136,8 @@ def _time_reloads(folder: Path, command: list[str], count: int) -> list[float]:
     finally:
         end_process(process)
     return [float(seconds) for seconds in json.loads(output.read_text(encoding="utf-8").splitlines()[-1])]
+
+
+def _is_whole_after(moment: float, row: Mapping[str, Any]) -> bool:
+    """Whether a step of all nodes ended after a moment."""
+    return bool(row["world_size"] == NUM_NODES and row["time"] > moment)

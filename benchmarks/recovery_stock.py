@@ -1,7 +1,8 @@
-"""The script that stock torchrun and ``spec.script`` start alike: plain DDP with a checkpoint, the benchmarks' model and batch.
+"""The script that stock torchrun and ``spec.script`` start alike: plain DDP with a checkpoint, the
+benchmarks' model and batch.
 
-It knows nothing of who starts it. Every finished step is a line of ``steps.jsonl``; the first one of a process says what its
-start cost.
+It knows nothing of who starts it. Every finished step is a line of ``steps.jsonl``; the first one of a
+process says what its start cost.
 """
 
 import argparse

@@ -1,4 +1,5 @@
-"""Gradient reduction of two processes: our flat buckets against torch's DDP wrapper, same batches, in turns; a state's transfer.
+"""Gradient reduction of two processes: our flat buckets against torch's DDP wrapper, same batches, in turns;
+a state's transfer.
 
 ``measure_reduction`` starts this file twice, as the two ranks.
 """
@@ -21,7 +22,10 @@ _WARM_UP = 3
 
 
 def measure_reduction(folder: Path, *, events: int, is_tiny: bool) -> dict[str, list[dict[str, Any]]]:
-    """Turns of both: seconds of a step each. And seconds of one transfer of parameters and optimizer state."""
+    """Turns of both: seconds of a step each.
+
+    And seconds of one transfer of parameters and optimizer state.
+    """
     folder.mkdir(parents=True)
     config = training_manifest(num_nodes=2, is_tiny=is_tiny)["spec"]["training"]["model"]["config"]
     port = str(free_port())
@@ -96,7 +100,8 @@ def _tokens(step: int, slot: int) -> Any:
 
 
 def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
-    """A step as the trainer's: gradients accumulate in flat buckets, summed over ranks during the last backward pass."""
+    """A step as the trainer's: gradients accumulate in flat buckets, summed over ranks during the last
+    backward pass."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,5 @@
-"""Process start → first new step of a resumed 50M run: ``evergrad run`` against transformers' Trainer, in turns."""
+"""Process start → first new step of a resumed 50M run: ``evergrad run`` against transformers' Trainer, in
+turns."""
 
 import argparse
 import json

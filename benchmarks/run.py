@@ -1,4 +1,5 @@
-"""``make bench``: all benchmarks, one after the other, into ``benchmarks/results/`` with the machine's description."""
+"""``make bench``: all benchmarks, one after the other, into ``benchmarks/results/`` with the machine's
+description."""
 
 import argparse
 import importlib
@@ -25,7 +26,8 @@ def _speed(precision: str, *, compiled: bool, rounds: int) -> Callable[[], list[
 
 
 RECOVERY = "recovery"
-"""Takes as long as all others together, and options: ``make bench-recovery``; not among those that run by default."""
+"""Takes as long as all others together, and options: ``make bench-recovery``; not among those that run by
+default."""
 CLUSTER = "cluster"
 """Needs the control plane of tests/bed and has options: ``make bench-cluster``."""
 CLUSTER_PODS = "cluster-pods"
@@ -79,7 +81,8 @@ def _cpu_lines() -> list[tuple[str, str, str]]:
 
 
 def write_results(name: str, rows: list[Row], machine: dict[str, object]) -> None:
-    """Put one benchmark's rows into ``latest.json``, in place of its older ones, and all of them into ``latest.md``."""
+    """Put one benchmark's rows into ``latest.json``, in place of its older ones, and all of them into
+    ``latest.md``."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "latest.json"
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -94,7 +97,10 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
     lines = [
         "# Results",
         "",
-        "Written by `make bench`. Ratios are of figures taken in turns in one run; compare no times of different runs.",
+        (
+            "Written by `make bench`. Ratios are of figures taken in turns in one run; compare no "
+            "times of different runs."
+        ),
     ]
     verdicts = {None: "", True: "reached", False: "**missed**"}
     for name, part in document.items():
@@ -111,7 +117,8 @@ def _to_markdown(document: dict[str, Any]) -> list[str]:
         for row in part["rows"]:
             end = f"{verdicts[row['reached']]} {row['note']}".strip()
             lines.append(
-                f"| {row['what']} | {row['name']} | {row['value']:,.4g} {row['unit']} | {row['goal']} | {end} |"
+                f"| {row['what']} | {row['name']} | {row['value']:,.4g} {row['unit']} | "
+                f"{row['goal']} | {end} |"
             )
     return lines
 

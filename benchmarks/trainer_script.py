@@ -1,4 +1,7 @@
-"""What a Trainer user runs: the 50M model, resumed from its newest checkpoint, saved at every step. Prints when steps end."""
+"""What a Trainer user runs: the 50M model, resumed from its newest checkpoint, saved at every step.
+
+Prints when steps end.
+"""
 
 import sys
 import time

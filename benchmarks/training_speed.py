@@ -1,7 +1,9 @@
-"""Tokens a second of a 10M-parameter Llama: Evergrad against a hand-written torch loop and transformers' Trainer.
+"""Tokens a second of a 10M-parameter Llama: Evergrad against a hand-written torch loop and transformers'
+Trainer.
 
-All three train the same model on the same batches in one process, taking turns of a few steps, so that whatever else the machine
-does hits them alike. Turns are taken inside a Trainer callback; what is timed for the Trainer is its own part of each turn.
+All three train the same model on the same batches in one process, taking turns of a few steps, so that
+whatever else the machine does hits them alike. Turns are taken inside a Trainer callback; what is timed for
+the Trainer is its own part of each turn.
 """
 
 import argparse
@@ -46,7 +48,8 @@ def evergrad_turn(opened: Opened, training: Training) -> Callable[[], None]:
 
 
 def hand_turn(stream: TrainingStream, training: Training, *, compiled: bool) -> Callable[[], None]:
-    """What a careful person writes: autocast, fused AdamW, gradients set to none, clipping, one loss read a step."""
+    """What a careful person writes: autocast, fused AdamW, gradients set to none, clipping, one loss read a
+    step."""
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     model = build_model(plan, seed=0, precision="fp32")
     is_bf16 = training.runtime.precision == "bf16-autocast"

@@ -1,9 +1,11 @@
-"""Install from the lock files, or write them anew. Standard library only: it runs before anything is installed.
+"""Install from the lock files, or write them anew. Standard library only: it runs before anything is
+installed.
 
 trainer.txt   everything the trainer needs except torch
 torch.txt     the index's build of torch and, on Linux, the CUDA packages that build needs
-torch-cpu.txt a CPU build of torch, which the index does not carry for Linux: a folder of wheels has to be given
-operator.txt  everything the operator and the coordinator need; some of it the trainer needs, too, in the same version
+torch-cpu.txt a CPU build of torch, which the index does not carry for Linux: a folder of wheels has to be
+given operator.txt  everything the operator and the coordinator need; some of it the trainer needs, too, in
+the same version
 dev.txt       what tests, checks and benchmarks need beyond all those
 """
 
@@ -32,7 +34,8 @@ CUDA_NAMES = ("nvidia-", "cuda-", "triton")
 
 @dataclass(frozen=True)
 class Pin:
-    """One pinned release: its text in the lock, and who needs it (package names, or the .in file that names it)."""
+    """One pinned release: its text in the lock, and who needs it (package names, or the .in file that names
+    it)."""
 
     name: str
     version: str
@@ -59,7 +62,8 @@ def hashes(text: str) -> set[str]:
 
 
 def reachable(pins: Iterable[Pin], root: str, *, with_cuda: bool) -> set[str]:
-    """Names of the packages that ``root`` (a .in file) needs, with or without what torch's CUDA build adds."""
+    """Names of the packages that ``root`` (a .in file) needs, with or without what torch's CUDA
+    build adds."""
     children: dict[str, set[str]] = {}
     for pin in pins:
         for parent in pin.parents:
@@ -105,12 +109,14 @@ def fits_this_python(wheel: Path) -> bool:
 
 
 def choose_torch(wheels: Path | None, *, locked_version: str, installed_version: str | None) -> list[str]:
-    """pip's arguments for torch: the CPU build where it is offered or already installed, else the index's build."""
+    """pip's arguments for torch: the CPU build where it is offered or already installed, else the index's
+    build."""
     if wheels and any(fits_this_python(wheel) for wheel in find_cpu_wheels(wheels, locked_version)):
         return ["--find-links", str(wheels), "-r", str(FOLDER / "torch-cpu.txt")]
     if wheels:
         print(
-            f"{wheels}: holds no CPU build of torch {locked_version} for this Python; taking the index's build.",
+            f"{wheels}: holds no CPU build of torch {locked_version} for this Python; taking the "
+            "index's build.",
             flush=True,
         )
     if installed_version == f"{locked_version}+cpu":
@@ -193,7 +199,10 @@ def update(wheels: Path | None, *, upgrade: bool) -> None:
 
 
 def update_cpu_lock(wheels: Path | None, *, version: str) -> None:
-    """Pin the CPU builds in ``wheels``; those already pinned for this version stay. Raises SystemExit if there are none."""
+    """Pin the CPU builds in ``wheels``; those already pinned for this version stay.
+
+    Raises SystemExit if there are none.
+    """
     path = FOLDER / "torch-cpu.txt"
     old = path.read_text() if path.exists() else ""
     known = hashes(old) if f"torch=={version}+cpu " in old else set()
@@ -202,11 +211,15 @@ def update_cpu_lock(wheels: Path | None, *, version: str) -> None:
             known.add(hashlib.file_digest(file, "sha256").hexdigest())
     if not known:
         raise SystemExit(
-            f"torch-cpu.txt: no CPU build of torch {version} is known. Name a folder that holds one in TORCH_WHEELS."
+            f"torch-cpu.txt: no CPU build of torch {version} is known. Name a folder that holds "
+            "one in TORCH_WHEELS."
         )
     header = HEADER.format(
         source="trainer.in",
-        duty="The CPU build of torch; the index does not carry it, so give pip --find-links with the wheel's folder.",
+        duty=(
+            "The CPU build of torch; the index does not carry it, so give pip --find-links with the "
+            "wheel's folder."
+        ),
     )
     path.write_text(
         header
@@ -236,7 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             update(wheels, upgrade=parsed.upgrade)
     except subprocess.CalledProcessError as error:
         print(
-            f"error: {shlex.join(error.cmd[:4])} … ended with {error.returncode}; its own message stands above.",
+            f"error: {shlex.join(error.cmd[:4])} … ended with {error.returncode}; its own "
+            "message stands above.",
             file=sys.stderr,
         )
         return 1

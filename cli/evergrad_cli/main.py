@@ -24,7 +24,8 @@ class Command(Protocol):
     def execute(self, args: argparse.Namespace) -> int: ...
 
 
-# The one-line descriptions stand here so that `evergrad --help` imports no command: half of them need torch's packages.
+# The one-line descriptions stand here so that `evergrad --help` imports no command: half of them need torch's
+# packages.
 COMMANDS = {
     "run": "train a TrainingRun on this machine; started again, it goes on where it stopped",
     "node": "be one node of an elastic run: join its coordinator, train, leave when asked to",
@@ -36,7 +37,10 @@ COMMANDS = {
     "compare-runs": "compare two runs step by step: samples, losses, tokens, learning rates, evaluations",
     "completion": "print a script that makes bash, zsh or tcsh complete commands and options",
 }
-"""Commands for this machine. Those that are no module here come with evergrad-trainer, as entry points of COMMAND_GROUP."""
+"""Commands for this machine.
+
+Those that are no module here come with evergrad-trainer, as entry points of COMMAND_GROUP.
+"""
 COMMAND_GROUP = "evergrad.commands"
 OWN_COMMANDS = ("validate", "completion")
 CLUSTER_COMMANDS = {
@@ -59,10 +63,12 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Wrong input: the problems on stderr, no traceback, exit 64."""
-    # Threads of a CPU kernel that wait for each other spin for milliseconds by default, which starves whoever they wait for as
-    # soon as anything else wants a core (another worker, a background save). Read once, when torch is imported.
+    # Threads of a CPU kernel that wait for each other spin for milliseconds by default, which starves whoever
+    # they wait for as soon as anything else wants a core (another worker, a background save). Read once, when
+    # torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    # A lost peer is an everyday event here, told in our own words; torch's C++ would add fifty frames for each.
+    # A lost peer is an everyday event here, told in our own words; torch's C++ would add fifty frames for
+    # each.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     arguments = sys.argv[1:] if argv is None else list(argv)
     return _execute(_build_parser(arguments).parse_args(arguments))
@@ -99,12 +105,16 @@ def _execute(args: argparse.Namespace) -> int:
 
 
 def _explain_missing(error: ModuleNotFoundError, command: str) -> int:
-    """A package that this command needs is not installed. Raises ``error`` itself where the package is our own."""
+    """A package that this command needs is not installed.
+
+    Raises ``error`` itself where the package is our own.
+    """
     package = (error.name or "").partition(".")[0]
     if not package or package in _OWN_PACKAGES:
         raise error
     print(
-        f"error: evergrad {command}: needs the Python package {package}, which is not installed here; the commands for a "
+        f"error: evergrad {command}: needs the Python package {package}, which is not installed "
+        "here; the commands for a "
         "cluster work without. Install evergrad-trainer with all of its dependencies.",
         file=sys.stderr,
     )
@@ -122,14 +132,20 @@ class _Parser(argparse.ArgumentParser):
 def _build_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="evergrad",
-        description="Train from one TrainingRun file: exact data order, checkpoints that survive kills, a report at the end.",
+        description=(
+            "Train from one TrainingRun file: exact data order, checkpoints that survive kills, a "
+            "report at the end."
+        ),
         epilog=f"on a cluster: {', '.join(CLUSTER_COMMANDS)}; also as kubectl evergrad COMMAND",
     )
     return _add_commands(parser, {**COMMANDS, **CLUSTER_COMMANDS}, arguments)
 
 
 def build_whole_parser() -> argparse.ArgumentParser:
-    """All commands with all of their arguments, for what describes the command line. Imports every command."""
+    """All commands with all of their arguments, for what describes the command line.
+
+    Imports every command.
+    """
     return _add_commands(_Parser(prog="evergrad"), {**COMMANDS, **CLUSTER_COMMANDS}, None)
 
 
@@ -142,7 +158,10 @@ def _build_plugin_parser(arguments: Sequence[str] = ()) -> argparse.ArgumentPars
 
 
 def _add_commands(parser: _Parser, commands: Mapping[str, str], arguments: Sequence[str] | None) -> _Parser:
-    """Add all ``commands``. Only the one that ``arguments`` begin with is imported and has its own arguments; for None all."""
+    """Add all ``commands``.
+
+    Only the one that ``arguments`` begin with is imported and has its own arguments; for None all.
+    """
     parser.add_argument("--version", action="version", version=f"{parser.prog} {__version__}")
     sub_parsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text in commands.items():
@@ -174,6 +193,7 @@ def _module_of(name: str, parser: _Parser) -> str:
         return entry.module
     parser.exit(
         int(ExitCode.USER_ERROR),
-        f"error: evergrad {name}: comes with the Python package evergrad-trainer, which is not installed here. "
+        f"error: evergrad {name}: comes with the Python package evergrad-trainer, which is not "
+        "installed here. "
         "Install it, or use the commands for a cluster.\n",
     )

@@ -1,4 +1,7 @@
-"""``evergrad validate``: is this manifest right? Needs no data, no model and no device; of a script, the file beside it."""
+"""``evergrad validate``: is this manifest right?
+
+Needs no data, no model and no device; of a script, the file beside it.
+"""
 
 import argparse
 import json
@@ -94,12 +97,14 @@ def _summary(loaded: LoadedManifest) -> str:
 
 
 def _describe_size(loaded: LoadedManifest) -> str:
-    """Size of the model and of its training state; empty where the trainer's packages or the model's files are not here."""
+    """Size of the model and of its training state; empty where the trainer's packages or the model's files
+    are not here."""
     entries = metadata.entry_points(group="evergrad.describe") if loaded.run.spec.training is not None else ()
     try:
         return "".join(f"; {entry.load()(loaded.run.training, loaded.base_directory)}" for entry in entries)
     except (ModuleNotFoundError, InputError):
-        # The trainer's packages are not all here; or paths of a cluster's volume, which mean nothing on this machine.
+        # The trainer's packages are not all here; or paths of a cluster's volume, which mean nothing on this
+        # machine.
         return ""
 
 
@@ -118,7 +123,10 @@ def _describe_training(run: TrainingRun) -> str:
     training = run.training
     slots = slots_per_step(training.batching)
     sources = ", ".join(source.name for source in training.data.sources)
-    return f"{_horizon(training)}, {training.batching.global_batch_size} samples a step in {slots} slots, trained on {sources}"
+    return (
+        f"{_horizon(training)}, {training.batching.global_batch_size} samples a step in {slots} "
+        f"slots, trained on {sources}"
+    )
 
 
 def _horizon(training: Training) -> str:

@@ -99,7 +99,8 @@ def find_problems(options: argparse.Namespace) -> list[str]:
         problems.append(f"--min: {options.min} is below 1. Give at least 1.")
     if options.max < options.min:
         problems.append(
-            f"--max: {options.max} is below --min {options.min}. Raise --max to at least {options.min}, or lower --min."
+            f"--max: {options.max} is below --min {options.min}. Raise --max to at least "
+            f"{options.min}, or lower --min."
         )
     if options.expect is not None and not options.min <= options.expect <= max(options.min, options.max):
         problems.append(
@@ -107,7 +108,8 @@ def find_problems(options: argparse.Namespace) -> list[str]:
         )
     if options.max > options.max_members:
         problems.append(
-            f"--max: {options.max} is above --max-members {options.max_members}. Raise --max-members, or lower --max."
+            f"--max: {options.max} is above --max-members {options.max_members}. Raise "
+            "--max-members, or lower --max."
         )
     problems += [
         f"--{name.replace('_', '-')}: {getattr(options, name)} is not above 0. Give seconds."
@@ -156,7 +158,8 @@ async def serve(
     options: argparse.Namespace, settings: Settings, store: GenerationStore, generation: int
 ) -> int:
     """Until the run is over and all nodes know, or until SIGTERM. Returns the exit code."""
-    gc.freeze()  # a change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
+    # A change of a thousand nodes makes many short-lived objects and no circles: look for those seldom
+    gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     server = Server(new_group(settings, generation=generation, now=time.monotonic()), store, log=log_line)
     status = StatusServer(server)
@@ -177,7 +180,10 @@ async def serve(
     except OSError as error:
         log_line(
             "failed",
-            message=f"{options.host}: cannot listen or say where; {error}. Choose other ports or another --address-file.",
+            message=(
+                f"{options.host}: cannot listen or say where; {error}. Choose other ports or another "
+                "--address-file."
+            ),
         )
         return ExitCode.USER_ERROR
     log_line("listening", run=settings.run, port=port, statusPort=status_port, generation=generation)
@@ -196,7 +202,8 @@ async def serve(
 
 
 async def linger(server: Server, seconds: float, stopped: asyncio.Event) -> None:
-    """For ``seconds``, and until all nodes have hung up, but not for ever: one that was told and stays is not waited for."""
+    """For ``seconds``, and until all nodes have hung up, but not for ever: one that was told and stays is not
+    waited for."""
     until = time.monotonic() + seconds
     at_most = until + 5
     while not stopped.is_set() and time.monotonic() < (at_most if server.num_connections else until):
@@ -218,7 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         token = "" if problems else obtain_token(options.token_file)
     except (OSError, ValueError) as error:
         problems.append(
-            f"--token-file: {options.token_file} cannot be read or made; {error}. Give a text file with the token."
+            f"--token-file: {options.token_file} cannot be read or made; {error}. Give a text "
+            "file with the token."
         )
     if problems:
         for problem in problems:

@@ -9,7 +9,8 @@ API_VERSION = f"{API_GROUP}/v1alpha1"
 KIND = "TrainingRun"
 LABEL_PREFIX = f"{API_GROUP}/"
 
-# What a pod template of a run may say: the trainer's loader, the CRD made from it and the operator refuse the same.
+# What a pod template of a run may say: the trainer's loader, the CRD made from it and the operator refuse the
+# same.
 VOLUME_KINDS: Final = (
     "configMap",
     "secret",
@@ -32,7 +33,8 @@ OUR_VOLUME_PREFIX: Final = "evergrad-"
 
 
 def hides_ours(path: str) -> bool:
-    """Whether a mount at this absolute path would lie over, or inside, one of ours; scratch space may have mounts inside."""
+    """Whether a mount at this absolute path would lie over, or inside, one of ours; scratch space may have
+    mounts inside."""
     plain = "/" + "/".join(part for part in path.split("/") if part not in ("", "."))
     is_over = any(ours == plain or ours.startswith(f"{plain.rstrip('/')}/") for ours in OUR_MOUNTS)
     return is_over or plain.startswith((f"{VOLUME_PATH}/", f"{CONFIG_PATH}/", f"{TOKEN_PATH}/"))
@@ -62,7 +64,8 @@ OPERATIONAL_SECTIONS: Final = (
     "logging",
     "metrics",
 )
-"""Sections of ``spec.training`` that do not decide the result, so that they may change from one start to the next."""
+"""Sections of ``spec.training`` that do not decide the result, so that they may change from one start to the
+next."""
 SOFT_LIMIT_SECONDS: Final = 120
 """So long a coordinator waits by itself for a group that is to end at a step boundary."""
 UNDISTURBED_SECONDS: Final = 600.0
@@ -70,7 +73,8 @@ UNDISTURBED_SECONDS: Final = 600.0
 
 
 def build_soft_limit(seconds: int) -> tuple[str, ...]:
-    """The coordinator's arguments where a node may take so long to leave; none where it waits as long by itself."""
+    """The coordinator's arguments where a node may take so long to leave; none where it waits as long by
+    itself."""
     return ("--soft-limit", str(seconds)) if seconds > SOFT_LIMIT_SECONDS else ()
 
 
@@ -88,12 +92,18 @@ class ExitCode(IntEnum):
 
 
 class ErrorKind(StrEnum):
-    """What kind of trouble ended a process, decided where it arises. Only ``INPUT`` can end a run for good."""
+    """What kind of trouble ended a process, decided where it arises.
+
+    Only ``INPUT`` can end a run for good.
+    """
 
     INPUT = "input"
     """What a person wrote is wrong: configuration, data, a script. A retry cannot cure it."""
     ENVIRONMENT = "environment"
-    """Trouble of one host or one moment: a mount, a device, memory, a refusal. Retried in place, then on another host."""
+    """Trouble of one host or one moment: a mount, a device, memory, a refusal.
+
+    Retried in place, then on another host.
+    """
     NUMERIC = "numeric"
     """A loss, a gradient or a replica's state is not what it should be. The run stops and can go on."""
     PEER = "peer"
@@ -107,7 +117,8 @@ MAX_TERMINATION_BYTES: Final = 4096
 
 
 def encode_termination(kind: ErrorKind, text: str) -> bytes:
-    """A container's termination message: one JSON object whose ``message`` keeps its beginning and its end."""
+    """A container's termination message: one JSON object whose ``message`` keeps its beginning
+    and its end."""
     text = text.strip()
     data = json.dumps({"kind": kind, "message": text}).encode("ascii")
     while len(data) > MAX_TERMINATION_BYTES:
@@ -118,7 +129,8 @@ def encode_termination(kind: ErrorKind, text: str) -> bytes:
 
 
 def decode_termination(message: str) -> tuple[ErrorKind | None, str]:
-    """Kind and text of a termination message; kind None and the message as it is where no trainer of ours wrote it."""
+    """Kind and text of a termination message; kind None and the message as it is where no trainer of ours
+    wrote it."""
     try:
         found: Any = json.loads(message)
         return ErrorKind(found["kind"]), str(found["message"])

@@ -1,7 +1,9 @@
-"""The messages between a run's coordinator and its nodes: one JSON object a line over TCP, each a frozen dataclass here.
+"""The messages between a run's coordinator and its nodes: one JSON object a line over TCP, each a frozen
+dataclass here.
 
-A node connects, says ``hello`` and is answered by ``welcome`` or ``refused``. Every change of the group is two-phase: ``plan``
-to all → ``ready`` from all members → ``go``. Generations only grow; what names an older one is ignored.
+A node connects, says ``hello`` and is answered by ``welcome`` or ``refused``. Every change of the group is
+two-phase: ``plan`` to all → ``ready`` from all members → ``go``. Generations only grow; what names an older
+one is ignored.
 """
 
 from dataclasses import dataclass, field
@@ -31,9 +33,11 @@ Cause = Literal[
     "environment",
     "numeric",
 ]
-"""Why a generation broke, as its node sees it. ``peer_lost`` is a consequence; a failure only where nobody was lost.
+"""Why a generation broke, as its node sees it. ``peer_lost`` is a consequence; a failure only where nobody
+was lost.
 
-``environment``: trouble of one host or one moment. ``numeric``: a value that is not finite, or replicas that differ.
+``environment``: trouble of one host or one moment. ``numeric``: a value that is not finite, or replicas that
+differ.
 """
 
 
@@ -44,12 +48,13 @@ class Message:
     TYPE: ClassVar[str]
 
 
-# ---- node → coordinator ----------------------------------------------------------------------------------------------
+# ---- node → coordinator ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Had(Message):
-    """The place a node holds in a running generation: ranks ``first_rank`` … ``first_rank + workers - 1`` of ``world_size``."""
+    """The place a node holds in a running generation: ranks ``first_rank`` … ``first_rank + workers - 1`` of
+    ``world_size``."""
 
     TYPE = "had"
     generation: int
@@ -60,10 +65,11 @@ class Had(Message):
 
 @dataclass(frozen=True)
 class Hello(Message):
-    """First message of a connection, also after a reconnect. ``workers``: how many are warm now (0: it only shows itself).
+    """First message of a connection, also after a reconnect. ``workers``: how many are warm now (0: it only
+    shows itself).
 
-    ``incarnation`` is unique to a process; the newest incarnation of a node wins. ``fingerprint`` must be equal in all members of
-    a group: torch, configuration, image.
+    ``incarnation`` is unique to a process; the newest incarnation of a node wins. ``fingerprint`` must be
+    equal in all members of a group: torch, configuration, image.
     """
 
     TYPE = "hello"
@@ -90,9 +96,11 @@ class Ping(Message):
 
 @dataclass(frozen=True)
 class Beat(Message):
-    """First message, in place of ``hello``, of a node's second connection, from a process beside its own. Only pings follow.
+    """First message, in place of ``hello``, of a node's second connection, from a process beside its own.
+    Only pings follow.
 
-    While they come the node is slow at most, not lost. An incarnation that is not here yet, or no more, is none.
+    While they come the node is slow at most, not lost. An incarnation that is not here yet, or no more, is
+    none.
     """
 
     TYPE = "beat"
@@ -112,9 +120,11 @@ class Capacity(Message):
 
 @dataclass(frozen=True)
 class Ready(Message):
-    """This node's workers are out of every group older than ``generation``, and ``workers`` of them would take part in it.
+    """This node's workers are out of every group older than ``generation``, and ``workers`` of them would
+    take part in it.
 
-    ``port``: of a fresh store at the node's address. ``step``: newest finished step held in memory, -1 for none.
+    ``port``: of a fresh store at the node's address. ``step``: newest finished step held in memory, -1 for
+    none.
     """
 
     TYPE = "ready"
@@ -135,9 +145,11 @@ class Up(Message):
 
 @dataclass(frozen=True)
 class Broken(Message):
-    """``generation`` cannot go on. ``exit_code``: of the worker (negative: its signal), None where none has ended.
+    """``generation`` cannot go on. ``exit_code``: of the worker (negative: its signal), None where none has
+    ended.
 
-    ``is_final``: no retry can cure it (exit 64), so the run ends. ``time_since`` seconds ago by the node's own clock.
+    ``is_final``: no retry can cure it (exit 64), so the run ends. ``time_since`` seconds ago by the node's
+    own clock.
     """
 
     TYPE = "broken"
@@ -153,7 +165,10 @@ class Broken(Message):
 
 @dataclass(frozen=True)
 class Leaving(Message):
-    """This node was asked to go (SIGTERM). It stays a member until the next group without it begins, or it is gone."""
+    """This node was asked to go (SIGTERM).
+
+    It stays a member until the next group without it begins, or it is gone.
+    """
 
     TYPE = "leaving"
     reason: str = "preemption"
@@ -187,7 +202,8 @@ class Done(Message):
 
 @dataclass(frozen=True)
 class Result(Message):
-    """The run's end is committed: training is complete (``exit_code`` 0), or stopped for all as agreed (75, 76)."""
+    """The run's end is committed: training is complete (``exit_code`` 0), or stopped for all as agreed (75,
+    76)."""
 
     TYPE = "result"
     generation: Generation
@@ -219,7 +235,7 @@ class Commit(Message):
     generation: Generation
 
 
-# ---- coordinator → node ----------------------------------------------------------------------------------------------
+# ---- coordinator → node ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -244,11 +260,13 @@ class Refused(Message):
 
 @dataclass(frozen=True)
 class Plan(Message):
-    """Leave the running group and say ready for ``generation``. ``hard``: now, a member is gone; else at a step boundary.
+    """Leave the running group and say ready for ``generation``. ``hard``: now, a member is gone; else at a
+    step boundary.
 
-    ``is_member`` is False for nodes that will not be in it: spares, and those that leave. ``is_only_holder``: no other node has
-    said that it holds a state, so that a worker that does not answer must be waited for, not replaced. ``patience_seconds``: how
-    long the group may go on so that a save in flight ends: above 0 where nodes only join.
+    ``is_member`` is False for nodes that will not be in it: spares, and those that leave. ``is_only_holder``:
+    no other node has said that it holds a state, so that a worker that does not answer must be waited for,
+    not replaced. ``patience_seconds``: how long the group may go on so that a save in flight ends: above 0
+    where nodes only join.
     """
 
     TYPE = "plan"
@@ -264,7 +282,8 @@ class Plan(Message):
 
 @dataclass(frozen=True)
 class Go(Message):
-    """All members are ready: this node's workers are ranks ``first_rank`` … of ``world_size``; the store is at address:port."""
+    """All members are ready: this node's workers are ranks ``first_rank`` … of ``world_size``; the store is
+    at address:port."""
 
     TYPE = "go"
     generation: int
@@ -279,7 +298,10 @@ class Go(Message):
 
 @dataclass(frozen=True)
 class Leave(Message):
-    """A node that is leaving may go. ``save``: it holds the newest state and nobody goes on; it saves first, alone."""
+    """A node that is leaving may go.
+
+    ``save``: it holds the newest state and nobody goes on; it saves first, alone.
+    """
 
     TYPE = "leave"
     generation: int
@@ -322,10 +344,16 @@ _from_nodes, _from_coordinator = Codec(FROM_NODES), Codec(FROM_COORDINATOR)
 
 
 def decode_from_node(line: bytes) -> Message:
-    """The message of a line that a node has sent. Raises ProtocolError, naming the field, for anything else."""
+    """The message of a line that a node has sent.
+
+    Raises ProtocolError, naming the field, for anything else.
+    """
     return _from_nodes.decode(line)
 
 
 def decode_from_coordinator(line: bytes) -> Message:
-    """The message of a line that the coordinator has sent. Raises ProtocolError, naming the field, for anything else."""
+    """The message of a line that the coordinator has sent.
+
+    Raises ProtocolError, naming the field, for anything else.
+    """
     return _from_coordinator.decode(line)

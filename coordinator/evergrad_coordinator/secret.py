@@ -14,12 +14,18 @@ def new_token() -> str:
 
 
 def is_token(said: str, token: str) -> bool:
-    """Whether ``said`` is the token, in a time that does not depend on how much of it is right. No token is none."""
+    """Whether ``said`` is the token, in a time that does not depend on how much of it is right.
+
+    No token is none.
+    """
     return bool(token) and hmac.compare_digest(said.encode("utf-8", "surrogatepass"), token.encode())
 
 
 def read_token(path: Path) -> str:
-    """The token in a file. Raises OSError or UnicodeDecodeError, and ValueError for a file that holds none."""
+    """The token in a file.
+
+    Raises OSError or UnicodeDecodeError, and ValueError for a file that holds none.
+    """
     token = path.read_text(encoding="utf-8").strip()
     if not token:
         raise ValueError("it is empty")
@@ -27,7 +33,10 @@ def read_token(path: Path) -> str:
 
 
 def obtain_token(path: Path) -> str:
-    """The token in a file; where there is no such file, a new one that only its owner can read. Raises as ``read_token``."""
+    """The token in a file; where there is no such file, a new one that only its owner can read.
+
+    Raises as ``read_token``.
+    """
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

@@ -7,7 +7,8 @@ _NOT_A_NUMBER = "–"
 
 
 def duration(seconds: float) -> str:
-    """``0.045`` → ``45ms``, ``75`` → ``1m15s``, ``18720`` → ``5h12m``, ``200000`` → ``2d07h``; two units at most."""
+    """``0.045`` → ``45ms``, ``75`` → ``1m15s``, ``18720`` → ``5h12m``, ``200000`` → ``2d07h``; two units at
+    most."""
     if not math.isfinite(seconds):
         return _NOT_A_NUMBER
     if seconds < 0:
@@ -60,7 +61,8 @@ def _scaled(number: float, base: float, units: tuple[str, ...]) -> str:
 
 
 def real(number: float, digits: int = 4) -> str:
-    """``2.41318`` → ``2.4132``; very large and very small ones in scientific notation; ``–`` for what is no number."""
+    """``2.41318`` → ``2.4132``; very large and very small ones in scientific notation; ``–`` for what is no
+    number."""
     if not math.isfinite(number):
         return _NOT_A_NUMBER
     if number != 0 and not 10.0**-digits <= abs(number) < 1e6:
@@ -69,7 +71,8 @@ def real(number: float, digits: int = 4) -> str:
 
 
 def compact(number: float) -> str:
-    """At most four significant digits, as short as possible: ``0.001`` → ``0.001``, ``2.5e-05`` → ``2.5e-05``."""
+    """At most four significant digits, as short as possible: ``0.001`` → ``0.001``, ``2.5e-05`` →
+    ``2.5e-05``."""
     return f"{number:.4g}" if math.isfinite(number) else _NOT_A_NUMBER
 
 

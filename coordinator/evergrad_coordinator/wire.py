@@ -1,8 +1,9 @@
-"""The codec: frozen dataclasses ↔ lines of JSON, strict both ways. A value that does not fit is refused, naming its field.
+"""The codec: frozen dataclasses ↔ lines of JSON, strict both ways. A value that does not fit is refused,
+naming its field.
 
-A field may be an int, float, str, bool, enum or Literal, any of them or None, a dataclass, a tuple or a mapping of such
-values, or ``Any`` for JSON that somebody else checks. ``Annotated`` carries what a type cannot say: ``Bounds`` of a
-number, ``Cut`` of a text.
+A field may be an int, float, str, bool, enum or Literal, any of them or None, a dataclass, a tuple or a
+mapping of such values, or ``Any`` for JSON that somebody else checks. ``Annotated`` carries what a type
+cannot say: ``Bounds`` of a number, ``Cut`` of a text.
 """
 
 import dataclasses
@@ -29,7 +30,10 @@ class ProtocolError(ValueError):
 
 
 class Record(typing.Protocol):
-    """Any dataclass. ``TYPE``, where it has one, is the value of ``type`` on the wire; else the name of its class."""
+    """Any dataclass.
+
+    ``TYPE``, where it has one, is the value of ``type`` on the wire; else the name of its class.
+    """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -84,7 +88,10 @@ class Codec(Generic[R]):
         return encode(record, max_bytes=self._max_bytes)
 
     def decode(self, line: bytes) -> R:
-        """The record of one line. Unknown fields are ignored: a newer sender may have more. Raises ProtocolError."""
+        """The record of one line.
+
+        Unknown fields are ignored: a newer sender may have more. Raises ProtocolError.
+        """
         if len(line) > self._max_bytes:
             raise ProtocolError(f"line: more than {self._max_bytes} bytes")
         try:
@@ -136,7 +143,7 @@ def from_json(kind: type[R], found: object, *, where: str) -> R:
     return kind(**values)
 
 
-# ---- what is known of a record's fields, found once ------------------------------------------------------------------
+# ---- what is known of a record's fields, found once --------------------------------------------------------
 
 _Reader = Callable[[Any, str], Any]
 _Writer = Callable[[Any], Any]
@@ -223,7 +230,7 @@ def _reader(hint: Any) -> _Reader:
     raise TypeError(f"{hint}: no field of a record may have this type")
 
 
-# ---- one reader a type -----------------------------------------------------------------------------------------------
+# ---- one reader a type -------------------------------------------------------------------------------------
 
 
 def _read_integer(value: Any, where: str) -> int:

@@ -1,4 +1,5 @@
-"""Writes documents.yaml: a ConfigMap with a small text to train on, the pages of this repository's own documentation.
+"""Writes documents.yaml: a ConfigMap with a small text to train on, the pages of this repository's own
+documentation.
 
 With ``--check`` nothing is written, and the exit code is 1 where the file is not what would be.
 """

@@ -1,4 +1,7 @@
-"""A loop with Accelerate that resumes from its newest whole state. It knows nothing of Evergrad: any torchrun can start it."""
+"""A loop with Accelerate that resumes from its newest whole state.
+
+It knows nothing of Evergrad: any torchrun can start it.
+"""
 
 import argparse
 import shutil

@@ -1,7 +1,7 @@
 """A plain DistributedDataParallel loop that resumes. It knows nothing of Evergrad: any torchrun can start it.
 
-The task is made up: a small network learns a fixed random linear map. Sample ``i`` is a pure function of ``i``, and step ``s``
-takes samples ``s * batch`` … in order, however many ranks there are.
+The task is made up: a small network learns a fixed random linear map. Sample ``i`` is a pure function of
+``i``, and step ``s`` takes samples ``s * batch`` … in order, however many ranks there are.
 """
 
 import argparse
@@ -67,7 +67,8 @@ def main() -> None:
         began = time.monotonic()
         indices = list(range(step * arguments.batch, (step + 1) * arguments.batch))[rank::world_size]
         inputs, targets = (one.to(device) for one in make_samples(indices))
-        # DDP averages over ranks; so that each sample counts the same, every rank divides by its share of the batch.
+        # DDP averages over ranks; so that each sample counts the same, every rank divides by its share of the
+        # batch.
         loss = (parallel(inputs) - targets).square().mean(dim=1).sum() * world_size / arguments.batch
         optimizer.zero_grad()
         loss.backward()

@@ -1,4 +1,7 @@
-"""transformers' Trainer, resumed from its last checkpoint. It knows nothing of Evergrad: any torchrun can start it."""
+"""transformers' Trainer, resumed from its last checkpoint.
+
+It knows nothing of Evergrad: any torchrun can start it.
+"""
 
 import argparse
 import json
@@ -85,7 +88,8 @@ def main() -> None:
         train_dataset=CountingTexts(4096),
         callbacks=[Progress(arguments.step_seconds)],
     )
-    # None on the first start; the Trainer's own choice (True) fails where there is no checkpoint, or half of one.
+    # None on the first start; the Trainer's own choice (True) fails where there is no checkpoint, or half of
+    # one.
     last = find_last_checkpoint(arguments.output)
     trainer.train(resume_from_checkpoint=str(last) if last else None)
     if torch.distributed.is_initialized():

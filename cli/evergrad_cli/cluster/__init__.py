@@ -1,1 +1,2 @@
-"""The commands for a cluster: plain kubeconfig, the official client imported only when one of them runs, never torch."""
+"""The commands for a cluster: plain kubeconfig, the official client imported only when one of them runs,
+never torch."""

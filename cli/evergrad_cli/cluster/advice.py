@@ -10,18 +10,30 @@ _UNSEEN_SECONDS: Final = 30.0
 
 _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
     "ImagePullFailed": (
-        "Check the image's name, and that the nodes may pull it: kubectl get trun {name} -o jsonpath='{{.status.image}}'",
+        (
+            "Check the image's name, and that the nodes may pull it: kubectl get trun {name} -o "
+            "jsonpath='{{.status.image}}'"
+        ),
         "A private registry needs spec.template.imagePullSecrets.",
-        "The image of a run does not change: delete the run and submit it again with another; its checkpoints stay.",
+        (
+            "The image of a run does not change: delete the run and submit it again with another; "
+            "its checkpoints stay."
+        ),
     ),
     "Unschedulable": (
         "No node has room for what a pod asks for. See what is free: kubectl describe nodes",
-        "Lower spec.resources.requests or spec.nodes.min, ask less in spec.template, or add nodes; it goes on by itself.",
+        (
+            "Lower spec.resources.requests or spec.nodes.min, ask less in spec.template, or add "
+            "nodes; it goes on by itself."
+        ),
     ),
     "Queued": ("A queue holds the pods until there is room; they start by themselves.",),
     "QuotaExceeded": (
         "See what is used and allowed: kubectl describe resourcequota",
-        "Lower spec.resources or spec.nodes, free some of the quota, or have it raised; it goes on by itself.",
+        (
+            "Lower spec.resources or spec.nodes, free some of the quota, or have it raised; it goes "
+            "on by itself."
+        ),
     ),
     "AdmissionRefused": (
         "A policy, LimitRange or webhook of the cluster refuses the pods; the message names it.",
@@ -38,7 +50,10 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "VolumeLost": ("The volume behind {claim} is gone: kubectl describe pvc {claim}",),
     "StartError": (
-        "A container cannot start; the message names what is missing, often a ConfigMap or Secret of spec.template.",
+        (
+            "A container cannot start; the message names what is missing, often a ConfigMap or "
+            "Secret of spec.template."
+        ),
     ),
     "InvalidSpec": ("Correct the field that the message names, and submit the file again.",),
     "WaitingForNodes": (
@@ -48,7 +63,10 @@ _WAITING: Final[Mapping[str, tuple[str, ...]]] = {
         "A replacement waits after failures. See why they failed: evergrad logs {name} --previous",
     ),
     "HostFaults": (
-        "Hosts fail the pods; the message names them. It costs no failure and is tried again, elsewhere if there is room.",
+        (
+            "Hosts fail the pods; the message names them. It costs no failure and is tried again, "
+            "elsewhere if there is room."
+        ),
         "See the hosts and the mounts of the pods: kubectl describe node, evergrad doctor",
     ),
     "VolumeRecordRefused": (
@@ -91,13 +109,19 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
         return _failed(run)
     if run.is_beyond_its_stop:
         return [
-            f"It has finished step {run.stop_after_step}, where spec.training.stop has it stop. Its claim keeps the checkpoints.",
+            (
+                f"It has finished step {run.stop_after_step}, where spec.training.stop has it stop. "
+                "Its claim keeps the checkpoints."
+            ),
             "To train on, delete the run and submit its file without spec.training.stop.",
         ]
     if run.reason == NON_FINITE:
         return [
             f"The loss or the gradient of a step was not finite; see which: evergrad logs {run.name} --all",
-            "Name it in spec.training.skipSteps, or allow some with spec.training.onNonFinite.skip, and submit the file again.",
+            (
+                "Name it in spec.training.skipSteps, or allow some with "
+                "spec.training.onNonFinite.skip, and submit the file again."
+            ),
             f"Then go on from the state before it: evergrad resume {run.name}",
         ]
     if run.wants_suspension or run.phase == "Suspended":
@@ -108,7 +132,10 @@ def advise(run: Run, pods: Sequence[Pod] = (), *, now: float) -> list[str]:
         stale = _false(run, "Progressing")
         if stale is not None and run.reason != "CoordinatorLost":
             return [
-                f"No step for long ({stale.message or stale.reason}). Look at its output: evergrad logs {run.name} --all"
+                (
+                    f"No step for long ({stale.message or stale.reason}). Look at its output: "
+                    f"evergrad logs {run.name} --all"
+                )
             ]
         return [f"Follow it: evergrad logs {run.name} -f"]
     return [f"It is on its way: evergrad wait {run.name} --for running", *_where_to_look(run, pods)]
@@ -128,7 +155,10 @@ def _unseen(run: Run, now: float) -> list[str]:
     if waited is not None and waited < _UNSEEN_SECONDS:
         return ["The operator has not looked at it yet."]
     return [
-        f"No operator has looked at it for {age(waited)}. Is one running, and does it watch this namespace? evergrad doctor"
+        (
+            f"No operator has looked at it for {age(waited)}. Is one running, and does it watch this "
+            "namespace? evergrad doctor"
+        )
     ]
 
 

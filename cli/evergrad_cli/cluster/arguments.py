@@ -1,4 +1,5 @@
-"""The arguments that commands for a cluster share: which cluster, which namespace, which run, and ``--json``."""
+"""The arguments that commands for a cluster share: which cluster, which namespace, which run, and
+``--json``."""
 
 import argparse
 import json
@@ -54,7 +55,9 @@ def add_timeout(parser: argparse.ArgumentParser, *, default: str) -> None:
         type=seconds_of,
         default=seconds_of(default),
         metavar="TIME",
-        help=f"give up after so long, exit code 124, e.g. 90s, 30m, 2h; 0 waits for ever (default: {default})",
+        help=(
+            f"give up after so long, exit code 124, e.g. 90s, 30m, 2h; 0 waits for ever (default: {default})"
+        ),
     )
 
 

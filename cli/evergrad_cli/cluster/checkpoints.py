@@ -1,4 +1,5 @@
-"""``evergrad checkpoints``: what is known of a run's checkpoints: the newest, where they are, and how to list them all."""
+"""``evergrad checkpoints``: what is known of a run's checkpoints: the newest, where they are, and how to list
+them all."""
 
 import argparse
 import json
@@ -23,7 +24,10 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Volume:
-    """The claim with the run directory, as far as it may be read. ``record`` is what it says about the run."""
+    """The claim with the run directory, as far as it may be read.
+
+    ``record`` is what it says about the run.
+    """
 
     phase: str
     size: str
@@ -109,7 +113,10 @@ def document(run: Run, volume: Volume | None, pod: str | None) -> dict[str, Any]
         "directory": f"{directory}/{RunFile.CHECKPOINTS}",
         "listCommand": None
         if pod is None
-        else f"kubectl exec -n {run.namespace} {pod} -- ls -l --time-style=long-iso {directory}/{RunFile.CHECKPOINTS}",
+        else (
+            f"kubectl exec -n {run.namespace} {pod} -- ls -l --time-style=long-iso "
+            f"{directory}/{RunFile.CHECKPOINTS}"
+        ),
     }
 
 
@@ -135,6 +142,9 @@ def render(facts: Mapping[str, Any], *, now: float) -> list[str]:
     else:
         lines += [
             "",
-            "No pod of the run has the volume now. To list them, mount the claim: evergrad checkpoint list DIRECTORY",
+            (
+                "No pod of the run has the volume now. To list them, mount the claim: evergrad "
+                "checkpoint list DIRECTORY"
+            ),
         ]
     return [printable(line) for line in lines]

@@ -196,7 +196,10 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
     """The StorageClasses: a default one, which several nodes may write."""
     if classes is None:
         return Check("storage", State.SKIP, "this user may not list StorageClasses")
-    shared = "Name one that allows ReadWriteMany in spec.storage.storageClassName, or an existing claim in spec.storage.claimName"
+    shared = (
+        "Name one that allows ReadWriteMany in spec.storage.storageClassName, or an existing claim "
+        "in spec.storage.claimName"
+    )
     defaults = [
         raw
         for raw in classes
@@ -215,9 +218,15 @@ def check_storage(classes: Sequence[Mapping[str, Any]] | None) -> Check:
         )
     name, provisioner = _name(defaults[-1]), str(defaults[-1].get("provisioner", ""))
     if provisioner in _ONE_NODE_PROVISIONERS:
-        what = f"volumes of the default {name} ({provisioner}) belong to one node; runs of several need ReadWriteMany"
+        what = (
+            f"volumes of the default {name} ({provisioner}) belong to one node; runs of several need "
+            "ReadWriteMany"
+        )
         return Check("storage", State.WARN, what, shared)
-    text = f"default {name} ({provisioner}); whether it allows ReadWriteMany is not told by a class, its first volume will show"
+    text = (
+        f"default {name} ({provisioner}); whether it allows ReadWriteMany is not told by a class, "
+        "its first volume will show"
+    )
     return Check("storage", State.OK, text)
 
 

@@ -1,4 +1,5 @@
-"""The only module that talks to an API server: kubeconfig → requests of plain JSON, answers as dicts, errors as ours."""
+"""The only module that talks to an API server: kubeconfig → requests of plain JSON, answers as dicts, errors
+as ours."""
 
 import argparse
 import contextlib
@@ -36,7 +37,10 @@ Query = Mapping[str, str]
 
 
 class Cluster(Protocol):
-    """What commands need of a cluster. Every method raises what ``refusals.error_of`` makes of a refusal, or UnreachableError."""
+    """What commands need of a cluster.
+
+    Every method raises what ``refusals.error_of`` makes of a refusal, or UnreachableError.
+    """
 
     namespace: str
     """The namespace of the command: the one given, else the context's."""
@@ -64,7 +68,8 @@ class Cluster(Protocol):
     def lines(
         self, path: str, *, what: str, query: Query | None = None, read_seconds: float | None = None
     ) -> Iterator[bytes]:
-        """The lines of a text as they come, without their ends; a silence of ``read_seconds`` ends them with an error."""
+        """The lines of a text as they come, without their ends; a silence of ``read_seconds`` ends them with
+        an error."""
 
 
 def runs_path(namespace: str | None, name: str = "") -> str:
@@ -100,7 +105,8 @@ class _Request:
 
 
 class KubernetesCluster:
-    """A cluster through the official client's connection: its TLS, proxies and credentials, our own requests."""
+    """A cluster through the official client's connection: its TLS, proxies and credentials, our
+    own requests."""
 
     def __init__(self, api: Any, *, namespace: str) -> None:
         self.namespace = namespace
@@ -200,7 +206,8 @@ class KubernetesCluster:
             yield
         except self._failures as error:
             raise UnreachableError(
-                f"{what}: {self.host} cannot be reached; {_innermost(error)}. Check the context and the network, or try again."
+                f"{what}: {self.host} cannot be reached; {_innermost(error)}. Check the context "
+                "and the network, or try again."
             ) from error
 
 
@@ -215,7 +222,10 @@ def _innermost(error: BaseException) -> str:
 
 
 def connect(args: argparse.Namespace) -> KubernetesCluster:
-    """The cluster that ``--kubeconfig``, ``--context`` and ``--namespace`` name. Raises MissingClientError, KubeconfigError."""
+    """The cluster that ``--kubeconfig``, ``--context`` and ``--namespace`` name.
+
+    Raises MissingClientError, KubeconfigError.
+    """
     try:
         config = importlib.import_module("kubernetes.config")
         client = importlib.import_module("kubernetes.client")
@@ -225,8 +235,8 @@ def connect(args: argparse.Namespace) -> KubernetesCluster:
         raise MissingClientError from error
     settings = type.__call__(client.Configuration)
     namespace = _load(config, settings, args)
-    # A peer that is gone without a word ends a stream. A lost connection is tried again at once; anything slower is the command's
-    # own business.
+    # A peer that is gone without a word ends a stream. A lost connection is tried again at once; anything
+    # slower is the command's own business.
     settings.keep_alive = True
     urllib3 = importlib.import_module("urllib3")
     settings.retries = urllib3.util.Retry(total=2, connect=2, read=0, redirect=0, backoff_factor=0.2)

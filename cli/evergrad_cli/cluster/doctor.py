@@ -1,4 +1,7 @@
-"""``evergrad doctor``: can this user run training in this namespace of this cluster? One line a check, with a remedy."""
+"""``evergrad doctor``: can this user run training in this namespace of this cluster?
+
+One line a check, with a remedy.
+"""
 
 import argparse
 import time
@@ -21,7 +24,8 @@ EXAMPLES = """\
   evergrad doctor -n training --operator-namespace evergrad-system
   evergrad doctor --json | jq -r '.checks[] | select(.state == "fail") | .remedy'
 
-exit codes: 0 nothing fails (warnings are allowed) · 1 something fails · 64 no kubeconfig · 70 the cluster does not answer"""
+exit codes: 0 nothing fails (warnings are allowed) · 1 something fails · 64 no kubeconfig ·
+70 the cluster does not answer"""
 _OPERATOR: Final = {
     "labelSelector": "app.kubernetes.io/part-of=evergrad,app.kubernetes.io/component=operator"
 }
@@ -100,7 +104,8 @@ def _read(read: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, bo
 
 
 def _list(cluster: Cluster, path: str, query: dict[str, str] | None = None) -> Objects | None:
-    """The objects at ``path``, or None where this user may not list them, or the cluster does not know them."""
+    """The objects at ``path``, or None where this user may not list them, or the cluster does not
+    know them."""
     try:
         return list(cluster.items(path, what=path.rpartition("/")[2], query=query))
     except (NotFoundError, RefusedError):

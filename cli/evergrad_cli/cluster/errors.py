@@ -59,7 +59,10 @@ class NotFoundError(ClusterInputError):
 
 
 class RefusedError(ClusterInputError):
-    """The API server says no. ``status`` is its HTTP status; ``managers`` are those who own fields in conflict."""
+    """The API server says no.
+
+    ``status`` is its HTTP status; ``managers`` are those who own fields in conflict.
+    """
 
     def __init__(self, *problems: Problem, status: int, managers: frozenset[str] = frozenset()) -> None:
         self.status = status

@@ -1,4 +1,5 @@
-"""The output of a run's pods: one thread a pod reads and prints whole lines, new attempts are picked up as they come."""
+"""The output of a run's pods: one thread a pod reads and prints whole lines, new attempts are picked up as
+they come."""
 
 import contextlib
 import json
@@ -38,7 +39,8 @@ class Selection:
 
 
 def choose(pods: Sequence[Pod], selection: Selection, *, is_previous: bool = False) -> list[Pod]:
-    """The pods whose output is shown once: of each node its newest attempt, or with ``is_previous`` the one before."""
+    """The pods whose output is shown once: of each node its newest attempt, or with ``is_previous`` the one
+    before."""
     wanted = [pod for pod in pods if selection.is_wanted(pod)]
     if is_previous:
         newest = {pod.name for pod in newest_of_each(wanted)}
@@ -85,7 +87,10 @@ def order_of(stamp: str) -> str:
 
 
 def show_line(line: Line, *, prefix: bool, with_time: bool, as_json: bool) -> str:
-    """How a line is printed. The prefix names the node, as its supervisor does, and the attempt once it is not the first."""
+    """How a line is printed.
+
+    The prefix names the node, as its supervisor does, and the attempt once it is not the first.
+    """
     pod = line.pod
     if as_json:
         facts = {
@@ -121,9 +126,11 @@ class Reader:
     def read(
         self, pod: Pod, *, is_previous: bool = False, is_following: bool = False, since: str = ""
     ) -> str:
-        """Show what there is, until the end of the stream; the time of the last line, ``since`` if there was none.
+        """Show what there is, until the end of the stream; the time of the last line, ``since`` if there was
+        none.
 
-        Lines up to ``since`` are left out. Raises NotFoundError for a pod that is gone, RefusedError for one that is not started.
+        Lines up to ``since`` are left out. Raises NotFoundError for a pod that is gone, RefusedError for one
+        that is not started.
         """
         query = {"timestamps": "true"}
         if pod.container:
@@ -212,7 +219,8 @@ class Follower:
         return [pod for pod in (self._of_leader(wanted) if one else wanted) if pod.has_started]
 
     def _of_leader(self, pods: Sequence[Pod]) -> list[Pod]:
-        """The pods of one node: the lowest there is, also before it has started, and another while that is away for long.
+        """The pods of one node: the lowest there is, also before it has started, and another while that is
+        away for long.
 
         What was followed before goes on being shown: nobody knows which of the two speaks for the run.
         """

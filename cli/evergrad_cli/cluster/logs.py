@@ -20,8 +20,9 @@ EXAMPLES = """\
   evergrad logs docs-lm --coordinator --tail 50
   evergrad logs docs-lm --all --json | jq -r 'select(.node == 1) | .line'
 
-exit codes: 0, with -f when the run is complete or deleted · 64 no such run or no output, and with -f the run failed by wrong
-configuration or data · 70 the cluster does not answer, and with -f the run failed in another way"""
+exit codes: 0, with -f when the run is complete or deleted · 64 no such run or no output, and with -f the run
+failed by wrong configuration or data · 70 the cluster does not answer, and with -f the run failed in another
+way"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

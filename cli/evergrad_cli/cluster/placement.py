@@ -1,4 +1,7 @@
-"""What can work on this machine and cannot in a pod: relative paths, and paths that nothing is mounted at. Pure."""
+"""What can work on this machine and cannot in a pod: relative paths, and paths that nothing is mounted at.
+
+Pure.
+"""
 
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -33,7 +36,10 @@ def placement_warnings(run: TrainingRun) -> list[Problem]:
             path,
             f"nothing is mounted at {value}",
             "the stock image holds no data",
-            f"Put it on the run's volume ({VOLUME_PATH}/…), mount it by spec.template, or name an image with it in spec.image",
+            (
+                f"Put it on the run's volume ({VOLUME_PATH}/…), mount it by spec.template, or name "
+                "an image with it in spec.image"
+            ),
         )
         for path, value in local_paths(run)
         if PurePosixPath(value).is_absolute() and not any(_is_below(value, mount) for mount in mounts)
@@ -79,7 +85,10 @@ def _problems_of_script(run: TrainingRun) -> Iterator[Problem]:
 
 
 def _relative(path: str, value: str) -> Problem:
-    remedy = f"Write where the pods find it: on the run's volume ({VOLUME_PATH}/…), or at a mount of spec.template.volumeMounts"
+    remedy = (
+        f"Write where the pods find it: on the run's volume ({VOLUME_PATH}/…), or at a mount of "
+        "spec.template.volumeMounts"
+    )
     return Problem(path, f"{value} is a relative path", _WHY, remedy)
 
 

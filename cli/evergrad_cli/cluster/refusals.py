@@ -19,7 +19,10 @@ NO_CRD: Final = Problem(
 
 
 def error_of(status: int, body: bytes, *, what: str) -> EvergradError:
-    """The error for an answer of HTTP ``status``. ``what`` was asked for, as a message names it: ``trainingrun docs-lm``."""
+    """The error for an answer of HTTP ``status``.
+
+    ``what`` was asked for, as a message names it: ``trainingrun docs-lm``.
+    """
     answer = _parse(body)
     message = str(answer.get("message") or _plain(body))[:_LONGEST]
     if status == Status.NOT_FOUND:

@@ -9,8 +9,8 @@ from evergrad_manifest.errors import Problem
 
 NAME = "restart"
 EXAMPLES = """\
-  evergrad restart docs-lm                         # a failed run tries again; a running one gets new pods, in grace
-  evergrad restart docs-lm --wait --timeout 5m     # until it trains again"""
+  evergrad restart docs-lm                       # a failed run tries again; a running one gets new pods
+  evergrad restart docs-lm --wait --timeout 5m   # until it trains again"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,12 +20,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Takes spec.suspend back, or sets a new spec.restartNonce after a stop. Returns 0, or of a wait 64, 70 or 124."""
+    """Takes spec.suspend back, or sets a new spec.restartNonce after a stop.
+
+    Returns 0, or of a wait 64, 70 or 124.
+    """
     return flip(args, _choose, check=_check)
 
 
 def _choose(run: Run) -> Switch:
-    """What takes this run on: of a stop on request spec.suspend knows nothing, only a new restartNonce takes it back."""
+    """What takes this run on: of a stop on request spec.suspend knows nothing, only a new restartNonce takes
+    it back."""
     if not run.has_stopped_by_itself:
         return Switch("resumed", {"suspend": False}, Goal.RUNNING, lambda run: not run.wants_suspension)
     nonce = new_nonce()
@@ -39,8 +43,14 @@ def _choose(run: Run) -> Switch:
 
 def _check(run: Run) -> Problem | None:
     if run.is_beyond_its_stop:
-        what = f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is {run.stop_after_step}"
-        remedy = "To train on: delete the run, whose claim keeps the checkpoints, and submit its file without spec.training.stop"
+        what = (
+            f"has finished step {run.checkpoint_step}, and spec.training.stop.afterStep is "
+            f"{run.stop_after_step}"
+        )
+        remedy = (
+            "To train on: delete the run, whose claim keeps the checkpoints, and submit its file "
+            "without spec.training.stop"
+        )
         return Problem(
             f"trainingrun {run.name}",
             what,

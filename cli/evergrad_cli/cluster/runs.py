@@ -1,4 +1,7 @@
-"""Raw objects of the API server → what the commands show of runs, pods and events. Pure; a missing field is no error."""
+"""Raw objects of the API server → what the commands show of runs, pods and events.
+
+Pure; a missing field is no error.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +61,8 @@ class Ended:
 
 @dataclass(frozen=True)
 class Run:
-    """One TrainingRun as people see it; texts are empty and numbers None where the operator has not said them."""
+    """One TrainingRun as people see it; texts are empty and numbers None where the operator has not said
+    them."""
 
     name: str
     namespace: str
@@ -116,14 +120,16 @@ class Run:
 
     @property
     def has_stopped_by_itself(self) -> bool:
-        """Whether the run saves and leaves, or has left, without being suspended; what was asked since is not seen yet."""
+        """Whether the run saves and leaves, or has left, without being suspended; what was asked since is not
+        seen yet."""
         if self.wants_suspension:
             return self.reason in (STOPPED, NON_FINITE)
         return self.is_current and self.phase in ("Suspending", "Suspended")
 
     @property
     def is_beyond_its_stop(self) -> bool:
-        """Whether the run is parked at the step where its recipe has it stop, now and each time it goes on."""
+        """Whether the run is parked at the step where its recipe has it stop, now and each time
+        it goes on."""
         is_reached = self.stop_after_step is not None and (self.checkpoint_step or 0) >= self.stop_after_step
         return is_reached and self.reason == STOPPED
 
@@ -215,7 +221,10 @@ def _parse_condition(raw: Mapping[str, Any]) -> Condition:
 
 
 def row_of(run: Run, *, now: float) -> dict[str, Any]:
-    """One run as ``--json`` documents show it. Numbers are numbers, null where unknown; times are Unix seconds."""
+    """One run as ``--json`` documents show it.
+
+    Numbers are numbers, null where unknown; times are Unix seconds.
+    """
     return {
         "name": run.name,
         "namespace": run.namespace,
@@ -245,7 +254,8 @@ class Pod:
     index: int | None
     attempt: int
     phase: str
-    """As ``kubectl get pods`` shows it: Running, Pending, ImagePullBackOff, OOMKilled, Completed, Terminating, …"""
+    """As ``kubectl get pods`` shows it: Running, Pending, ImagePullBackOff, OOMKilled, Completed,
+    Terminating, …"""
     is_ready: bool
     is_over: bool
     has_started: bool

@@ -1,4 +1,5 @@
-"""``evergrad submit``: a TrainingRun file, checked here and then applied to the cluster by server-side apply."""
+"""``evergrad submit``: a TrainingRun file, checked here and then applied to the cluster by
+server-side apply."""
 
 import argparse
 import time
@@ -20,13 +21,14 @@ from evergrad_manifest.reading.view import without_nulls
 NAME = "submit"
 EXAMPLES = """\
   evergrad submit trainingrun.yaml
-  evergrad submit trainingrun.yaml --dry-run                 # checked here and by the cluster, nothing created
-  evergrad submit trainingrun.yaml --watch                   # a line a change, until the run has ended
+  evergrad submit trainingrun.yaml --dry-run   # checked here and by the cluster, nothing created
+  evergrad submit trainingrun.yaml --watch     # a line a change, until the run has ended
   evergrad submit trainingrun.yaml --set metadata.name=docs-lm-2 --set spec.nodes.max=8
   evergrad submit trainingrun.yaml --wait --timeout 2h && evergrad status docs-lm
 
-exit codes: 0 submitted, and with --wait or --watch complete · 64 wrong file, refused by the cluster, or the run failed by wrong
-configuration or data · 70 the run failed in another way, or the cluster does not answer · 124 the time is over"""
+exit codes: 0 submitted, and with --wait or --watch complete · 64 wrong file, refused by the cluster, or the
+run failed by wrong configuration or data · 70 the run failed in another way, or the cluster does not answer ·
+124 the time is over"""
 _WATCH_SECONDS: Final = 10.0
 
 
@@ -82,7 +84,8 @@ def _namespace(args: argparse.Namespace, loaded: LoadedManifest) -> str | None:
 def submit(
     cluster: Cluster, loaded: LoadedManifest, *, is_dry: bool = False, is_forced: bool = False
 ) -> tuple[str, Run]:
-    """Apply the manifest as it was written; ``created``, ``configured`` or ``unchanged``, and the run as the cluster has it.
+    """Apply the manifest as it was written; ``created``, ``configured`` or ``unchanged``, and the run as the
+    cluster has it.
 
     Raises RefusedError with every field the cluster refuses.
     """
@@ -110,7 +113,8 @@ def submit(
 
 
 def with_whole_numbers(value: Any) -> Any:
-    """``1e6``, which YAML reads as a float, as the integer it is: the API server's rules know no float where a count stands."""
+    """``1e6``, which YAML reads as a float, as the integer it is: the API server's rules know no float where
+    a count stands."""
     if isinstance(value, Mapping):
         return {key: with_whole_numbers(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,5 @@
-"""What suspend, resume and restart share: one field of a run is patched, and its effect awaited if asked for."""
+"""What suspend, resume and restart share: one field of a run is patched, and its effect awaited
+if asked for."""
 
 import argparse
 import time
@@ -46,7 +47,8 @@ def add_switch_arguments(parser: argparse.ArgumentParser, *, wait_help: str) -> 
 def flip(
     args: argparse.Namespace, choose: Callable[[Run], Switch], *, check: Callable[[Run], Problem | None]
 ) -> int:
-    """Make the change that ``choose`` names for the run as it is, unless it stands already; ``check`` says what forbids it.
+    """Make the change that ``choose`` names for the run as it is, unless it stands already; ``check`` says
+    what forbids it.
 
     The exit code, of the wait if there is one.
     """

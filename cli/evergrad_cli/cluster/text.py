@@ -39,7 +39,8 @@ def printable_lines(text: str) -> list[str]:
 
 
 def age(seconds: float | None) -> str:
-    """``75`` → ``75s``, ``600`` → ``10m``, ``9000`` → ``2h30m``, ``200000`` → ``2d7h``: kubectl's spelling of a duration."""
+    """``75`` → ``75s``, ``600`` → ``10m``, ``9000`` → ``2h30m``, ``200000`` → ``2d7h``: kubectl's spelling of
+    a duration."""
     if seconds is None:
         return NOTHING
     total = max(0, int(seconds))

@@ -1,4 +1,7 @@
-"""Waiting for a run: what counts as reached, what can never be reached any more, and asking until then. Times in seconds."""
+"""Waiting for a run: what counts as reached, what can never be reached any more, and asking until then.
+
+Times in seconds.
+"""
 
 import time
 from collections.abc import Callable
@@ -107,8 +110,9 @@ def wait_for(
 ) -> tuple[Verdict, Run | None]:
     """Ask until the goal is reached, can never be, or ``timeout`` is over; the run as last seen.
 
-    ``is_due``: whether what was asked for has been seen by the operator at all; before, nothing is judged. ``on_change`` gets
-    every look. A run that is deleted ends the wait; a cluster that does not answer does not, once it has answered.
+    ``is_due``: whether what was asked for has been seen by the operator at all; before, nothing is judged.
+    ``on_change`` gets every look. A run that is deleted ends the wait; a cluster that does not answer does
+    not, once it has answered.
     """
     deadline, seen, patience = time.monotonic() + timeout, None, Patience()
     while True:

@@ -1,8 +1,10 @@
-"""The process that says, twice a second, that its node is alive, whatever keeps the node's own process from saying so.
+"""The process that says, twice a second, that its node is alive, whatever keeps the node's own process from
+saying so.
 
-``heartbeat`` starts it by its path, so that it imports only what stands here: it is small and begins at once on a busy machine.
-It reads one line of JSON from its standard input: where the coordinator is, and the ``beat`` that begins a connection. It ends
-with the process that started it, and is silent while that process is stopped: a node that is frozen is to be noticed.
+``heartbeat`` starts it by its path, so that it imports only what stands here: it is small and begins at once
+on a busy machine. It reads one line of JSON from its standard input: where the coordinator is, and the
+``beat`` that begins a connection. It ends with the process that started it, and is silent while that process
+is stopped: a node that is frozen is to be noticed.
 """
 
 import json
@@ -47,7 +49,10 @@ def wait_for_end(seconds: float) -> bool:
 
 
 def beat(connection: socket.socket, hello: bytes, *, parent: int) -> bool:
-    """Say hello, then one ping after the other. False once the connection is of no use; True at the node's end."""
+    """Say hello, then one ping after the other.
+
+    False once the connection is of no use; True at the node's end.
+    """
     connection.sendall(hello)
     heard = time.monotonic()
     while os.getppid() == parent:

@@ -24,7 +24,8 @@ from evergrad_coordinator.wire import MAX_LINE_BYTES, ProtocolError, encode
 
 PING_SECONDS = 0.5
 SILENCE_SECONDS = 5.0
-"""Longer than a coordinator on a busy machine stands still, and short enough to reach its successor within a lease."""
+"""Longer than a coordinator on a busy machine stands still, and short enough to reach its successor within a
+lease."""
 CONNECT_SECONDS = 3.0
 COMMIT_SECONDS = 2.0
 UNSENT_BYTES = 1024 * 1024
@@ -34,8 +35,8 @@ def _nothing() -> None:
     pass
 
 
-class _OwnerFailed(Exception):  # noqa: N818 - no error of this package: it only carries the owner's past those of a connection
-    """A callback of the client's owner raised ``error``."""
+class _OwnerFailed(Exception):  # noqa: N818 - no error of this package
+    """A callback of the client's owner raised ``error``; this carries it past the errors of a connection."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -45,8 +46,9 @@ class _OwnerFailed(Exception):  # noqa: N818 - no error of this package: it only
 class CoordinatorClient:
     """Runs in whatever loop awaits ``run``; all methods belong to that loop's thread.
 
-    ``hello`` is asked at each connection, so that it says what is true then. ``on_message`` gets every message of the coordinator
-    but answers to ``commit`` and ``ping``; ``on_connected`` is called after each welcome: the owner says its state again there.
+    ``hello`` is asked at each connection, so that it says what is true then. ``on_message`` gets every
+    message of the coordinator but answers to ``commit`` and ``ping``; ``on_connected`` is called after each
+    welcome: the owner says its state again there.
     """
 
     def __init__(
@@ -85,11 +87,17 @@ class CoordinatorClient:
         return float("inf") if self._contact_at is None else time.monotonic() - self._contact_at
 
     def fileno(self) -> int:
-        """The connection's descriptor, -1 without one. A forked child closes it, or the end of its parent stays hidden."""
+        """The connection's descriptor, -1 without one.
+
+        A forked child closes it, or the end of its parent stays hidden.
+        """
         return -1 if self._writer is None else int(self._writer.get_extra_info("socket").fileno())
 
     async def run(self) -> None:
-        """Until ``close``, or until ``refused`` or ``end`` was delivered. Raises what the owner's callbacks raise."""
+        """Until ``close``, or until ``refused`` or ``end`` was delivered.
+
+        Raises what the owner's callbacks raise.
+        """
         try:
             while not self._is_over:
                 with contextlib.suppress(
@@ -100,7 +108,8 @@ class CoordinatorClient:
                     with contextlib.suppress(TimeoutError):
                         await asyncio.wait_for(self._wake.wait(), 0.1 + random.random() * 0.1)
         except _OwnerFailed as failed:
-            # An OSError of the owner's own would pass for a broken connection, and be met again on the next one for ever.
+            # An OSError of the owner's own would pass for a broken connection, and be met again on the next
+            # one for ever.
             raise failed.error from None
         finally:
             self._is_over = True
@@ -133,7 +142,7 @@ class CoordinatorClient:
             self._writer.close()
         self._is_welcome = False
 
-    # ---- one connection ----------------------------------------------------------------------------------------------
+    # ---- one connection ------------------------------------------------------------------------------------
 
     async def _run_session(self) -> None:
         connecting = asyncio.open_connection(self._host, self._port, limit=MAX_LINE_BYTES)
@@ -154,7 +163,10 @@ class CoordinatorClient:
             self._disconnect()
 
     async def _ping(self) -> None:
-        """Also the watchdog. It reads the clock after the reader had its turn, so an owner that blocks the loop loses nothing."""
+        """Also the watchdog.
+
+        It reads the clock after the reader had its turn, so an owner that blocks the loop loses nothing.
+        """
         misses = 0
         while True:
             await asyncio.sleep(PING_SECONDS)

@@ -1,4 +1,5 @@
-"""Starts and ends a node's ``beat`` process: slowness of the node, which imports, forks and waits for disks, is no silence."""
+"""Starts and ends a node's ``beat`` process: slowness of the node, which imports, forks and waits for disks,
+is no silence."""
 
 import asyncio
 import contextlib

@@ -42,7 +42,10 @@ def _find_header(head: bytes, wanted: str) -> str:
 
 
 def _body_length(head: bytes) -> int:
-    """What the request's head says of its body, 0 for nothing. Raises OSError for a body that is not taken."""
+    """What the request's head says of its body, 0 for nothing.
+
+    Raises OSError for a body that is not taken.
+    """
     value = _find_header(head, "content-length") or "0"
     if not value.isdecimal() or int(value) > MAX_REQUEST_BYTES:
         raise OSError("no such body is taken")
@@ -129,7 +132,10 @@ class StatusServer:
         return scheme.lower() == "bearer" and is_token(token.strip(), self._server.group.settings.token)
 
     def _set_bounds(self, content: bytes) -> Answer:
-        """``{"min": 2, "max": 4}``: so many nodes train from now on. With ``"maxFailures": 3`` so many failures are allowed."""
+        """``{"min": 2, "max": 4}``: so many nodes train from now on.
+
+        With ``"maxFailures": 3`` so many failures are allowed.
+        """
         try:
             bounds = json.loads(content)
             low, high, failures = bounds["min"], bounds["max"], bounds.get("maxFailures", 0)

@@ -13,13 +13,17 @@ class JournalError(Exception):
 
 
 class GenerationStore(Protocol):
-    """Where the number lives: a file locally, the API server on a cluster. Called from a thread; may take its time."""
+    """Where the number lives: a file locally, the API server on a cluster.
+
+    Called from a thread; may take its time.
+    """
 
     def load(self) -> int:
         """The newest generation ever issued; 0 for none. Raises JournalError."""
 
     def advance(self, expected: int, new: int) -> bool:
-        """Put ``new`` in the place of ``expected``, durably. False if it is not ``expected`` any more: somebody else rules.
+        """Put ``new`` in the place of ``expected``, durably. False if it is not ``expected`` any more:
+        somebody else rules.
 
         Raises OSError if it cannot tell; it is asked again.
         """
@@ -29,7 +33,8 @@ class GenerationStore(Protocol):
 
 
 class MemoryStore:
-    """For a run whose generations start anew with its coordinator; ``generation`` comes from whoever started it."""
+    """For a run whose generations start anew with its coordinator; ``generation`` comes from whoever started
+    it."""
 
     def __init__(self, generation: int = 0) -> None:
         self._generation = generation
@@ -90,7 +95,10 @@ class FileStore:
         except (ValueError, KeyError, TypeError):
             generation = None
         if type(generation) is not int or generation < 0:
-            text = f"{self._path}: holds no generation: damaged. Delete it and pass --first-generation above all used."
+            text = (
+                f"{self._path}: holds no generation: damaged. Delete it and pass --first-generation "
+                "above all used."
+            )
             raise JournalError(text)
         return generation
 

@@ -1,4 +1,7 @@
-"""The coordinator's edge: sockets, time and journal around the rules. A bad peer loses its connection and nothing else."""
+"""The coordinator's edge: sockets, time and journal around the rules.
+
+A bad peer loses its connection and nothing else.
+"""
 
 import asyncio
 import contextlib
@@ -181,10 +184,16 @@ class Server:
         await asyncio.sleep(0)
 
     def set_bounds(self, min_nodes: int, max_nodes: int, max_failures: int | None = None) -> str:
-        """Whoever owns the run has changed its bounds. What is wrong with them, in words; empty if nothing is."""
+        """Whoever owns the run has changed its bounds.
+
+        What is wrong with them, in words; empty if nothing is.
+        """
         most = self.group.settings.max_members
         if not 1 <= min_nodes <= max_nodes <= most:
-            return f"bounds: min {min_nodes} and max {max_nodes} are not 1 <= min <= max <= {most}. Correct them."
+            return (
+                f"bounds: min {min_nodes} and max {max_nodes} are not 1 <= min <= max <= {most}. "
+                "Correct them."
+            )
         if max_failures is not None and not 0 <= max_failures <= MAX_FAILURES:
             return f"bounds: maxFailures {max_failures} is not within 0 and {MAX_FAILURES}. Correct it."
         now = time.monotonic()
@@ -194,7 +203,7 @@ class Server:
         self._apply(bounds)
         return ""
 
-    # ---- called by peers ---------------------------------------------------------------------------------------------
+    # ---- called by peers -----------------------------------------------------------------------------------
 
     def add(self, peer: Peer) -> None:
         """A new connection."""
@@ -268,7 +277,7 @@ class Server:
         peer.close(patience=0)
         self.forget(peer, reason)
 
-    # ---- effects -----------------------------------------------------------------------------------------------------
+    # ---- effects -------------------------------------------------------------------------------------------
 
     def _apply(self, effects: Iterable[Effect]) -> None:
         self._effects.extend(effects)
@@ -335,7 +344,7 @@ class Server:
             self._log_bounded("closed", peer=peer.host, why=why)
             peer.close(patience=self.limits.closing_seconds)
 
-    # ---- time --------------------------------------------------------------------------------------------------------
+    # ---- time ----------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now = time.monotonic()
@@ -355,7 +364,7 @@ class Server:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_at(at, self._tick)
 
-    # ---- the log -----------------------------------------------------------------------------------------------------
+    # ---- the log -------------------------------------------------------------------------------------------
 
     def _log_bounded(self, event: str, **fields: object) -> None:
         """What a peer can cause at will must not fill a disk."""

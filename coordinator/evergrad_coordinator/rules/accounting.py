@@ -17,7 +17,10 @@ class Accounting:
     since: float = 0.0
 
     def begin(self, cause: str, *, at: float) -> None:
-        """Nobody trains since ``at``. A real cause takes the place of its consequence and of a change that was merely planned."""
+        """Nobody trains since ``at``.
+
+        A real cause takes the place of its consequence and of a change that was merely planned.
+        """
         if self.cause is None:
             self.cause, self.since = cause, at
             return

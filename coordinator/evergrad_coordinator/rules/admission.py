@@ -39,10 +39,16 @@ def _build(reason: str, message: str) -> Refused:
 
 def _find_wrong_run(hello: Hello, settings: Settings) -> tuple[str, str] | None:
     if hello.protocol != PROTOCOL_VERSION:
-        text = f"hello.protocol: {hello.protocol}; this coordinator speaks {PROTOCOL_VERSION}. Use one Evergrad in all pods."
+        text = (
+            f"hello.protocol: {hello.protocol}; this coordinator speaks {PROTOCOL_VERSION}. Use one "
+            "Evergrad in all pods."
+        )
         return "ProtocolVersion", text
     if hello.run != settings.run:
-        text = f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator is of {settings.run}. Correct the address or the name."
+        text = (
+            f"hello.run: {hello.run[:MAX_ADDRESS]}; this coordinator is of {settings.run}. Correct "
+            "the address or the name."
+        )
         return "WrongRun", text
     return None
 
@@ -74,7 +80,10 @@ def _find_wrong_values(hello: Hello, settings: Settings) -> tuple[str, str] | No
 def _find_wrong_kind(hello: Hello, settings: Settings) -> tuple[str, str] | None:
     if hello.recovery == settings.recovery:
         return None
-    text = f"hello.recovery: {hello.recovery}; the group's is {settings.recovery}. Start all nodes of a run with one manifest."
+    text = (
+        f"hello.recovery: {hello.recovery}; the group's is {settings.recovery}. Start all nodes of a "
+        "run with one manifest."
+    )
     return "RecoveryDiffers", text
 
 
@@ -82,6 +91,9 @@ def _find_difference(mine: dict[str, str], group: dict[str, str]) -> tuple[str, 
     for key in sorted(mine.keys() | group.keys()):
         if mine.get(key) != group.get(key):
             ours, theirs = (str(one.get(key, "nothing"))[:MAX_ADDRESS] for one in (mine, group))
-            text = f"hello.fingerprint.{key[:MAX_NAME]}: {ours}; the group's first member has {theirs}. All nodes need the same."
+            text = (
+                f"hello.fingerprint.{key[:MAX_NAME]}: {ours}; the group's first member has {theirs}. "
+                "All nodes need the same."
+            )
             return "FingerprintDiffers", text
     return None

@@ -1,4 +1,5 @@
-"""How a coordinator takes over a group that it has not begun, and what it believes of nodes it had no contact with.
+"""How a coordinator takes over a group that it has not begun, and what it believes of nodes it had no contact
+with.
 
 Pure functions.
 """
@@ -17,10 +18,12 @@ _LEASE_MARGIN_SECONDS = 1.0
 
 
 def try_to_adopt(group: Group, now: float) -> None:
-    """Take over the newest group whose members are all here, whichever coordinator began it: no worker of it stops.
+    """Take over the newest group whose members are all here, whichever coordinator began it: no worker of it
+    stops.
 
-    A node that went from an older group to a newer one says so by the place it had, and an older group that shares no member with
-    a newer one has had no contact for a lease. The newest one that is whole is the one that runs.
+    A node that went from an older group to a newer one says so by the place it had, and an older group that
+    shares no member with a newer one has had no contact for a lease. The newest one that is whole is the one
+    that runs.
     """
     rendezvous, world = group.rendezvous, group.world
     found = find_newest_running(group.nodes.values())
@@ -30,7 +33,8 @@ def try_to_adopt(group: Group, now: float) -> None:
     if world and world.is_broken and world.generation == generation:
         return
     group.rendezvous = None
-    # A plan that was in the air stays the newest number: it is made anew, and the group goes on until its boundary.
+    # A plan that was in the air stays the newest number: it is made anew, and the group goes on until its
+    # boundary.
     group.generation = group.newest_known
     group.world = World(generation, places, started_at=now, up_at=now, up=set(places))
     group.log("adopted", adopted=generation, nodes=len(places), worldSize=group.world.size)
@@ -63,7 +67,8 @@ def answer_commit(group: Group, node: Node, message: Commit) -> None:
 
 
 def _may_commit(group: Group, node: Node, generation: int) -> bool:
-    """Whether a generation may still write: the running one unless a hard plan is pending, or what the saver saves."""
+    """Whether a generation may still write: the running one unless a hard plan is pending, or what the saver
+    saves."""
     if group.departures.may_commit(node, generation):
         return True
     world = group.world
@@ -88,14 +93,16 @@ def _answer_kept(group: Group, rendezvous: Rendezvous, now: float) -> None:
 
 
 def drop_others(group: Group, member: Node, now: float) -> None:
-    """Drop nodes that came before the first member of the group and differ from it: they hear why when they come again."""
+    """Drop nodes that came before the first member of the group and differ from it: they hear why when they
+    come again."""
     for node in list(group.nodes.values()):
         if node.fingerprint != member.fingerprint:
             drop_node(group, node, "differs from the group that runs", now)
 
 
 def note_absence(group: Group, node: Node, seconds: float) -> None:
-    """Note a member that was away for nearly a lease: its workers may have ended by themselves, as if they had been asked to."""
+    """Note a member that was away for nearly a lease: its workers may have ended by themselves, as if they
+    had been asked to."""
     world = group.world
     if (
         world

@@ -9,7 +9,8 @@ from evergrad_coordinator.rules.state import Key, Training
 MAX_FAILURES = 2**31
 """Nobody allows more."""
 LOSSES_PER_FAILURE = 10
-"""Preemptions come in storms and say nothing about the run; but a group that nodes vanish from for ever trains nothing."""
+"""Preemptions come in storms and say nothing about the run; but a group that nodes vanish from for ever
+trains nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Break:
-    """The end of a generation that broke, as known when the next begins. ``lost``: members that are gone and not back.
+    """The end of a generation that broke, as known when the next begins. ``lost``: members that are gone and
+    not back.
 
     ``has_left``: a member was asked to go.
     """
@@ -63,16 +65,16 @@ def find_root_cause(failures: list[Failure]) -> Failure | None:
 class FailureBudget:
     """Failures in a row without progress. A broken generation counts once, however many nodes report it.
 
-    =====================================  ==========================================================================
+    =====================================  =================================================================
     a generation broke                     it counts
-    =====================================  ==========================================================================
+    =====================================  =================================================================
     a report names a cause of the run      as one failure
     a member was asked to go               for nothing
     a member is gone and not back, or      a tenth: ten in a row without progress are one failure
     its host failed (``environment``)
-    all members are here (one may have     for nothing the first time; as one failure when it happens again without
-    been away, and is back as it was)      progress: such nodes are slow, or do not reach each other
-    =====================================  ==========================================================================
+    all members are here (one may have     for nothing the first time; as one failure when it happens again
+    been away, and is back as it was)      without progress: such nodes are slow, or do not reach each other
+    =====================================  =================================================================
     """
 
     limit: int
@@ -127,7 +129,10 @@ class FailureBudget:
             self._judge_unexplained(ending, reached, before, training)
 
     def note_return(self, key: Key, training: Training) -> None:
-        """The same process of a node is back. If all that the last break lost are, they were silent and not lost."""
+        """The same process of a node is back.
+
+        If all that the last break lost are, they were silent and not lost.
+        """
         away = self._away
         if away is None or key not in away.keys:
             return
@@ -146,7 +151,8 @@ class FailureBudget:
         if self._losses % LOSSES_PER_FAILURE == 0:
             last = min(names)
             text = (
-                f"nodes or their hosts were lost {self._losses} times in a row without progress; {LOSSES_PER_FAILURE} such "
+                f"nodes or their hosts were lost {self._losses} times in a row without progress; "
+                f"{LOSSES_PER_FAILURE} such "
                 f"losses are one failure, {self.limit} allowed. Last: node {last}. Look at why its pods end."
             )
             self._count_silent(ending, last, text, training)
@@ -173,8 +179,10 @@ class FailureBudget:
             return
         where = f"node {silent}" if silent else "a node"
         text = (
-            f"the group broke again without progress although every node is there; {self.limit} such failures are allowed. Last: "
-            f"{where} was silent for a while and came back. Check that the nodes get enough CPU time and reach the coordinator."
+            f"the group broke again without progress although every node is there; {self.limit} "
+            "such failures are allowed. Last: "
+            f"{where} was silent for a while and came back. Check that the nodes get enough CPU "
+            "time and reach the coordinator."
         )
         self._count_silent(ending, silent, text, training)
 
@@ -224,7 +232,8 @@ class FailureBudget:
         times = "once" if self.used == 1 else f"{self.used} times"
         return (
             f"workers failed {times} without progress; {self.limit} such failures are allowed. "
-            f"Last: {report.cause} on rank {report.rank} (node {self.last.node}) after step {report.step}, {code}"
+            f"Last: {report.cause} on rank {report.rank} (node {self.last.node}) after step "
+            f"{report.step}, {code}"
             f"{': ' + report.message if report.message else ''}. See that rank's log in logs/."
         )
 
@@ -234,7 +243,9 @@ class FailureBudget:
         times = "1 failure" if self.used == 1 else f"{self.used} failures"
         said = f": {failure.report.message}" if failure.report.message else ""
         return (
-            f"the group broke {where} although no node was lost; {times} without progress, {self.limit} allowed. Last: rank "
-            f"{failure.report.rank} (node {failure.node}) lost its peers{said}. Check that the nodes reach each other (network "
+            f"the group broke {where} although no node was lost; {times} without progress, "
+            f"{self.limit} allowed. Last: rank "
+            f"{failure.report.rank} (node {failure.node}) lost its peers{said}. Check that the "
+            "nodes reach each other (network "
             "policy, firewall, --address), and that the collective timeout is longer than a step."
         )

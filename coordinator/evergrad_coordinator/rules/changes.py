@@ -1,6 +1,8 @@
-"""What happens to a group: nodes go, a generation breaks, a plan is announced and begins, the run ends. Pure functions.
+"""What happens to a group: nodes go, a generation breaks, a plan is announced and begins, the run ends. Pure
+functions.
 
-Nothing here decides that it should happen: ``review`` compares, ``reports`` and ``limits`` notice, ``events`` takes what comes.
+Nothing here decides that it should happen: ``review`` compares, ``reports`` and ``limits`` notice, ``events``
+takes what comes.
 """
 
 from evergrad_coordinator.contract import ExitCode
@@ -11,7 +13,7 @@ from evergrad_coordinator.rules.group import Group
 from evergrad_coordinator.rules.rendezvous import JoinHold, Rendezvous
 from evergrad_coordinator.rules.state import Finish, Node, Proposal, World
 
-# ---- a node goes -----------------------------------------------------------------------------------------------------
+# ---- a node goes -------------------------------------------------------------------------------------------
 
 
 def drop_node(group: Group, node: Node, why: str, now: float) -> None:
@@ -30,14 +32,16 @@ def remove_node(group: Group, node: Node, why: str, now: float) -> None:
     if world and node.key in world.places and node.key not in world.done:
         world.has_left |= node.is_leaving
         world.lost |= set() if node.is_leaving else {node.key}
-    # Its workers may still train: nobody follows them before their lease has ended, counted from the last contact.
+    # Its workers may still train: nobody follows them before their lease has ended, counted from the last
+    # contact.
     if world and node.key in world.places and node.key not in world.out:
         world.last_contact[node.key] = node.seen
         if not world.is_over and node.key not in world.done:
             group.accounting.begin("node_lost", at=node.seen if why == "silent" else now)
     group.departures.note_gone(node)
 
-    # A plan that only waited for this node, which is no member of it, can go on. One that needs it is made anew.
+    # A plan that only waited for this node, which is no member of it, can go on. One that needs it is made
+    # anew.
     if proposal and node.key not in proposal.members:
         proposal.waits_for.discard(node.key)
     group.change(now)
@@ -70,14 +74,18 @@ def _become_empty(group: Group, last: Node, now: float) -> None:
 
 
 def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> None:
-    """Let leavers go that are in no group. ``staying``: nodes that go on; None for a group that runs, which holds the state."""
+    """Let leavers go that are in no group.
+
+    ``staying``: nodes that go on; None for a group that runs, which holds the state.
+    """
     departures = group.departures
     leavers = [
         node
         for node in group.nodes.values()
         if node.is_leaving and node.released_at is None and node.group == 0
     ]
-    # One node saves where nobody else holds the state. Fresh workers have none in memory: their script has saved.
+    # One node saves where nobody else holds the state. Fresh workers have none in memory: their script has
+    # saved.
     if staying is not None and departures.saver is None and group.settings.recovery == "in-process":
         saver = planning.choose_saver(leavers, staying=staying, saved_step=departures.saved_step)
         if saver is not None:
@@ -89,7 +97,7 @@ def release_leavers(group: Group, now: float, *, staying: list[Node] | None) -> 
         group.log("leave", node=node.name, save=is_saver)
 
 
-# ---- a generation breaks, or the run ends ----------------------------------------------------------------------------
+# ---- a generation breaks, or the run ends ------------------------------------------------------------------
 
 
 def break_world(group: Group, failure: Failure, *, now: float) -> None:
@@ -122,7 +130,7 @@ def finish_if_exhausted(group: Group) -> bool:
     return group.budget.is_exhausted
 
 
-# ---- a plan is announced, and begins ---------------------------------------------------------------------------------
+# ---- a plan is announced, and begins -----------------------------------------------------------------------
 
 
 def announce(group: Group, node: Node, proposal: Proposal) -> None:
@@ -141,7 +149,8 @@ def announce(group: Group, node: Node, proposal: Proposal) -> None:
 
 
 def has_boundary_ahead(group: Group, node: Node) -> bool:
-    """Whether a node's workers are in the running group; any other group waits for members that are elsewhere."""
+    """Whether a node's workers are in the running group; any other group waits for members that are
+    elsewhere."""
     world = group.world
     return node.group > 0 and world is not None and not world.is_over and node.group == world.generation
 

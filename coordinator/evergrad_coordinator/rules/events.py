@@ -1,24 +1,31 @@
-"""What reaches a group from outside: hellos, messages, lost connections, time. Each function returns the effects, in their order.
+"""What reaches a group from outside: hellos, messages, lost connections, time. Each function returns the
+effects, in their order.
 
-No clock, no sockets, no randomness: the same events give the same effects. What an event leads to depends on the phase
-(``phase.find_phase``; it is computed, never stored):
+No clock, no sockets, no randomness: the same events give the same effects. What an event leads to depends on
+the phase (``phase.find_phase``; it is computed, never stored):
 
-==========  ==========================  =================================  ===========================  ========================
-phase       hello                       a member is lost, or broken        leaving, capacity            report of the group
-==========  ==========================  =================================  ===========================  ========================
-adopting    with the place it had; once the places of the newest group     waits for the group          kept until it is adopted
-            cover all ranks: running    (a lease ends it: waiting)
-gathering   all expected: preparing     counts for nothing                 may go                       ignored: there is none
-waiting     enough: preparing           counts for nothing                 may go; one saves            ignored
-preparing   member: asked again         planned anew without it            planned anew                 ignored
-draining    spare until the next group  preparing: nobody waits for steps  planned anew                 noted
-starting    waits for ``up``            broken                             after ``up``                 ``up`` of all: running
-running     draining, or held back      broken; its cause is counted       draining                     noted; done, result: over
-broken      preparing                   noted                              preparing                    ignored
-over        told the end                --                                 --                           --
-==========  ==========================  =================================  ===========================  ========================
+=========  =========================  ============================  ==================  =====================
+phase      hello                      a member is lost, or broken   leaving, capacity   report of the group
+=========  =========================  ============================  ==================  =====================
+adopting   with the place it had;     waits for the group           waits for the       kept until the group
+           once the places of the                                   group               is adopted
+           newest group cover all
+           ranks: running (a lease
+           ends it: waiting)
+gathering  all expected: preparing    counts for nothing            may go              ignored: there is none
+waiting    enough: preparing          counts for nothing            may go; one saves   ignored
+preparing  member: asked again        planned anew without it       planned anew        ignored
+draining   spare until the next       preparing: nobody waits       planned anew        noted
+           group                      for steps
+starting   waits for ``up``           broken                        after ``up``        ``up`` of all: running
+running    draining, or held back     broken; its cause is counted  draining            noted; done or result:
+                                                                                        over
+broken     preparing                  noted                         preparing           ignored
+over       told the end               --                            --                  --
+=========  =========================  ============================  ==================  =====================
 
-A plan makes preparing or draining; ``ready`` of all members makes starting; all connections lost at once make adopting.
+A plan makes preparing or draining; ``ready`` of all members makes starting; all connections lost at once make
+adopting.
 """
 
 import dataclasses
@@ -91,7 +98,8 @@ def on_tick(group: Group, *, now: float) -> list[Effect]:
     if group.finished:
         return _take_effects(group)
     if gap > 4 * TICK_SECONDS:
-        # This process itself did not run: messages that came meanwhile are still unread, and silence means nothing.
+        # This process itself did not run: messages that came meanwhile are still unread, and silence means
+        # nothing.
         for node in group.nodes.values():
             adoption.note_absence(group, node, now - node.seen)
             node.seen += gap
@@ -105,7 +113,8 @@ def on_tick(group: Group, *, now: float) -> list[Effect]:
 def set_bounds(
     group: Group, *, min_nodes: int, max_nodes: int, max_failures: int | None = None, now: float
 ) -> list[Effect]:
-    """Take other limits (None: as before); a group that runs is changed at its next step boundary, if at all."""
+    """Take other limits (None: as before); a group that runs is changed at its next step
+    boundary, if at all."""
     settings = group.settings
     if max_failures is not None and max_failures != group.budget.limit:
         group.budget.limit = max_failures
@@ -132,7 +141,7 @@ def _take_effects(group: Group) -> list[Effect]:
     return effects
 
 
-# ---- a node joins ----------------------------------------------------------------------------------------------------
+# ---- a node joins ------------------------------------------------------------------------------------------
 
 
 def _join(group: Group, peer: int, hello: Hello, now: float) -> None:

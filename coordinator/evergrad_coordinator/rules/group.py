@@ -1,4 +1,5 @@
-"""What is known of one run's group, as one value. Events change it (``events``), and the edge carries out the effects they leave.
+"""What is known of one run's group, as one value. Events change it (``events``), and the edge carries out the
+effects they leave.
 
 The value has one owner. Its methods only leave effects or ask for a review; the rules are functions over it.
 """
@@ -76,12 +77,16 @@ class Group:
 
     @property
     def num_needed(self) -> int:
-        """Fewest nodes of a group. Those that finish what others have already ended may run below the minimum."""
+        """Fewest nodes of a group.
+
+        Those that finish what others have already ended may run below the minimum.
+        """
         return 1 if self.world and self.world.done else self.settings.min_nodes
 
     @property
     def lease_end(self) -> float:
-        """Seconds after a worker's last contact when it runs no more, with a second for looking at the time now and then."""
+        """Seconds after a worker's last contact when it runs no more, with a second for looking at the time
+        now and then."""
         return self.settings.lease_seconds + 1
 
     def send(self, peer: int, message: Message) -> None:

@@ -18,7 +18,8 @@ def check_limits(group: Group, now: float) -> None:
 def _check_nodes(group: Group, now: float) -> None:
     silence, leaving = group.settings.silence_seconds, group.settings.soft_limit_seconds
     for node in list(group.nodes.values()):
-        # One that beats is slow, not lost; but its workers stop by themselves when it has said nothing itself for a lease.
+        # One that beats is slow, not lost; but its workers stop by themselves when it has said nothing itself
+        # for a lease.
         if now - max(node.seen, node.beat_at) > silence or now - node.seen > max(group.lease_end, silence):
             drop_node(group, node, "silent", now)
         elif node.released_at is not None and now - node.released_at > leaving:
@@ -33,7 +34,8 @@ def _check_answers(group: Group, proposal: Proposal, now: float) -> None:
         node = group.nodes.get(name)
         if node is None or node.incarnation != incarnation:
             continue
-        # A group that is to stop at a step boundary gets the time of a step; whoever is in none has nothing to finish.
+        # A group that is to stop at a step boundary gets the time of a step; whoever is in none has nothing
+        # to finish.
         is_patient = not proposal.hard and has_boundary_ahead(group, node)
         if waited <= (settings.soft_limit_seconds if is_patient else settings.ready_limit_seconds):
             continue

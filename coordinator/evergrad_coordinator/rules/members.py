@@ -23,7 +23,10 @@ class Members:
         self._banned: dict[str, None] = {}
 
     def refuse(self, hello: Hello, *, finished: End | None, is_adopting: bool) -> Refused | End | None:
-        """Why this hello is not welcome. After the end only a stranger is refused: the run's own nodes learn how it ended."""
+        """Why this hello is not welcome.
+
+        After the end only a stranger is refused: the run's own nodes learn how it ended.
+        """
         # While a living group is looked for, its members say what is equal, not a newcomer that was quicker.
         is_first_member = (
             is_adopting and hello.had is not None and not any(node.group for node in self.nodes.values())
@@ -40,12 +43,16 @@ class Members:
         return None
 
     def is_superseded_by(self, hello: Hello) -> bool:
-        """Whether the node has heard a later epoch: this coordinator was replaced, and must not number anything above it."""
+        """Whether the node has heard a later epoch: this coordinator was replaced, and must not number
+        anything above it."""
         newest = max(hello.known_generation, hello.had.generation if hello.had else 0)
         return self._settings.epoch > 0 and newest >> 32 > self._settings.epoch
 
     def claim(self, hello: Hello) -> Node | None:
-        """This incarnation is the node's newest; any other is banned. Returns the connected node that is in its way."""
+        """This incarnation is the node's newest; any other is banned.
+
+        Returns the connected node that is in its way.
+        """
         known = self._incarnations.pop(hello.node, None)
         self._incarnations[hello.node] = hello.incarnation
         _forget_oldest(self._incarnations, self._most)

@@ -9,7 +9,8 @@ class Phase(Enum):
     """Exactly one holds. The table of what happens in which stands in ``events``."""
 
     ADOPTING = "adopting"
-    """A group may be running that this coordinator has not seen: its nodes have a lease's time to report it."""
+    """A group may be running that this coordinator has not seen: its nodes have a lease's time to
+    report it."""
     GATHERING = "gathering"
     """No group runs; the nodes expected at the start are waited for."""
     DRAINING = "draining"

@@ -12,8 +12,8 @@ def choose_members(
 ) -> tuple[Node, ...]:
     """Members of the running world first, then those already planned, then spares; sorted by index.
 
-    Once members have ended well (fresh workers), the group only shrinks: those that have not, or failing that whoever can take
-    over the work of one that was lost.
+    Once members have ended well (fresh workers), the group only shrinks: those that have not, or failing that
+    whoever can take over the work of one that was lost.
     """
     candidates = [node for node in nodes if node.is_candidate]
     in_world = world.places.keys() if world else frozenset[Key]()
@@ -39,7 +39,10 @@ def takes_part(node: Node, proposal: Proposal) -> bool:
 
 
 def find_lost(world: World, connected: Iterable[Node]) -> set[Key]:
-    """Members that are gone although nobody knows that their workers are. One that had ended well is not missed."""
+    """Members that are gone although nobody knows that their workers are.
+
+    One that had ended well is not missed.
+    """
     return world.places.keys() - {node.key for node in connected} - world.out - world.done
 
 
@@ -116,7 +119,8 @@ def build_go(generation: int, members: Sequence[Node], places: dict[Key, Place])
 
 
 def find_running(nodes: Iterable[Node], *, generation: int) -> dict[Key, Place] | None:
-    """The places of ``generation`` as its nodes report them; None unless they cover every rank exactly once."""
+    """The places of ``generation`` as its nodes report them; None unless they cover every rank
+    exactly once."""
     members = [node for node in nodes if node.had is not None and node.had.generation == generation]
     places = {node.key: Place(node.had.first_rank, node.had.workers) for node in members if node.had}
     sizes = {node.had.world_size for node in members if node.had}
@@ -139,15 +143,16 @@ def find_newest_running(nodes: Collection[Node]) -> tuple[int, dict[Key, Place]]
 def may_run_unseen(settings: Settings, generation: int) -> bool:
     """Whether a coordinator that starts, knowing ``generation``, may have a group of its run somewhere.
 
-    A later epoch follows another coordinator, whose journal may be lost with its pod. That nothing runs was true when this epoch
-    began, and no more once it has numbers of its own.
+    A later epoch follows another coordinator, whose journal may be lost with its pod. That nothing runs was
+    true when this epoch began, and no more once it has numbers of its own.
     """
     has_own = settings.epoch > 0 and generation >> 32 == settings.epoch
     return (generation > 0 or settings.epoch > 0) and (has_own or not settings.nothing_runs)
 
 
 def choose_saver(leavers: Sequence[Node], *, staying: Sequence[Node], saved_step: int) -> Node | None:
-    """The leaving node that saves: the newest state, lowest index among equals, if nobody in ``staying`` goes on with a state."""
+    """The leaving node that saves: the newest state, lowest index among equals, if nobody in ``staying`` goes
+    on with a state."""
     if any(node.step is not None and node.step >= 0 for node in staying):
         return None
     newest = max((node.step for node in leavers if node.step is not None), default=-1)
@@ -157,7 +162,8 @@ def choose_saver(leavers: Sequence[Node], *, staying: Sequence[Node], saved_step
 
 
 def choose_patience(proposal: Proposal, settings: Settings) -> float:
-    """How long the running group may go on for a save in flight: a newcomer can wait; who leaves, or was lost, cannot."""
+    """How long the running group may go on for a save in flight: a newcomer can wait; who leaves, or was
+    lost, cannot."""
     if proposal.hard or proposal.cause != "node_joined":
         return 0.0
     return min(settings.save_patience_seconds, settings.soft_limit_seconds / 2)

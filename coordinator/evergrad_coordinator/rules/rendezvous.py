@@ -1,5 +1,5 @@
-"""How long nodes are waited for before a first plan (at the start, after a restart, after all connections were lost), and how
-long those that join a group wait for it. Pure.
+"""How long nodes are waited for before a first plan (at the start, after a restart, after all connections
+were lost), and how long those that join a group wait for it. Pure.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,8 @@ from evergrad_coordinator.rules.state import Node, Settings
 
 @dataclass
 class Rendezvous:
-    """``adopts_until``: a group may be running unseen; until then its nodes can report it, and nothing is planned against it."""
+    """``adopts_until``: a group may be running unseen; until then its nodes can report it, and nothing is
+    planned against it."""
 
     adopts_until: float | None
     first_seen: float | None = None

@@ -122,9 +122,9 @@ def _on_broken(group: Group, node: Node, message: Broken, now: float) -> None:
     failure = Failure(node.name, now - message.time_since, message)
     break_world(group, failure, now=now)
     if message.is_final:
-        text = (
-            message.message
-            or f"rank {message.rank} (node {node.name}) ended with exit code {message.exit_code}: no retry can cure it"
+        text = message.message or (
+            f"rank {message.rank} (node {node.name}) ended with exit code {message.exit_code}: "
+            "no retry can cure it"
         )
         is_internal = message.exit_code == ExitCode.INTERNAL
         finish(
@@ -179,7 +179,8 @@ def _on_done(group: Group, node: Node, message: Done, now: float) -> None:
 
 def _on_result(group: Group, node: Node, message: Result, now: float) -> None:
     world = _find_world(group, node, message.generation)
-    # Not what its node says that it has: fresh workers have ended with the run, while no coordinator was there to hear of it.
+    # Not what its node says that it has: fresh workers have ended with the run, while no coordinator was
+    # there to hear of it.
     is_adoptable = find_phase(group) is Phase.ADOPTING and message.generation == group.newest_known
     if world is None and not is_adoptable:
         return

@@ -1,6 +1,8 @@
-"""Compares the group that should be with the group that is, and plans another one where they differ. Pure functions.
+"""Compares the group that should be with the group that is, and plans another one where they differ. Pure
+functions.
 
-Level, not edge: an event only notes what is known now and asks for a review. ``planning`` chooses the members.
+Level, not edge: an event only notes what is known now and asks for a review. ``planning`` chooses the
+members.
 """
 
 from evergrad_coordinator.rules import adoption, planning
@@ -34,7 +36,8 @@ def review(group: Group, now: float) -> None:
     if _is_settled(group, members, now):
         return
 
-    # Too few, and nobody is in a group or holds a state that only a plan could ask for: there is nothing to plan.
+    # Too few, and nobody is in a group or holds a state that only a plan could ask for: there is nothing to
+    # plan.
     is_enough = len(members) >= group.num_needed
     if not group.proposal and not is_enough and not any(_must_be_asked(group, node) for node in nodes):
         if world and world.places.keys() <= world.out:
@@ -95,7 +98,8 @@ def _holds_growth(group: Group, now: float) -> bool:
 
 
 def _must_be_asked(group: Group, node: Node) -> bool:
-    """Whether only a node's ``ready`` can tell: its workers are in a group, or it leaves and may hold the newest state."""
+    """Whether only a node's ``ready`` can tell: its workers are in a group, or it leaves and may hold the
+    newest state."""
     may_hold = (
         group.settings.recovery == "in-process"
         and group.generation > 0
@@ -110,7 +114,8 @@ def _wait_until(group: Group, members: tuple[Node, ...], now: float) -> float:
     world, settings = group.world, group.settings
     group.fence_until = 0.0
     if world and not any(node.key in world.places for node in members):
-        # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their last contact.
+        # Nobody of the old group can vouch for its end. Its workers stop by themselves a lease after their
+        # last contact.
         lost = planning.find_lost(world, group.nodes.values())
         contacts = [world.last_contact.get(key, now) for key in lost]
         group.fence_until = max(contacts, default=float("-inf")) + group.lease_end
@@ -135,7 +140,8 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     group.num_fruitless_plans = 0 if has_trained else group.num_fruitless_plans + 1
     group.planned_at = now
 
-    # The number is durable before anybody hears it, and above all that any coordinator of the run has given out.
+    # The number is durable before anybody hears it, and above all that any coordinator of the run has given
+    # out.
     group.generation = max(group.newest_known, group.settings.epoch << 32) + 1
     group.effects.append(Persist(group.stored_generation, group.generation))
     group.stored_generation = group.generation
@@ -143,7 +149,8 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     keys = tuple(node.key for node in members)
     waits_for = set(keys) | {node.key for node in nodes if _must_be_asked(group, node)}
     is_hard = planning.must_be_hard(world, nodes)
-    # A group of which too few stay saves while it is whole: one node alone would write for all within its grace period.
+    # A group of which too few stay saves while it is whole: one node alone would write for all within its
+    # grace period.
     is_short = len(members) < group.num_needed
     saves = not is_hard and is_short and any(node.is_leaving for node in nodes)
     proposal = Proposal(group.generation, keys, is_hard, cause, reason, now, waits_for, saves=saves)

@@ -25,7 +25,8 @@ class Settings:
     ready_limit_seconds: float = 35.0
     soft_limit_seconds: float = float(SOFT_LIMIT_SECONDS)
     up_limit_seconds: float = 600.0
-    """With all that a member does before it is up: it may restore a large state, or get it from another node."""
+    """With all that a member does before it is up: it may restore a large state, or get it from
+    another node."""
     save_patience_seconds: float = 60.0
     """Below ``soft_limit_seconds``: the step boundary comes after the save."""
     hold_joins: bool = False
@@ -38,7 +39,7 @@ class Settings:
     max_members: int = 4096
 
 
-# ---- effects: what the edge does, in this order ----------------------------------------------------------------------
+# ---- effects: what the edge does, in this order ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Finish:
 Effect = Send | Close | Persist | Log | Finish
 
 
-# ---- nodes and groups ------------------------------------------------------------------------------------------------
+# ---- nodes and groups --------------------------------------------------------------------------------------
 
 Key = tuple[str, str]
 """A node and its incarnation: the same pod index started anew is somebody else."""
@@ -152,7 +153,8 @@ class World:
     """Members whose workers are known to be gone from it."""
     done: set[Key] = field(default_factory=set)
     lost: set[Key] = field(default_factory=set)
-    """Members that went away unasked, before or after their workers were out; one that had ended well is none."""
+    """Members that went away unasked, before or after their workers were out; one that had ended well is
+    none."""
     has_left: bool = False
     """A member went away as it was asked to."""
     last_contact: dict[Key, float] = field(default_factory=dict)
@@ -183,7 +185,8 @@ class Proposal:
     made_at: float
     waits_for: set[Key]
     saves: bool = False
-    """Members of the running group save together before they leave it, since nobody goes on with its state."""
+    """Members of the running group save together before they leave it, since nobody goes on with
+    its state."""
 
 
 @dataclass

@@ -1,4 +1,7 @@
-"""What the run looks like from outside: one JSON object and the metrics of ``GET /metrics``. Pure; ``http`` serves it."""
+"""What the run looks like from outside: one JSON object and the metrics of ``GET /metrics``.
+
+Pure; ``http`` serves it.
+"""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,17 +26,19 @@ class Condition:
     message: str
 
 
+_PHASES: dict[int, str] = {
+    ExitCode.DONE: "Complete",
+    ExitCode.STOPPED_SAVED: "Stopped",
+    ExitCode.STOPPED_UNSAVED: "Stopped",
+}
+"""The phase of a run that has ended with an exit code; Failed for any other."""
+
+
 def describe_condition(group: Group, *, now: float) -> Condition:
     """Phase (Waiting, Starting, Running, Draining, Complete, Stopped, Failed), reason and message."""
     if group.finished:
         end = group.finished
-        phase = {
-            ExitCode.DONE: "Complete",
-            ExitCode.STOPPED_SAVED: "Stopped",
-            ExitCode.STOPPED_UNSAVED: "Stopped",
-        }
-        return Condition(phase.get(ExitCode(end.exit_code) if end.exit_code in list(ExitCode) else ExitCode.INTERNAL, "Failed"),
-                         _camel_reason(end.reason), end.message)  # fmt: skip
+        return Condition(_PHASES.get(end.exit_code, "Failed"), _camel_reason(end.reason), end.message)
     if group.nodes and group.fence_until > now:
         text = "no node of the last group is left: its workers stop by themselves when their lease ends"
         return Condition("Waiting", "WaitingForLease", text)
@@ -201,11 +206,14 @@ def _build_failure(group: Group, now: float) -> dict[str, Any] | None:
     }
 
 
-# ---- metrics ---------------------------------------------------------------------------------------------------------
+# ---- metrics -----------------------------------------------------------------------------------------------
 
 
 def build_metrics(group: Group, edge: Mapping[str, float], rejected: Mapping[str, int], *, now: float) -> str:
-    """Prometheus text. ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``."""
+    """Prometheus text.
+
+    ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``.
+    """
     status = build_status(group, now=now)
     lines: list[str] = []
 
