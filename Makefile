@@ -105,12 +105,14 @@ format: $(INSTALLED) ## rewrite the sources as lint wants them
 generate: $(INSTALLED) ## write the generated files anew
 	$(BIN)/python -m evergrad_manifest.generate
 	cp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
+	$(BIN)/python docs/tree.py
 	$(BIN)/python examples/quickstart/make_documents.py
 
 generated: $(INSTALLED) ## check that the generated files are up to date
 	$(call stage,generated files)
 	$(BIN)/python -m evergrad_manifest.generate --check
 	cmp crds/trainingrun.yaml charts/evergrad/files/trainingrun.yaml
+	$(BIN)/python docs/tree.py --check
 	$(BIN)/python examples/quickstart/make_documents.py --check
 
 verify: generated lint chart-lint test ## all that CI checks: generated files, lint, chart, tests

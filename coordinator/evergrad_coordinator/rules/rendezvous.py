@@ -1,5 +1,6 @@
-"""How long nodes are waited for before a first plan (at the start, after a restart, after all connections
-were lost), and how long those that join a group wait for it. Pure.
+"""How long nodes are waited for before a first plan, and nodes that join before they may. Pure.
+
+A first plan is made at the start, after a restart of the coordinator, and after all connections were lost.
 """
 
 from collections.abc import Iterable

@@ -19,7 +19,8 @@ def test_operator_is_a_plain_folder_that_python_never_imports(root: Path) -> Non
 
 
 def test_the_standard_librarys_operator_is_found_from_the_root(root: Path) -> None:
-    # Without PYTHONSAFEPATH, as somebody who knows nothing of it would start Python: the root is on the import path.
+    # Without PYTHONSAFEPATH, as somebody who knows nothing of it would start Python: the root is on the
+    # import path.
     code = "import collections, operator; operator.itemgetter(0); print(operator.__file__)"
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=root, env={}, capture_output=True, text=True, check=True
@@ -42,6 +43,18 @@ def test_every_file_the_readmes_tree_names_exists(root: Path) -> None:
     names = [name for words in first_words for name in words.split() if not name.endswith("/")]
     assert "CHANGELOG.md" in names
     assert [name for name in names if not (root / name).is_file()] == []
+
+
+def test_the_tree_of_contributing_names_every_module_and_folder_of_the_packages_with_its_duty(
+    root: Path,
+) -> None:
+    result = subprocess.run(
+        [sys.executable, root / "docs" / "tree.py", "--check"], capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "")
+    tree = (root / "CONTRIBUTING.md").read_text().partition("<!-- tree")[2].split("```")[1]
+    assert [line for line in tree.splitlines() if len(line) > 110] == []
+    assert "        group.py " in tree and "    worker/ " in tree
 
 
 def test_every_relative_link_in_a_markdown_file_resolves(texts: dict[Path, str]) -> None:
@@ -122,7 +135,8 @@ def test_nothing_of_the_product_reads_or_writes_pickles(texts: dict[Path, str], 
                 if isinstance(node, ast.Call)
                 else {}
             )
-            # These stand for scripts of other people, who save as the library says; what they load is never executed.
+            # These stand for scripts of other people, who save as the library says; what they load is never
+            # executed.
             is_harmless = (
                 called in {"torch.load", "torch.save"} and keywords.get("weights_only", "True") == "True"
             )
