@@ -64,6 +64,9 @@ field is left out of the hash where it has its first default, so that a file tha
 FIRST_DEFAULTS: Final[dict[str, Any]] = {}
 """Path (as above) of a later field whose default has changed since → the default it came with, which a file of that day means."""
 
+_OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom")
+_RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
+
 ABSENT: Final = "(absent)"
 """Stands for a value on the side that does not have the field at all."""
 
@@ -127,6 +130,21 @@ def config_hash(run: TrainingRun) -> str:
         recipe = _without_later_defaults(recipe, run.training, "training.")
     text = json.dumps(recipe, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def settings_hash(run: TrainingRun) -> str:
+    """Return a hash of all that the nodes of a typed run must have alike while they train together, 16 hex digits.
+
+    That is more than the recipe: nodes that save, evaluate or stop at other steps would wait for one another. It is less than
+    the file: what concerns one machine may differ.
+    """
+    training = to_wire(run)["spec"]["training"]
+    shared = {key: value for key, value in training.items() if key not in _OF_ONE_MACHINE}
+    shared["runtime"] = {
+        key: value for key, value in training["runtime"].items() if key not in _RUNTIME_OF_ONE_MACHINE
+    }
+    shared["data"] = {key: value for key, value in training["data"].items() if key not in OPERATIONAL_DATA}
+    return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _without_later_defaults(wire: Mapping[str, Any], section: Section, prefix: str) -> dict[str, Any]:

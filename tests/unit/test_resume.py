@@ -1,5 +1,6 @@
 """Whether a manifest may go on with what a run directory holds."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import pytest
 
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.identity import from_wire
+from evergrad_manifest.identity import config_hash, from_wire
+from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.resume import (
     Standing,
     check_extension,
     check_model_unchanged,
+    check_tokenizer_unchanged,
     inspect_directory,
     resolved_record,
     resolved_script_record,
@@ -65,9 +68,9 @@ def directory(tmp_path: Path) -> RunDirectory:
     record = resolved_record(
         make_run(),
         PREPARED,
+        identity=Identity("one", "recorded", "f"),
         base_directory=".",
         derived={"totalSteps": 100},
-        data_fingerprint="f",
         model=MODEL,
     )
     one.write_resolved(record)
@@ -134,6 +137,29 @@ def test_a_changed_field_of_the_recipe_is_named(
     assert f"{path}: " in text and "the recipe of a run does not change" in text
 
 
+def test_data_and_a_model_may_lie_elsewhere_and_the_run_keeps_its_identity(directory: RunDirectory) -> None:
+    moved = {"sources": [{"name": "docs", "path": "/elsewhere/docs.jsonl"}], "sequenceLength": 64}
+    standing = inspect_directory(directory, make_run(data=moved), extend=False)
+    assert standing.state == "begun" and standing.config_hash == "recorded"
+    assert config_hash(make_run(data=moved)) != config_hash(make_run())
+    other = {"sources": [{"name": "other", "path": "/elsewhere/docs.jsonl"}], "sequenceLength": 64}
+    text = refusal(directory, make_run(data=other))
+    assert "spec.training.data.sources[0].name: 'other' here" in text and "path" not in text
+
+
+def test_a_model_that_becomes_a_directory_is_another_model(directory: RunDirectory) -> None:
+    assert "spec.training.model.path: 'm' here" in refusal(directory, make_run(model={"path": "m"}))
+
+
+def test_a_tokenizer_of_another_content_is_refused_wherever_it_lies() -> None:
+    standing = Standing("begun", 100, PREPARED)
+    check_tokenizer_unchanged(standing, PREPARED)
+    check_tokenizer_unchanged(Standing("fresh"), PREPARED)
+    other = dataclasses.replace(PREPARED, tokenizer_identity="another")
+    with pytest.raises(RunDirectoryError, match="its content is another, but the run began with byte"):
+        check_tokenizer_unchanged(standing, other)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -181,7 +207,7 @@ def test_a_horizon_may_grow_and_never_shrink(directory: RunDirectory) -> None:
 def test_what_is_recorded_loads_to_the_same_run(directory: RunDirectory) -> None:
     record = json.loads(directory.resolved.read_text())
     assert from_wire(record["manifest"]) == make_run()
-    assert len(record["configHash"]) == 64
+    assert (record["configHash"], record["dataFingerprint"]) == ("recorded", "f")
 
 
 # Scripts.

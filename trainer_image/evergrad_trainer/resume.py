@@ -1,12 +1,14 @@
 """What a run directory already holds, and whether this manifest may go on with it."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.identity import (
+    ABSENT,
     changed_fields,
     config_hash,
     from_wire,
@@ -19,7 +21,12 @@ from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.run_directory import RunDirectory
 
+if TYPE_CHECKING:
+    from evergrad_trainer.checkpoint.manifest import Identity
+
 _HORIZON = "spec.training.horizon"
+_DECIDED_BY_CONTENT = re.compile(r"spec\.training\.(data\.sources\[\d+\]|tokenizer|model)\.path")
+"""Fields that may differ in a run that has begun: what lies there is compared, as soon as it is read."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +34,14 @@ class Standing:
     """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its horizon then.
 
     For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older version began it.
+    ``config_hash``: the hash of the recipe it began with, which its checkpoints carry; empty for a fresh run.
     """
 
     state: Literal["fresh", "begun", "complete"]
     total_steps: int = 0
     recorded: Prepared | None = None
     model: dict[str, Any] | None = None
+    config_hash: str = ""
 
 
 def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> Standing:
@@ -58,7 +67,12 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
     _check_kind(before, run, where)
     if run.spec.script is not None:
         return _inspect_script(directory, before, run)
-    changes = changed_fields(recipe_of(before), recipe_of(run))
+    changes = [
+        (path, old, new)
+        for path, old, new in changed_fields(recipe_of(before), recipe_of(run))
+        # Another place is no other content.
+        if not (_DECIDED_BY_CONTENT.fullmatch(path) and ABSENT not in (old, new))
+    ]
     horizon = [change for change in changes if change[0].startswith(_HORIZON)]
     problems = problems_of_changes([change for change in changes if change not in horizon], directory=where)
     if horizon and not extend:
@@ -78,6 +92,7 @@ def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool
         total_steps=int(resolved["derived"]["totalSteps"]),
         recorded=Prepared.from_json(resolved["prepared"]),
         model=resolved.get("model"),
+        config_hash=resolved.get("configHash", ""),
     )
 
 
@@ -129,6 +144,20 @@ def check_extension(directory: RunDirectory, standing: Standing, *, total_steps:
         )
 
 
+def check_tokenizer_unchanged(standing: Standing, prepared: Prepared) -> None:
+    """The text becomes the tokens it became when the run began. Raises RunDirectoryError."""
+    recorded = standing.recorded
+    if recorded is not None and recorded.tokenizer_identity != prepared.tokenizer_identity:
+        raise RunDirectoryError(
+            Problem(
+                "spec.training.tokenizer",
+                f"its content is {prepared.tokenizer_identity}, but the run began with {recorded.tokenizer_identity}",
+                "the same text would become other tokens",
+                "Restore the tokenizer's files to go on with this run, or train with these under another run name",
+            )
+        )
+
+
 def check_model_unchanged(directory: RunDirectory, standing: Standing, model: dict[str, Any]) -> None:
     """The model is what the run began with. Raises RunDirectoryError naming every field that differs."""
     if standing.model is not None:
@@ -162,19 +191,22 @@ def resolved_record(
     run: TrainingRun,
     prepared: Prepared,
     *,
+    identity: "Identity",
     base_directory: str,
     derived: dict[str, Any],
-    data_fingerprint: str,
     model: dict[str, Any],
 ) -> dict[str, Any]:
-    """What ``run.json`` holds. ``base_directory``: where relative paths start, seen from the run directory."""
+    """What ``run.json`` holds. ``base_directory``: where relative paths start, seen from the run directory.
+
+    ``identity`` is that of the run as it began, whose data may have lain elsewhere.
+    """
     return {
         "format": 1,
         "manifest": to_wire(run),
         "baseDirectory": base_directory,
         "derived": derived,
-        "configHash": config_hash(run),
-        "dataFingerprint": data_fingerprint,
+        "configHash": identity.config_hash,
+        "dataFingerprint": identity.data_fingerprint,
         "prepared": prepared.to_json(),
         "model": model,
     }

@@ -18,6 +18,7 @@ from evergrad_manifest.identity import (
     from_wire,
     problems_of_changes,
     recipe_of,
+    settings_hash,
     to_wire,
 )
 from evergrad_manifest.reading.loader import load_manifest
@@ -206,3 +207,34 @@ def test_taking_a_run_past_a_bad_step_leaves_it_the_same_run(change: str) -> Non
     assert config_hash(run(change)) == config_hash(run())
     assert recipe_of(run(change)) == recipe_of(run())
     assert from_wire(to_wire(run(change))) == run(change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "spec.training.horizon={steps: 9000}",
+        "spec.training.stop.afterStep=5",
+        "spec.training.skipSteps=[3]",
+        "spec.training.checkpoint.every.steps=7",
+        "spec.training.evaluation.every.steps=7",
+        "spec.training.runtime.parallelism=fsdp2",
+    ],
+)
+def test_nodes_train_together_only_with_the_same_settings(change: str) -> None:
+    assert settings_hash(run(change)) != settings_hash(run())
+    assert config_hash(run(change)) == config_hash(run())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "metadata.labels={a: b}",
+        "spec.nodes.max=2",
+        "spec.training.runtime={threads: 3, device: cpu, collectiveTimeoutSeconds: 5}",
+        "spec.training.logging.every.steps=1",
+        "spec.training.metrics.port=0",
+        "spec.training.data.preparedDirectory=elsewhere",
+    ],
+)
+def test_what_concerns_one_machine_may_differ_from_node_to_node(change: str) -> None:
+    assert settings_hash(run(change)) == settings_hash(run())

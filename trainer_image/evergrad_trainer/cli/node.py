@@ -129,7 +129,7 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     directory.create()
     if args.base_directory is not None:
         loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
-    standing = inspect_directory(directory, loaded.run, extend=False)
+    standing = inspect_directory(directory, loaded.run, extend=True)
     if standing.state == "complete":
         # Nothing is trained twice, whatever became of those who knew that the run had ended.
         print(f"{loaded.run.metadata.name} is complete, in {directory.path}. Nothing to do.")

@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING
 from evergrad_manifest.errors import InputError
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.machine import Machine, process_start_time
-from evergrad_trainer.resume import Standing, check_extension, check_model_unchanged
+from evergrad_trainer.resume import (
+    Standing,
+    check_extension,
+    check_model_unchanged,
+    check_tokenizer_unchanged,
+)
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -39,6 +44,7 @@ def plan_session(
 ) -> "SessionPlan":
     """Preflight and preparation, and what follows from them."""
     from evergrad_manifest.derive import derive_steps
+    from evergrad_manifest.identity import config_hash
     from evergrad_trainer.cli.prepare import prepare_with_progress
     from evergrad_trainer.data.prepare import check_unchanged
     from evergrad_trainer.recipes.opening import open_recipe
@@ -55,12 +61,14 @@ def plan_session(
             standing.recorded, training, base_directory=base, prepared_directory=prepared_directory
         )
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
+    check_tokenizer_unchanged(standing, prepared)
     opened = open_recipe(training, prepared, base)
     numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
     check_extension(directory, standing, total_steps=numbers.total_steps)
     marks["data"] = time.time()
     return SessionPlan(
         run=loaded.run,
+        config_hash=standing.config_hash or config_hash(loaded.run),
         base_directory=base,
         run_directory=directory.path,
         prepared=prepared,

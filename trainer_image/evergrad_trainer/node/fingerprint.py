@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.identity import config_hash
+from evergrad_manifest.identity import config_hash, settings_hash
 from evergrad_manifest.script import Script, program_path, working_directory_of
 from evergrad_trainer import __version__
 from evergrad_trainer.distributed import count_accelerators
@@ -39,6 +39,8 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
         found["transformers"] = importlib.metadata.version("transformers")
     if digest := os.environ.get(IMAGE_DIGEST_VARIABLE):
         found["image"] = digest
+    if run.spec.training is not None:
+        found["settings"] = settings_hash(run)
     if run.spec.script is not None:
         found["script"] = hash_script(run.spec.script, base_directory)
     return found

@@ -27,9 +27,9 @@ def announce(session: Session, machinery: Machinery) -> None:
     record = resolved_record(
         plan.run,
         plan.prepared,
+        identity=session.identity,
         base_directory=base,
         derived=derived,
-        data_fingerprint=session.data.fingerprint,
         model=plan.model.describe(),
     )
     before = session.directory.read_resolved()

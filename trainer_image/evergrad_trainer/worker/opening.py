@@ -1,7 +1,6 @@
 """What a process opens and builds before its first step: its recipe, checkpoints, and everything the loop uses."""
 
-from evergrad_manifest.identity import config_hash
-from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
+from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.build import (
@@ -30,7 +29,7 @@ def build_checkpoints(session: Session) -> CheckpointManager:
         session.directory.checkpoints,
         membership=session.membership,
         settings=plan.run.training.checkpoint,
-        identity=Identity(plan.run.metadata.name, config_hash(plan.run), session.data.fingerprint),
+        identity=session.identity,
         on_event=session.emit,
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from evergrad_manifest.derive import HorizonNumbers
 from evergrad_manifest.envelope import TrainingRun
+from evergrad_trainer.checkpoint.manifest import Identity
 from evergrad_trainer.data.build import Data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.models.build import ModelPlan
@@ -28,6 +29,8 @@ class SessionPlan:
     """
 
     run: TrainingRun
+    config_hash: str
+    """Hash of the recipe the run began with, which its checkpoints carry; its data may have lain elsewhere then."""
     base_directory: Path
     run_directory: Path
     prepared: Prepared
@@ -66,6 +69,11 @@ class Session:
     @property
     def data(self) -> Data:
         return self.opened.data
+
+    @property
+    def identity(self) -> Identity:
+        """What this run's checkpoints are told from another's by."""
+        return Identity(self.plan.run.metadata.name, self.plan.config_hash, self.data.fingerprint)
 
     @property
     def world(self) -> World:
