@@ -66,7 +66,8 @@ class World:
 
     last: int
     world_size: int = 2
-    cause: str = "node 0 lost"
+    cause: str = "node_lost"
+    detail: str = "node 0 lost"
     paused_seconds: float = 0.25
     settle_seconds: float = 0.05
     forgotten: int = 0
@@ -137,6 +138,7 @@ class RunWriter:
         self._world_size = world.world_size
         paused = {
             "cause": world.cause,
+            "detail": world.detail,
             "paused_seconds": world.paused_seconds,
             "pid": 1000 + self._generation,
         }

@@ -9,6 +9,7 @@ one is ignored.
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
+from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.wire import Bounds, Codec, LongText
 
 PROTOCOL_VERSION = 1
@@ -23,22 +24,6 @@ Step = Annotated[int, Bounds(-1, MAX_GENERATION)]
 
 Recovery = Literal["in-process", "fresh"]
 """in-process: workers outlive a change of the group. fresh: each generation has its own workers."""
-Cause = Literal[
-    "worker_crash",
-    "out_of_memory",
-    "peer_lost",
-    "user_error",
-    "setup_failed",
-    "stuck",
-    "environment",
-    "numeric",
-]
-"""Why a generation broke, as its node sees it. ``peer_lost`` is a consequence; a failure only where nobody
-was lost.
-
-``environment``: trouble of one host or one moment. ``numeric``: a value that is not finite, or replicas that
-differ.
-"""
 
 
 @dataclass(frozen=True)
@@ -154,7 +139,7 @@ class Broken(Message):
 
     TYPE = "broken"
     generation: Generation
-    cause: Cause
+    cause: BreakCause
     rank: Annotated[int, Bounds(-1, MAX_GENERATION)] = -1
     step: Step = -1
     exit_code: int | None = None
@@ -278,6 +263,8 @@ class Plan(Message):
     patience_seconds: float = 0.0
     saves: bool = False
     """Nobody goes on, or too few: the group saves together, each rank its share, before it is left."""
+    cause: str = "other"
+    """One of causes.CHANGES, of which ``reason`` is the text; a newer coordinator may know more of them."""
 
 
 @dataclass(frozen=True)

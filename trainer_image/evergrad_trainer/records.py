@@ -91,7 +91,7 @@ class EventType:
     SAVE = "save"
     """A checkpoint is published. fields: checkpoint, seconds, blocking_seconds, bytes, kept, best."""
     SAVE_FAILED = "save_failed"
-    """fields: reason, failures (in a row), blocking_seconds."""
+    """fields: reason (in words), trouble (one of causes.TROUBLES), failures (in a row), blocking_seconds."""
     FALLBACK = "fallback"
     """A checkpoint did not validate. fields: checkpoint, reason, quarantined_as."""
     RESTORED = "restored"
@@ -107,8 +107,8 @@ class EventType:
     WORLD = "world"
     """Training goes on in another world, in the same processes, without reading a checkpoint.
 
-    fields: world_size, from_world_size, cause (the coordinator's words), paused_seconds (since the last step; null before the
-    first), pid (of rank 0, which may be another process than before).
+    fields: world_size, from_world_size, cause (one of causes.CHANGES), detail (the coordinator's words), paused_seconds (since
+    the last step; null before the first), pid (of rank 0, which may be another process than before).
     """
     STOP = "stop"
     """The run leaves at this boundary. fields: reason (StopReason), saved."""

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-PLANNED = frozenset({"node_joined", "node_left", "capacity_changed"})
-"""Changes at a step boundary. Other causes: ``node_lost`` and those of a broken generation."""
+from evergrad_coordinator.causes import PLANNED
 
 
 @dataclass

@@ -108,6 +108,7 @@ def break_world(group: Group, failure: Failure, *, now: float) -> None:
     report = failure.report
     world.is_broken = True
     if not failure.is_consequence and not world.broken_by:
+        world.break_cause = report.cause
         world.broken_by = f"rank {report.rank} of node {failure.node} broke: {report.cause}"
     group.accounting.begin(report.cause, at=failure.at)
     group.budget.report(failure, group.training)
@@ -144,6 +145,7 @@ def announce(group: Group, node: Node, proposal: Proposal) -> None:
         is_only_holder=group.num_holders <= int(node.step is not None and node.step >= 0),
         patience_seconds=planning.choose_patience(proposal, group.settings),
         saves=proposal.saves and not is_hard,
+        cause=proposal.cause,
     )
     group.send(node.peer, plan)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
+from evergrad_coordinator.causes import ChangeCause
 from evergrad_coordinator.protocol import Go
 from evergrad_coordinator.rules.budget import Break
 from evergrad_coordinator.rules.state import Key, Node, Place, Proposal, Settings, World, node_order
@@ -169,15 +170,17 @@ def choose_patience(proposal: Proposal, settings: Settings) -> float:
     return min(settings.save_patience_seconds, settings.soft_limit_seconds / 2)
 
 
-def describe_change(world: World | None, members: Sequence[Node], nodes: Iterable[Node]) -> tuple[str, str]:
-    """Cause (as accounted) and reason (for people) of a plan that makes ``members`` out of ``world``."""
+def describe_change(
+    world: World | None, members: Sequence[Node], nodes: Iterable[Node]
+) -> tuple[ChangeCause, str]:
+    """Cause and reason (for people) of a plan that makes ``members`` out of ``world``."""
     nodes = list(nodes)
     if world is None or world.is_over:
         return "node_joined", f"{len(members)} nodes are here"
     if lost := find_lost(world, nodes):
         return "node_lost", f"{_name(lost)} lost"
     if world.is_broken:
-        return "peer_lost", world.broken_by or f"generation {world.generation} broke"
+        return world.break_cause, world.broken_by or f"generation {world.generation} broke"
     if leaving := [node.key for node in nodes if node.is_leaving and node.key in world.places]:
         return "node_left", f"{_name(leaving)} leaving"
     if joined := [node.key for node in members if node.key not in world.places]:

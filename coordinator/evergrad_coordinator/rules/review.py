@@ -155,7 +155,7 @@ def _plan(group: Group, members: tuple[Node, ...], now: float) -> None:
     saves = not is_hard and is_short and any(node.is_leaving for node in nodes)
     proposal = Proposal(group.generation, keys, is_hard, cause, reason, now, waits_for, saves=saves)
     group.proposal = proposal
-    group.log("plan", hard=is_hard, members=len(keys), reason=reason, saves=saves)
+    group.log("plan", hard=is_hard, members=len(keys), cause=cause, reason=reason, saves=saves)
 
     # Counted before the answers: a worker that holds the only state must be waited for, not replaced.
     group.num_holders = sum(node.step is not None and node.step >= 0 for node in nodes)

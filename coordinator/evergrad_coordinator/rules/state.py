@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from evergrad_coordinator.causes import BreakCause, ChangeCause
 from evergrad_coordinator.contract import SOFT_LIMIT_SECONDS
 from evergrad_coordinator.protocol import Had, Message, Ready, Recovery
 
@@ -146,6 +147,8 @@ class World:
     is_broken: bool = False
     broken_by: str = ""
     """What broke it, in words: of the first report that names more than a consequence."""
+    break_cause: BreakCause = "peer_lost"
+    """The cause that this report names."""
     is_over: bool = False
     """Nobody's workers are in it any more."""
     up: set[Key] = field(default_factory=set)
@@ -180,7 +183,7 @@ class Proposal:
     generation: int
     members: tuple[Key, ...]
     hard: bool
-    cause: str
+    cause: ChangeCause
     reason: str
     made_at: float
     waits_for: set[Key]

@@ -12,6 +12,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from evergrad_coordinator.causes import CHANGES
 from evergrad_coordinator.contract import ExitCode
 from evergrad_operator import names
 from evergrad_operator.memory import LastFailure, Memory
@@ -20,11 +21,7 @@ from evergrad_operator.observe import Failure
 from evergrad_operator.pods import MAX_MESSAGE, PodState, describe_cause
 from evergrad_operator.raw import keep_end
 
-CAUSES: Mapping[str, Cause] = {
-    "out_of_memory": Cause.OUT_OF_MEMORY,
-    "user_error": Cause.USER_ERROR,
-    "environment": Cause.HOST_FAULT,
-}
+CAUSES: Mapping[str, Cause] = {name: Cause(one.pod) for name, one in CHANGES.items() if one.pod}
 """The coordinator's word for a cause → ours; any other is a crash."""
 _NODE_DIGITS = 7
 _ECHO_SECONDS = 60.0

@@ -19,6 +19,7 @@ from evergrad_trainer.checkpoint import faults
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import Identity
 from evergrad_trainer.checkpoint.manifest import Manifest
+from evergrad_trainer.checkpoint.saving import trouble_of
 from evergrad_trainer.checkpoint.store import Candidate
 from evergrad_trainer.checkpoint.weights import read_plain_state
 from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
@@ -230,6 +231,7 @@ def test_too_many_failures_in_a_row_raise_and_a_success_in_between_starts_the_co
     with pytest.raises(SaveError, match=words) as caught:
         failing.save(50)
     assert failing.types() == ["save_failed", "save_failed"]
+    assert {fields["trouble"] for _, fields in failing.events} == {"no_space"}
     assert caught.value.kind is ErrorKind.ENVIRONMENT, "the run goes on once there is room"
 
 
@@ -637,3 +639,24 @@ def test_checkpoints_that_cannot_be_read_are_not_called_lost(
     with pytest.raises(VolumeError, match="the checkpoint cannot be read"):
         solo.restore()
     assert solo.names() == ["step-10"]
+
+
+@pytest.mark.parametrize(
+    ("number", "trouble"),
+    [
+        (errno.ENOSPC, "no_space"),
+        (errno.EDQUOT, "no_space"),
+        (errno.EROFS, "read_only"),
+        (errno.EACCES, "permission"),
+        (errno.ETIMEDOUT, "timeout"),
+        (errno.EIO, "io"),
+        (errno.ESTALE, "io"),
+    ],
+)
+def test_what_kept_a_save_from_being_made_is_decided_by_its_error_number(number: int, trouble: str) -> None:
+    error = OSError(number, "whatever words")
+    assert trouble_of(error) == trouble
+    wrapped = VolumeError("other words")
+    wrapped.__cause__ = error
+    assert trouble_of(wrapped) == trouble
+    assert trouble_of(RuntimeError("no space left on device")) == "other"

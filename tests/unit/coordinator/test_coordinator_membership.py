@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from simulated_cluster import TOKEN, Cluster, FakeNode, make_settings
 
+from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ExitCode
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
     Capacity,
-    Cause,
     Commit,
     Done,
     End,
@@ -64,7 +64,7 @@ def hello(cluster: Cluster, **changes: Any) -> Message:
     return next(effect.message for effect in effects if isinstance(effect, Send) and effect.peer == 999)
 
 
-def break_group(node: FakeNode, cause: Cause = "worker_crash", **changes: Any) -> None:
+def break_group(node: FakeNode, cause: BreakCause = "worker_crash", **changes: Any) -> None:
     assert node.group
     node.say(Broken(node.group.generation, cause, **changes))
 
@@ -572,6 +572,14 @@ def test_a_broken_group_is_planned_anew_with_everybody() -> None:
     assert [node.name for node, _ in cluster.go_members[2]] == ["0", "1", "2"]
     assert cluster.group.budget.used == 0
     assert cluster.group.accounting.restarts == {"peer_lost": 1}
+
+
+@pytest.mark.parametrize("cause", ["worker_crash", "stuck", "peer_lost"])
+def test_a_plan_names_its_cause_as_a_value_beside_its_reason(cause: BreakCause) -> None:
+    cluster, nodes = start_running()
+    break_group(nodes[1], cause)
+    cluster.run_until_running()
+    assert [plan.cause for plan in of_kind(nodes[0], Plan)] == ["node_joined", cause]
 
 
 def break_whole_group(cluster: Cluster, *, step: int = 5) -> None:

@@ -2,8 +2,9 @@
 
 import pytest
 
+from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS
-from evergrad_coordinator.protocol import Broken, Cause, Had
+from evergrad_coordinator.protocol import Broken, Had
 from evergrad_coordinator.rules.accounting import Accounting
 from evergrad_coordinator.rules.budget import (
     LOSSES_PER_FAILURE,
@@ -88,7 +89,7 @@ def test_one_leaver_saves_what_nobody_else_goes_on_with(
     assert (found.name if found else None) == saver
 
 
-def build_failure(cause: Cause, at: float, *, generation: int = 1, step: int = 3) -> Failure:
+def build_failure(cause: BreakCause, at: float, *, generation: int = 1, step: int = 3) -> Failure:
     return Failure("0", at, Broken(generation, cause, step=step))
 
 

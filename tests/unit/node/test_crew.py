@@ -170,7 +170,7 @@ def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) 
 
 def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Plan(3, hard=False), cause="2 nodes are here")
+    room.crew.change(say.Plan(3, hard=False), cause="node_joined", detail="2 nodes are here")
     for worker in (second, first):
         room.crew.hear(worker, say.Ready(3, -1))
         room.sent(worker)
@@ -179,7 +179,7 @@ def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room
     assert room.crew.place == go(3)
     for worker, rank in ((first, 2), (second, 3)):
         assert [*room.sent(worker)][-1:] == [
-            say.Go(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="2 nodes are here")
+            say.Go(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="node_joined", detail="2 nodes are here")
         ]
     room.crew.hear(first, say.Up(3, 0))
     assert room.reports.take() == []

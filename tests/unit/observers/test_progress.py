@@ -40,7 +40,14 @@ INFO = RunInfo(
 EVALUATION = EvaluationRecord(1240, 3, "heldOut", 2.51307, 12.3429, 40960, 3.14159, 1.0)
 
 
-WORLD = {"world_size": 2, "from_world_size": 3, "cause": "node 0 lost", "paused_seconds": 0.1234, "pid": 7}
+WORLD = {
+    "world_size": 2,
+    "from_world_size": 3,
+    "cause": "node_lost",
+    "detail": "node 0 lost",
+    "paused_seconds": 0.1234,
+    "pid": 7,
+}
 
 
 class Clock:
@@ -193,7 +200,9 @@ def test_the_bar_says_who_went_for_a_while_and_how_many_are_left(synthetic: Modu
     state.finish_step(synthetic.step_record(1208, world_size=1))
     line = render_line(state, 150).plain
     assert "lost" not in line and "process" not in line
-    state.see(Event(EventType.WORLD, 0.0, 1208, 5, {"world_size": 1, "cause": "node 1 lost"}))
+    state.see(
+        Event(EventType.WORLD, 0.0, 1208, 5, {"world_size": 1, "cause": "node_lost", "detail": "node 1 lost"})
+    )
     assert "1 process  node 1 lost" in render_line(state, 150).plain
 
 

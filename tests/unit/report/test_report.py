@@ -218,8 +218,12 @@ def test_a_run_in_several_worlds_shows_them_and_counts_no_restart(
     tmp_path: Path, synthetic: ModuleType
 ) -> None:
     run = synthetic.RunWriter(tmp_path).write(synthetic.Process(last=57, ended="killed"))
-    run.go_on(synthetic.World(last=90, cause="node 0 lost", world_size=1, ended="killed"))
-    run.go_on(synthetic.World(last=200, cause="node <0> joined", world_size=3, paused_seconds=60.0))
+    run.go_on(synthetic.World(last=90, cause="node_lost", detail="node 0 lost", world_size=1, ended="killed"))
+    run.go_on(
+        synthetic.World(
+            last=200, cause="node_joined", detail="node <0> joined", world_size=3, paused_seconds=60.0
+        )
+    )
     page, markdown = _report(run.directory)
     assert "## Changes of the world" in markdown and "Changes of the world" in page.text
     assert "| 57 | 300ms | node 0 lost |" in markdown and "2 → 1" in markdown

@@ -314,6 +314,7 @@ class CheckpointManager:
         self._fenced = self._fenced or outcome.fenced
         fields = {
             "reason": outcome.reason,
+            "trouble": outcome.trouble,
             "failures": self._failures,
             "blocking_seconds": flight.blocking_seconds,
         }

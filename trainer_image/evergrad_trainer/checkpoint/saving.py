@@ -1,6 +1,7 @@
 """One save, from a snapshot in host memory to a published checkpoint. Runs in a thread of its own on every rank."""
 
 import contextlib
+import errno
 import functools
 import importlib.metadata
 import logging
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from evergrad_coordinator.causes import Trouble
 from evergrad_trainer.checkpoint.dcp_storage import SnapshotPlanner, StoreWriter
 from evergrad_trainer.checkpoint.faults import AFTER_SHARDS
 from evergrad_trainer.checkpoint.layout import TENSORS, Version
@@ -75,7 +77,7 @@ class Outcome:
     """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there are now.
 
     ``is_peer_lost``: its group broke, which says nothing about the volume. ``is_of_host``: trouble of a volume or a host, which
-    may pass, was all that was wrong.
+    may pass, was all that was wrong. ``trouble``: the reason as a value.
     """
 
     published: Published | None = None
@@ -84,6 +86,7 @@ class Outcome:
     fenced: FencedError | None = None
     is_peer_lost: bool = False
     is_of_host: bool = False
+    trouble: Trouble = "other"
 
 
 class BackgroundSave:
@@ -150,7 +153,12 @@ def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcom
         reason = f"rank {order.rank}: {error}"
         told, failed = (
             writer.outcome,
-            Outcome(reason=reason, is_peer_lost=lost, is_of_host=is_host_trouble(error)),
+            Outcome(
+                reason=reason,
+                is_peer_lost=lost,
+                is_of_host=is_host_trouble(error),
+                trouble="peer_lost" if lost else trouble_of(error),
+            ),
         )
     if told is None:
         if writer.attempt is not None:
@@ -227,7 +235,35 @@ def _describe_failures(error: CheckpointException) -> Outcome:
         reason += f"; and {len(failures) - 3} ranks more"
     fences = [failure for _, (failure, _) in failures if isinstance(failure, FencedError)]
     is_of_host = all(is_host_trouble(failure) for _, (failure, _) in failures)
-    return Outcome(reason=reason, fenced=fences[0] if fences else None, is_of_host=is_of_host)
+    return Outcome(
+        reason=reason,
+        fenced=fences[0] if fences else None,
+        is_of_host=is_of_host,
+        trouble="fenced" if fences else trouble_of(failures[0][1][0]),
+    )
+
+
+_TROUBLES: Mapping[int, Trouble] = {
+    errno.ENOSPC: "no_space",
+    errno.EDQUOT: "no_space",
+    errno.EROFS: "read_only",
+    errno.EACCES: "permission",
+    errno.EPERM: "permission",
+    errno.ETIMEDOUT: "timeout",
+}
+
+
+def trouble_of(error: BaseException) -> Trouble:
+    """What kept a save from being made."""
+    if isinstance(error, FencedError):
+        return "fenced"
+    if isinstance(error, InvalidCheckpointError):
+        return "invalid"
+    cause: BaseException | None = error
+    # An error of ours that was raised from one of the operating system.
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return "other" if cause is None else _TROUBLES.get(cause.errno or 0, "io")
 
 
 def _libraries() -> dict[str, str]:

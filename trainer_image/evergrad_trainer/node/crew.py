@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ErrorKind
-from evergrad_coordinator.protocol import Broken, Capacity, Cause, Go, Up
+from evergrad_coordinator.protocol import Broken, Capacity, Go, Up
 from evergrad_trainer.node.ends import WorkerEnd, build_broken, describe_lasting_end
 from evergrad_trainer.node.patience import Patience
 from evergrad_trainer.node.reports import Report, WorkersLeft, WorkersReady
@@ -32,7 +33,9 @@ class Crew(Protocol):
     @property
     def is_empty(self) -> bool: ...
     def start(self) -> None: ...
-    def change(self, order: say.Plan, *, cause: str, is_only_holder: bool = False) -> None: ...
+    def change(
+        self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False
+    ) -> None: ...
     def begin(self, go: Go) -> None: ...
     def depart(self, generation: int | None, *, save: bool) -> None: ...
     def finish(self, exit_code: int) -> None: ...
@@ -69,7 +72,7 @@ class InProcessCrew:
         self._setup_seconds = bounds.setup_seconds
         self._patience = Patience(timeout_seconds=bounds.timeout_seconds)
         self._change = say.Plan(-1, hard=False)
-        self._cause = ""
+        self._cause, self._detail = "other", ""
         self._is_only_holder = False
         self._answered = -1
         self._inside: Go | None = None
@@ -101,12 +104,12 @@ class InProcessCrew:
         """Start all workers."""
         self._starts.start_all()
 
-    def change(self, order: say.Plan, *, cause: str, is_only_holder: bool = False) -> None:
+    def change(self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False) -> None:
         """Ask all workers to leave the running group. ``is_only_holder``: no other node holds a state."""
         if order.generation < self._change.generation:
             return
         self._change = order
-        self._cause, self._is_only_holder = cause, is_only_holder
+        self._cause, self._detail, self._is_only_holder = cause, detail, is_only_holder
         self._patience.asked_at = time.monotonic()
         # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be lost.
         self._answered = min(self._answered, order.generation - 1)
@@ -125,7 +128,9 @@ class InProcessCrew:
         for rank, worker in enumerate(chosen, start=go.first_rank):
             worker.state, worker.inside_generation, worker.rank = "inside", go.generation, rank
             group = (go.generation, rank, go.world_size, go.address, go.port)
-            worker.channel.send(say.Go(*group, self._setup_seconds, cause=self._cause), wait=False)
+            worker.channel.send(
+                say.Go(*group, self._setup_seconds, cause=self._cause, detail=self._detail), wait=False
+            )
 
     def depart(self, generation: int | None, *, save: bool) -> None:
         """Let all workers leave the run; with ``save`` the one that holds the newest state saves it first.
@@ -192,7 +197,7 @@ class InProcessCrew:
                 if self._inside is not None and self._inside.generation == record.generation:
                     # Whoever asks for this node's place in a group hears that it has none.
                     self._inside = None
-                cause: Cause = "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
+                cause: BreakCause = "numeric" if record.kind == ErrorKind.NUMERIC else "peer_lost"
                 self._tell(
                     Broken(
                         record.generation,

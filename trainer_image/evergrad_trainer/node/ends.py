@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from evergrad.board_file import LEASE_LOST
+from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import UNDISTURBED_SECONDS, ErrorKind, ExitCode
-from evergrad_coordinator.protocol import Broken, Cause
+from evergrad_coordinator.protocol import Broken
 from evergrad_trainer.node.failures import describe_end
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker.channel import Failed, fit_text
@@ -44,7 +45,7 @@ class WorkerEnd:
 
     why: Why
     exit_code: int
-    cause: Cause = "worker_crash"
+    cause: BreakCause = "worker_crash"
     kind: ErrorKind = ErrorKind.INTERNAL
     text: str = ""
     step: int = -1
@@ -96,14 +97,14 @@ def _describe_silent(worker: Worker, exit_code: int, *, world_size: int, place: 
     text = describe_end(exit_code, was_oom=oom) + place
     if worker.last_lines is not None and exit_code > 0:
         text = f"{text}; it said: {worker.last_lines()}"
-    cause: Cause = "out_of_memory" if oom else "stuck" if worker.was_killed else "worker_crash"
+    cause: BreakCause = "out_of_memory" if oom else "stuck" if worker.was_killed else "worker_crash"
     if is_lost_peer(text, world_size=world_size):
         cause = "peer_lost"
     kind = ErrorKind.PEER if cause == "peer_lost" else ErrorKind.INTERNAL
     return WorkerEnd(Why.FAILED, exit_code, cause, kind, fit_text(text))
 
 
-_CAUSES: dict[ErrorKind, Cause] = {
+_CAUSES: dict[ErrorKind, BreakCause] = {
     ErrorKind.ENVIRONMENT: "environment",
     ErrorKind.NUMERIC: "numeric",
     ErrorKind.PEER: "peer_lost",
@@ -114,7 +115,7 @@ def _describe_failure(failure: Failed, exit_code: int, *, world_size: int) -> Wo
     """The end of a worker that has told its error itself."""
     kind = failure.kind
     text = f"{failure.error}: {failure.text}"
-    cause: Cause = _CAUSES.get(kind, "user_error")
+    cause: BreakCause = _CAUSES.get(kind, "user_error")
     if cause == "user_error" and is_lost_peer(text, world_size=world_size):
         cause = "peer_lost"
     # Trouble of a host ends no run, however many saw it: another host may do better.

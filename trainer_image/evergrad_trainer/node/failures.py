@@ -4,11 +4,12 @@ import contextlib
 import signal
 from pathlib import Path
 
+from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ErrorKind, encode_termination
-from evergrad_coordinator.protocol import Broken, Cause
+from evergrad_coordinator.protocol import Broken
 
 _CGROUP = Path("/sys/fs/cgroup")
-_KINDS: dict[Cause, ErrorKind] = {
+_KINDS: dict[BreakCause, ErrorKind] = {
     "environment": ErrorKind.ENVIRONMENT,
     "numeric": ErrorKind.NUMERIC,
     "peer_lost": ErrorKind.PEER,

@@ -70,7 +70,7 @@ class FreshCrew:
     def start(self) -> None:
         """Nothing to start before a group begins."""
 
-    def change(self, order: say.Plan, *, cause: str, is_only_holder: bool = False) -> None:
+    def change(self, order: say.Plan, *, cause: str, detail: str = "", is_only_holder: bool = False) -> None:
         """Leave the running group: in order if it is whole and its workers know how, at once otherwise.
 
         Workers that stop in order save by themselves, so ``order.saves`` says nothing new to them.

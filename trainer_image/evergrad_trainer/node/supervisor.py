@@ -250,7 +250,12 @@ class Supervisor:
                 self.is_draining = not message.hard
                 self._on_tick()
                 order = say.Plan(message.generation, message.hard, message.patience_seconds, message.saves)
-                self._crew.change(order, cause=message.reason, is_only_holder=message.is_only_holder)
+                self._crew.change(
+                    order,
+                    cause=message.cause,
+                    detail=message.reason,
+                    is_only_holder=message.is_only_holder,
+                )
             case Go():
                 self.is_draining = False
                 if message.first_rank != 0:
@@ -323,7 +328,9 @@ class Supervisor:
             if self._crew.place is None:
                 self._crew.depart(None, save=True)
             else:
-                self._crew.change(say.Plan(say.LOCAL_GENERATION, hard=False), cause="preemption")
+                self._crew.change(
+                    say.Plan(say.LOCAL_GENERATION, hard=False), cause="node_left", detail="preemption"
+                )
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -12,22 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_coordinator.causes import LOSSES, ChangeCause
 from evergrad_coordinator.text import duration
 from evergrad_trainer.observers.events import seconds_of
 from evergrad_trainer.observers.history import StepTable
 from evergrad_trainer.observers.worlds import WorldChange, is_positive, measure_changes
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
-CAUSES = (
-    "startup",
-    "restore",
-    "recompute",
-    "checkpoint",
-    "evaluation",
-    "reconfiguration",
-    "downtime",
-    "other",
-)
+CAUSES = tuple(LOSSES)
 """What time is lost to.
 
 startup: process start → first step, less what restore, evaluation and checkpoint claim of it · restore: reading a checkpoint ·
@@ -106,15 +98,15 @@ class Goodput:
         return tuple(change for process in self.processes for change in process.changes)
 
     @property
-    def changes_by_cause(self) -> dict[str, int]:
+    def changes_by_cause(self) -> dict[ChangeCause, int]:
         """How many changes of the world each cause had, in order of their first appearance."""
-        counts: dict[str, int] = {}
+        counts: dict[ChangeCause, int] = {}
         for change in self.changes:
             counts[change.cause] = counts.get(change.cause, 0) + 1
         return counts
 
     @property
-    def reconfiguration_seconds_by_cause(self) -> dict[str, float]:
+    def reconfiguration_seconds_by_cause(self) -> dict[ChangeCause, float]:
         """Seconds lost to changes of the world, by their cause; they sum to ``lost_seconds["reconfiguration"]``."""
         return {
             cause: math.fsum(change.seconds for change in self.changes if change.cause == cause)

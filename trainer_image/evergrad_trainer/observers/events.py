@@ -88,9 +88,8 @@ def describe_event(event: Event) -> str | None:
 
 def _describe_world(fields: dict[str, object]) -> str:
     """``size=2 from=3 cause="node 0 lost" paused=0.12s``, without what is unknown."""
-    size, before, cause, paused = (
-        fields.get(key) for key in ("world_size", "from_world_size", "cause", "paused_seconds")
-    )
+    size, before, paused = (fields.get(key) for key in ("world_size", "from_world_size", "paused_seconds"))
+    cause = fields.get("detail") or fields.get("cause")
     parts = [f"size={size}"]
     if before is not None:
         parts.append(f"from={before}")

@@ -2,14 +2,12 @@
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from evergrad_trainer.observers.accounting import CAUSES
+from evergrad_coordinator.causes import CHANGES, LOSSES, TROUBLES
 from evergrad_trainer.observers.live_accounting import PHASES
-from evergrad_trainer.observers.worlds import WORLD_CAUSES
 from evergrad_trainer.records import SKIP_REASONS
 
 STEP_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
 CHECKPOINT_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 900)
-FAILURE_REASONS = ("no_space", "read_only", "permission", "io", "timeout", "fenced", "invalid", "other")
 NON_FINITE = ("loss", "grad")
 
 
@@ -98,15 +96,15 @@ class Instruments:
             counter.labels(run)
         for phase in PHASES:
             self.phase_seconds.labels(run, phase)
-        for cause in CAUSES:
+        for cause in LOSSES:
             self.lost.labels(run, cause)
-        for cause in WORLD_CAUSES:
-            self.world_changes.labels(run, cause)
+        for change in CHANGES:
+            self.world_changes.labels(run, change)
         for what in NON_FINITE:
             self.nonfinite.labels(run, what)
         for why in SKIP_REASONS:
             self.skipped_steps.labels(run, why)
-        for reason in FAILURE_REASONS:
+        for reason in TROUBLES:
             self.checkpoint_failures.labels(run, "save", reason)
         self.checkpoint_failures.labels(run, "load", "invalid")
 
@@ -127,20 +125,3 @@ class Instruments:
         return Histogram(
             f"evergrad_{name}", f"{text}.", ("run", *labels), buckets=buckets, registry=self._registry
         )
-
-
-_REASON_WORDS = (
-    ("no_space", ("no space", "enospc", "quota", "disk full")),
-    ("read_only", ("read-only", "erofs")),
-    ("permission", ("permission", "not permitted")),
-    ("timeout", ("timeout", "timed out")),
-    ("fenced", ("fence", "newer process")),
-    ("invalid", ("checksum", "hash differs", "truncated", "missing shard")),
-    ("io", ("input/output", "i/o", "stale", "oserror")),
-)
-
-
-def failure_reason(text: str) -> str:
-    """One of FAILURE_REASONS for the free text of a failed save: a label must not take arbitrary values."""
-    lower = text.lower()
-    return next((reason for reason, words in _REASON_WORDS if any(word in lower for word in words)), "other")

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 
 from evergrad_trainer.observers.events import saved_step
+from evergrad_trainer.observers.worlds import words_of
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 SHORT_WINDOW_SECONDS = 60.0
@@ -97,7 +98,7 @@ class State:
             self.total_steps = int(event.fields.get("to_steps", self.total_steps))
         elif event.type == EventType.WORLD:
             self.num_processes = int(event.fields.get("world_size", self.num_processes))
-            self._change, self._changed = str(event.fields.get("cause") or ""), self._clock()
+            self._change, self._changed = words_of(event), self._clock()
             self.activity = ""
 
     @property

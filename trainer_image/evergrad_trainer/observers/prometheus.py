@@ -13,15 +13,15 @@ from prometheus_client import (
     disable_created_metrics,
 )
 
+from evergrad_coordinator.causes import read_change, read_trouble
 from evergrad_trainer import __version__
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.events import saved_step, seconds_of
 from evergrad_trainer.observers.history import Before
-from evergrad_trainer.observers.instruments import NON_FINITE, Instruments, failure_reason
+from evergrad_trainer.observers.instruments import NON_FINITE, Instruments
 from evergrad_trainer.observers.live_accounting import LiveAccounting
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.metrics_server import MetricsServer
-from evergrad_trainer.observers.worlds import world_cause
 from evergrad_trainer.records import SKIP_REASONS, EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 LOSS_WINDOW_STEPS = 10
@@ -136,9 +136,7 @@ class PrometheusExporter(BaseObserver):
         if event.type == EventType.SAVE:
             self._saved(event)
         elif event.type == EventType.SAVE_FAILED:
-            metrics.checkpoint_failures.labels(
-                run, "save", failure_reason(str(event.fields.get("reason", "")))
-            ).inc()
+            metrics.checkpoint_failures.labels(run, "save", read_trouble(event.fields.get("trouble"))).inc()
             metrics.checkpoint_blocking.labels(run).inc(seconds_of(event, "blocking_seconds"))
         elif event.type == EventType.FALLBACK:
             metrics.checkpoint_failures.labels(run, "load", "invalid").inc()
@@ -153,7 +151,7 @@ class PrometheusExporter(BaseObserver):
             if event.type == EventType.SKIPPED and why in SKIP_REASONS:
                 metrics.skipped_steps.labels(run, why).inc()
         elif event.type == EventType.WORLD:
-            metrics.world_changes.labels(run, world_cause(event.fields.get("cause"))).inc()
+            metrics.world_changes.labels(run, read_change(event.fields.get("cause"))).inc()
             metrics.world_size.labels(run).set(float(event.fields["world_size"]))
             # What has ended was one process; the run goes on.
             metrics.exit_code.clear()

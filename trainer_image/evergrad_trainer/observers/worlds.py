@@ -7,39 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_coordinator.causes import ChangeCause, read_change
 from evergrad_trainer.observers.events import saved_step, seconds_of
 from evergrad_trainer.observers.history import StepTable
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
-
-WORLD_CAUSES = (
-    "node_lost",
-    "node_joined",
-    "node_left",
-    "worker_lost",
-    "capacity_changed",
-    "coordinator_lost",
-    "other",
-)
-"""Why a world gives way to another one.
-
-node_left: asked to go, as in a preemption · worker_lost: a process of a node that is still there · capacity_changed: a node
-has more or fewer processes.
-"""
-
-_WORDS = (
-    ("coordinator_lost", ("coordinator",)),
-    ("node_left", ("leaving", "preemption")),
-    ("node_joined", ("joined", "are here")),
-    ("capacity_changed", ("number of workers",)),
-    ("worker_lost", ("broke", "worker", "out of memory", "stuck", "crash")),
-    ("node_lost", ("lost",)),
-)
-
-
-def world_cause(text: object) -> str:
-    """One of WORLD_CAUSES for the coordinator's words, such as ``node 0 lost``."""
-    lower = str(text or "").lower().replace("_", " ")
-    return next((cause for cause, words in _WORDS if any(word in lower for word in words)), "other")
 
 
 @dataclass(frozen=True)
@@ -52,11 +23,15 @@ class WorldChange:
     """Last finished step in the state that goes on."""
     world_size: int | None
     from_world_size: int | None
-    cause: str
-    """One of WORLD_CAUSES."""
+    cause: ChangeCause
     detail: str
     """The cause in the coordinator's words."""
     seconds: float
+
+
+def words_of(world: Event) -> str:
+    """The cause of a ``world`` event in words; a file of an older version has them where its cause would be."""
+    return str(world.fields.get("detail") or world.fields.get("cause") or "")
 
 
 def is_positive(value: object) -> bool:
@@ -110,15 +85,14 @@ def measure_changes(
 
 def _change(world: Event, seconds: float) -> WorldChange:
     size, from_size = world.fields.get("world_size"), world.fields.get("from_world_size")
-    detail = str(world.fields.get("cause") or "")
     return WorldChange(
         time=world.time,
         generation=world.generation,
         step=world.step,
         world_size=size if is_positive(size) else None,
         from_world_size=from_size if is_positive(from_size) else None,
-        cause=world_cause(detail),
-        detail=detail,
+        cause=read_change(world.fields.get("cause")),
+        detail=words_of(world),
         seconds=seconds if math.isfinite(seconds) else 0.0,
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from evergrad_coordinator.causes import CHANGES
 from evergrad_coordinator.text import count, duration, percent, real, short_count, size, utc
 from evergrad_trainer.observers.accounting import Goodput, account
 from evergrad_trainer.observers.history import History, StepTable, read_history
@@ -16,7 +17,6 @@ from evergrad_trainer.records import EventType
 from evergrad_trainer.report.tables import (
     CAUSE_TEXTS,
     ENDING_TEXTS,
-    WORLD_TEXTS,
     Table,
     best_evaluations,
     checkpoint_table,
@@ -281,7 +281,7 @@ def _world_figures(goodput: Goodput) -> list[Figure]:
     if not goodput.changes:
         return []
     causes = ", ".join(
-        f"{number} × {WORLD_TEXTS[cause]}" for cause, number in goodput.changes_by_cause.items()
+        f"{number} × {CHANGES[cause].text}" for cause, number in goodput.changes_by_cause.items()
     )
     lost = duration(goodput.lost_seconds["reconfiguration"])
     return [

@@ -1,11 +1,12 @@
 """The report's tables, as text cells both renderers show. Pure."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from evergrad_coordinator.causes import CHANGES, LOSSES
 from evergrad_coordinator.text import count, duration, real, size, utc
 from evergrad_trainer.observers.accounting import Goodput
 from evergrad_trainer.observers.events import saved_step, seconds_of
@@ -15,27 +16,7 @@ from evergrad_trainer.records import EvaluationRecord, Event, EventType
 _FIRST_ROWS, _LAST_ROWS = 10, 40
 _MOST_WARNINGS = 100
 
-CAUSE_TEXTS = {
-    "productive": "Training steps that were kept",
-    "startup": "Start-up: process start to first step",
-    "restore": "Reading checkpoints",
-    "recompute": "Steps lost in a kill and trained again",
-    "checkpoint": "Standing still for saves",
-    "evaluation": "Evaluation",
-    "reconfiguration": "Changes of the world: last step before to first step after",
-    "downtime": "No process was there",
-    "other": "Between steps, and after the last",
-}
-
-WORLD_TEXTS = {
-    "node_lost": "node lost",
-    "node_joined": "node joined",
-    "node_left": "node asked to leave",
-    "worker_lost": "process lost",
-    "capacity_changed": "number of processes changed",
-    "coordinator_lost": "coordinator lost",
-    "other": "other",
-}
+CAUSE_TEXTS: Mapping[str, str] = {"productive": "Training steps that were kept", **LOSSES}
 
 ENDING_TEXTS = {
     "signal": "stopped by a signal",
@@ -116,7 +97,7 @@ def world_cause_table(goodput: Goodput) -> Table:
     longest = {cause: max(one.seconds for one in goodput.changes if one.cause == cause) for cause in counts}
     titles = ("Cause", "Changes", "Training stood still", "Longest")
     rows = [
-        (WORLD_TEXTS[cause], count(counts[cause]), duration(seconds[cause]), duration(longest[cause]))
+        (CHANGES[cause].text, count(counts[cause]), duration(seconds[cause]), duration(longest[cause]))
         for cause in sorted(counts, key=lambda cause: -seconds[cause])
     ]
     return build_table(titles, rows, numeric=titles[1:])
@@ -131,7 +112,7 @@ def world_table(goodput: Goodput) -> Table:
             f"{_processes(change.from_world_size)} → {_processes(change.world_size)}",
             count(change.step),
             duration(change.seconds),
-            change.detail or WORLD_TEXTS[change.cause],
+            change.detail or CHANGES[change.cause].text,
         )
         for change in goodput.changes
     ]

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from evergrad.board_file import LEASE_LOST
+from evergrad_coordinator.causes import BreakCause
 from evergrad_coordinator.contract import ExitCode
-from evergrad_coordinator.protocol import Broken, Cause
+from evergrad_coordinator.protocol import Broken
 from evergrad_coordinator.wire import MAX_TEXT
 from evergrad_trainer.worker.lost_peers import is_lost_peer
 
@@ -58,7 +59,7 @@ def build_broken(generation: int, *, end: SeenEnd | None, world_size: int, step:
     )
 
 
-def classify(end: SeenEnd, *, world_size: int) -> Cause:
+def classify(end: SeenEnd, *, world_size: int) -> BreakCause:
     """The cause as this node sees it. ``world_size``: of the group that the worker was in."""
     if end.exit_code == ExitCode.USER_ERROR:
         return "user_error"

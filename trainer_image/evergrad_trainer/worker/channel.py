@@ -53,7 +53,9 @@ class Go:
     port: int
     setup_seconds: float
     cause: str
-    """Why the group changed: the coordinator's reason."""
+    """Why the group changed: one of causes.CHANGES."""
+    detail: str = ""
+    """The cause in the coordinator's words."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class Lifecycle:
         elif is_fresh:
             announce(session, self._machinery)
         else:
-            self._writer.announce_world(self._machinery, cause=begin.cause, is_new=is_new)
+            self._writer.announce_world(self._machinery, begin, is_new=is_new)
         reason = train(self._run)
         if reason != "change":
             self.life.enter(Phase.CLOSING)

@@ -6,12 +6,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from evergrad_coordinator.causes import read_change
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.build import build_observers
 from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.records import EventType
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.announcing import describe_run
+from evergrad_trainer.worker.channel import Go
 from evergrad_trainer.worker.session import Session
 
 
@@ -49,7 +51,7 @@ class Writer:
             self._session.observers.close()
             self._session.observers = BaseObserver()
 
-    def announce_world(self, machinery: Machinery, *, cause: str, is_new: bool) -> None:
+    def announce_world(self, machinery: Machinery, begin: Go, *, is_new: bool) -> None:
         """Record that training goes on in another world. ``is_new``: this process was not rank 0 before."""
         session, last = self._session, self._session.progress.last_record
         if is_new:
@@ -61,7 +63,8 @@ class Writer:
         fields: dict[str, Any] = {
             "world_size": session.world.size,
             "from_world_size": last.world_size if last is not None else None,
-            "cause": cause,
+            "cause": read_change(begin.cause),
+            "detail": begin.detail,
             "paused_seconds": max(0.0, time.time() - last.time) if last is not None else None,
             "pid": os.getpid(),
         }

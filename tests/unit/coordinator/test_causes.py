@@ -1,0 +1,31 @@
+"""The vocabulary of causes: what is in it, and that it is used as values."""
+
+import pytest
+
+from evergrad_coordinator.causes import BREAKS, CHANGES, LOSSES, PLANNED, TROUBLES, read_change, read_trouble
+from evergrad_operator.names import Cause
+
+
+def test_every_cause_of_a_break_and_of_a_planned_change_is_a_cause_of_a_change() -> None:
+    assert set(BREAKS) | set(PLANNED) < set(CHANGES)
+
+
+def test_every_cause_has_a_text_of_its_own() -> None:
+    texts = [*(one.text for one in CHANGES.values()), *LOSSES.values()]
+    assert all(texts)
+    assert len(set(texts)) == len(texts)
+
+
+def test_the_operator_knows_every_word_that_a_cause_has_in_the_status_of_a_run() -> None:
+    assert {one.pod for one in CHANGES.values() if one.pod} <= {cause.value for cause in Cause}
+
+
+@pytest.mark.parametrize("value", ["node 0 lost", "", None, 3, "NodeLost", ["node_lost"]])
+def test_what_is_no_cause_becomes_other_and_is_not_interpreted(value: object) -> None:
+    assert read_change(value) == "other"
+    assert read_trouble(value) == "other"
+
+
+def test_a_cause_is_read_as_itself() -> None:
+    assert [read_change(cause) for cause in CHANGES] == list(CHANGES)
+    assert [read_trouble(trouble) for trouble in TROUBLES] == list(TROUBLES)
