@@ -57,6 +57,12 @@ BUDGET: Final = Kind("PodDisruptionBudget", "policy/v1", "poddisruptionbudgets")
 NETWORK_POLICY: Final = Kind("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies")
 LEASE: Final = Kind("Lease", "coordination.k8s.io/v1", "leases")
 ACCESS_REVIEW: Final = Kind("SelfSubjectAccessReview", "authorization.k8s.io/v1", "selfsubjectaccessreviews")
+WEBHOOK: Final = Kind(
+    "ValidatingWebhookConfiguration", "admissionregistration.k8s.io/v1", "validatingwebhookconfigurations"
+)
+EARLY_WEBHOOK: Final = Kind(
+    "MutatingWebhookConfiguration", "admissionregistration.k8s.io/v1", "mutatingwebhookconfigurations"
+)
 KINDS: Final = {
     kind.kind: kind
     for kind in (
@@ -71,6 +77,8 @@ KINDS: Final = {
         NETWORK_POLICY,
         LEASE,
         ACCESS_REVIEW,
+        WEBHOOK,
+        EARLY_WEBHOOK,
     )
 }
 

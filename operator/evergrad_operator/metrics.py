@@ -91,6 +91,7 @@ class Metrics:
             ("cause",),
         )
         self.events = counter("events", "Kubernetes events posted, or only counted up.", ("action",))
+        self.reviews = counter("admission_reviews", "Answers of the validating webhook.", ("result",))
         self.status_writes = counter("status_writes", "Statuses written.")
         for result in ("success", "requeue", "error"):
             self.reconciles.labels(result)

@@ -43,6 +43,7 @@ from evergrad_operator.reconcile import Reconciler
 from evergrad_operator.recorder import Recorder
 from evergrad_operator.settings import Settings
 from evergrad_operator.tokens import derive_token, load_key
+from evergrad_operator.webhook import Webhook, WebhookSettings
 
 log = logging.getLogger(__name__)
 STALLED_SECONDS: Final = 100.0
@@ -86,6 +87,7 @@ class Service:
         self._collector = FactsCollector(self._read_facts())
         metrics.registry.register(self._collector)
         self._health = HealthServer(live=[self._find_stall], ready=[self._find_unready], metrics=self._gather)
+        self._webhook = self._build_webhook() if settings.webhook else None
         self._tasks: list[asyncio.Task[Any]] = []
         self._fault: BaseException | None = None
         self._is_standing_by, self._is_synced = False, False
@@ -100,6 +102,9 @@ class Service:
         try:
             await self._check_access()
             self._spawn("event loop lag", self._measure_lag())
+            if self._webhook is not None:
+                # Before the lease: a standby answers, too.
+                self._spawn("webhook", self._webhook.run())
             if await self._lead():
                 await self._load_key()
                 await self._serve()
@@ -214,6 +219,8 @@ class Service:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if isinstance(self.gate, LeaseGate):
             await self.gate.release(self._lease_kube)
+        if self._webhook is not None:
+            await self._webhook.close()
         await self._health.close()
         await self.kube.close()
         await self._lease_kube.close()
@@ -345,6 +352,24 @@ class Service:
             observer=self.metrics.observe_request,
             on_unauthorized=self._connection.expire_token,
         )
+
+    def _build_webhook(self) -> Webhook:
+        settings = self._settings
+        called = WebhookSettings(
+            host=settings.host,
+            port=settings.webhook_port,
+            namespace=settings.key_namespace,
+            service=settings.webhook_service,
+            secret=settings.webhook_secret,
+            configuration=settings.webhook_configuration,
+            files=settings.webhook_files,
+            is_early=settings.webhook_early,
+        )
+        webhook = Webhook(called, self.kube, leads=lambda: self.gate.remaining() > 0)
+        webhook.on_review = lambda is_allowed: self.metrics.reviews.labels(
+            "allowed" if is_allowed else "denied"
+        ).inc()
+        return webhook
 
     def _spawn(self, name: str, work: Coroutine[Any, Any, Any]) -> None:
         """Work beside the rest; its failure ends the process."""

@@ -40,6 +40,13 @@ class Settings:
     resync_seconds: float
     poll_seconds: float
     coordinator_port: int
+    webhook: bool
+    webhook_port: int
+    webhook_service: str
+    webhook_secret: str
+    webhook_configuration: str
+    webhook_early: bool
+    webhook_files: str
     log_level: str
     log_format: str
 
@@ -110,6 +117,23 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     options.add("resync-seconds", 600.0, "between two lists of everything")
     options.add("poll-seconds", 5.0, "between two questions to a run's coordinator")
     options.add("coordinator-port", 29401, "port of the coordinators' status")
+    options.add(
+        "webhook", False, "serve the validating webhook, which reports what `evergrad validate` would"
+    )
+    options.add("webhook-port", 9443, "port of the validating webhook")
+    options.add("webhook-service", "evergrad-operator", "Service, beside the lease, by which it is called")
+    options.add(
+        "webhook-secret", "evergrad-operator-webhook", "Secret, beside the lease, with its certificate"
+    )
+    options.add(
+        "webhook-configuration", "evergrad-operator", "the ValidatingWebhookConfiguration that names it"
+    )
+    options.add(
+        "webhook-files",
+        "",
+        "folder with tls.crt and tls.key that another keeps; empty: the operator makes them",
+    )
+    options.add("webhook-early", False, "there is a MutatingWebhookConfiguration of that name, too")
     options.add("log-level", "info", "debug, info, warning or error")
     options.add("log-format", "text", "text or json")
     descriptions = _describe_fields(Config)

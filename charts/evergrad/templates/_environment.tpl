@@ -32,6 +32,18 @@
   "COORDINATOR_MEMORY" $runs.coordinator.memory
   "COORDINATOR_MEMORY_LIMIT" $runs.coordinator.memoryLimit
 }}
+{{- if include "evergrad.webhook" . }}
+{{- $_ := set $settings "WEBHOOK" true }}
+{{- $_ := set $settings "WEBHOOK_PORT" .Values.webhook.port }}
+{{- $_ := set $settings "WEBHOOK_SERVICE" (include "evergrad.fullname" .) }}
+{{- if .Values.webhook.certManager.enabled }}
+{{- $_ := set $settings "WEBHOOK_FILES" "/etc/evergrad/webhook" }}
+{{- else }}
+{{- $_ := set $settings "WEBHOOK_SECRET" (include "evergrad.webhookSecret" .) }}
+{{- $_ := set $settings "WEBHOOK_EARLY" .Values.webhook.early }}
+{{- $_ := set $settings "WEBHOOK_CONFIGURATION" (include "evergrad.clusterName" .) }}
+{{- end }}
+{{- end }}
 {{- if eq .Values.rbac.scope "cluster" }}
 {{- $_ := set $settings "ALL_NAMESPACES" true }}
 {{- else }}

@@ -23,6 +23,20 @@
 {{- printf "%s-key" (include "evergrad.fullname" .) -}}
 {{- end -}}
 
+{{/* Whether there is a webhook: "true" or nothing. */}}
+{{- define "evergrad.webhook" -}}
+{{- if eq (toString .Values.webhook.enabled) "auto" -}}
+{{- if eq .Values.rbac.scope "cluster" }}true{{ end -}}
+{{- else if .Values.webhook.enabled -}}
+true
+{{- end -}}
+{{- end -}}
+
+{{/* The Secret with the webhook's certificate, made by the operator or by cert-manager. */}}
+{{- define "evergrad.webhookSecret" -}}
+{{- printf "%s-webhook" (include "evergrad.fullname" .) -}}
+{{- end -}}
+
 {{/* Of objects of the whole cluster: two releases in two namespaces do not meet. */}}
 {{- define "evergrad.clusterName" -}}
 {{- printf "%s-%s" .Release.Namespace (include "evergrad.fullname" .) | trunc 110 | trimSuffix "-" -}}

@@ -180,7 +180,8 @@ def test_only_one_module_talks_to_the_api_server_and_one_to_coordinators() -> No
             using.setdefault(name.split(".")[0], set()).add(path.name)
     assert using["kopf"] == {"handlers.py", "service.py"}
     assert using["kubernetes"] == {"kube.py", "connection.py"}
-    assert using["aiohttp"] == {"kube.py", "health.py"}
+    assert using["aiohttp"] == {"kube.py", "health.py", "webhook.py"}
+    assert using["cryptography"] == {"certificates.py"}
 
 
 def test_kopf_hands_over_what_it_sees_and_nothing_else() -> None:

@@ -12,6 +12,7 @@ from bed import chart, toolbox
 from bed.shell import BedError
 
 from evergrad_operator.settings import parse_settings
+from evergrad_operator.webhook import PATH, WEBHOOK_NAME
 
 Object = dict[str, Any]
 CLUSTER_SCOPED = {
@@ -21,6 +22,8 @@ CLUSTER_SCOPED = {
     "PriorityClass",
     "ValidatingAdmissionPolicy",
     "ValidatingAdmissionPolicyBinding",
+    "ValidatingWebhookConfiguration",
+    "MutatingWebhookConfiguration",
 }
 # What the operator may do, exactly: (group, resource) → verbs. The lease's stand apart, in the release's namespace.
 RIGHTS = {
@@ -35,6 +38,10 @@ RIGHTS = {
     ("", "events"): {"create", "patch"},
     ("policy", "poddisruptionbudgets"): {"list", "create", "patch", "delete"},
     ("networking.k8s.io", "networkpolicies"): {"list", "create", "patch", "delete"},
+}
+OWN_WEBHOOK = {
+    ("admissionregistration.k8s.io", f"{kind}webhookconfigurations"): {"get", "patch"}
+    for kind in ("validating", "mutating")
 }
 REVIEWS = {("authorization.k8s.io", "selfsubjectaccessreviews"): {"create"}}
 
@@ -118,14 +125,20 @@ def test_a_crd_that_is_not_kept_has_no_policy_and_one_that_is_not_wanted_is_not_
 
 def test_the_operator_of_a_cluster_has_exactly_the_rights_of_the_table() -> None:
     objects = chart.render({"rbac": {"aggregatedRoles": False}})
-    (role,) = of_kind(objects, "ClusterRole")
+    role, of_webhook = of_kind(objects, "ClusterRole")
     assert rights_of(role) == RIGHTS | REVIEWS
-    (binding,) = of_kind(objects, "ClusterRoleBinding")
-    assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    (account,) = of_kind(objects, "ServiceAccount")
-    assert binding["subjects"] == [
-        {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": chart.NAMESPACE}
+    assert rights_of(of_webhook) == OWN_WEBHOOK
+    (webhook,) = of_kind(objects, "ValidatingWebhookConfiguration")
+    assert [rule["resourceNames"] for rule in of_webhook["rules"]] == [[webhook["metadata"]["name"]]]
+    bindings = of_kind(objects, "ClusterRoleBinding")
+    assert [one["roleRef"]["name"] for one in bindings] == [
+        one["metadata"]["name"] for one in (role, of_webhook)
     ]
+    (account,) = of_kind(objects, "ServiceAccount")
+    for binding in bindings:
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": account["metadata"]["name"], "namespace": chart.NAMESPACE}
+        ]
 
 
 def test_the_operator_of_namespaces_has_the_same_rights_there_and_none_of_the_cluster() -> None:
@@ -159,15 +172,19 @@ def test_the_lease_is_the_only_one_the_operator_may_change() -> None:
     )
 
 
-def test_the_installations_key_is_the_only_secret_the_operator_may_read() -> None:
+def test_the_installations_key_and_the_webhooks_certificate_are_the_only_secrets_the_operator_may_read() -> (
+    None
+):
     objects = chart.render({})
     roles = of_kind(objects, "Role", "ClusterRole")
     rules = [rule for role in roles for rule in role["rules"] if "secrets" in rule["resources"]]
     readable = [rule for rule in rules if rule["verbs"] != ["create"]]
     assert [(rule["verbs"], rule["resourceNames"]) for rule in readable] == [
-        (["get"], [environment(objects)["EVERGRAD_KEY_NAME"]])
+        (["get"], [environment(objects)["EVERGRAD_KEY_NAME"]]),
+        (["get", "update"], [environment(objects)["EVERGRAD_WEBHOOK_SECRET"]]),
     ]
     (home,) = [role for role in roles if readable[0] in role["rules"]]
+    assert readable[1] in home["rules"]
     assert (home["kind"], home["metadata"]["namespace"]) == ("Role", chart.NAMESPACE)
 
 
@@ -176,7 +193,7 @@ def test_nothing_grants_secrets_nodes_exec_roles_or_wildcards(rendering: list[Ob
         for (group, resource), verbs in rights_of(role).items():
             assert "*" not in {group, resource, *verbs}
             assert group != "rbac.authorization.k8s.io"
-            assert resource != "secrets" or verbs <= {"create", "get"}
+            assert resource != "secrets" or verbs <= {"create", "get", "update"}
             assert resource not in {
                 "nodes",
                 "serviceaccounts",
@@ -198,7 +215,7 @@ def test_what_is_switched_off_can_still_be_found_and_deleted_but_not_made(
     switch: str, kind: tuple[str, str]
 ) -> None:
     objects = chart.render({"rbac": {"aggregatedRoles": False}, "runs": {switch: False}})
-    (role,) = of_kind(objects, "ClusterRole")
+    role, _ = of_kind(objects, "ClusterRole")
     assert rights_of(role) == RIGHTS | REVIEWS | {kind: {"list", "delete"}}
 
 
@@ -338,28 +355,95 @@ def test_the_admission_policy_of_a_namespaced_operator_stays_in_its_namespaces()
     (expression,) = binding["spec"]["matchResources"]["namespaceSelector"]["matchExpressions"]
     assert expression["values"] == ["team-a"]
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
-    assert [rule["expression"] for rule in policy["spec"]["validations"]] == ["variables.maxNodes < 3.5"]
+    assert [rule["expression"] for rule in policy["spec"]["validations"]] == ["variables.maxNodes <= 3"]
 
 
-def test_the_admission_policy_reads_numbers_of_nodes_with_the_units_the_crd_allows() -> None:
-    (policy,) = of_kind(
-        chart.render({"admissionPolicy": {"enabled": True, "maxNodes": 3}}), "ValidatingAdmissionPolicy"
-    )
+def test_the_admission_policy_reads_numbers_of_nodes_as_the_whole_numbers_that_the_crd_allows() -> None:
+    values = {"admissionPolicy": {"enabled": True, "maxNodes": 3}}
+    (policy,) = of_kind(chart.render(values), "ValidatingAdmissionPolicy")
     (crd,) = of_kind(chart.render({}), "CustomResourceDefinition")
-    (chosen, number) = policy["spec"]["variables"]
+    (number,) = policy["spec"]["variables"]
     (version,) = crd["spec"]["versions"]
     bounds = version["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]["nodes"]["properties"]
     for bound in ("max", "min"):
-        assert f"has(object.spec.nodes.{bound}) ? dyn(object.spec.nodes.{bound})" in chosen["expression"]
-        (units,) = re.findall(r"\[([a-zA-Z]+)\]\?\\s\*\$$", bounds[bound]["pattern"])
-        assert f"find('[{units}]')" in number["expression"]
-        assert set(re.findall("'([a-zA-Z])':", number["expression"])) == set(units)
+        assert f"has(object.spec.nodes.{bound}) ? object.spec.nodes.{bound}" in number["expression"]
+        assert bounds[bound]["type"] == "integer"
 
 
 def test_an_admission_policy_without_a_number_of_nodes_has_nothing_to_reckon() -> None:
     objects = chart.render({"admissionPolicy": {"enabled": True, "allowedImages": ["registry.example.com/"]}})
     (policy,) = of_kind(objects, "ValidatingAdmissionPolicy")
     assert "variables" not in policy["spec"]
+
+
+def test_the_webhook_asks_the_operators_service_and_blocks_nothing_while_nobody_answers() -> None:
+    objects = chart.render({})
+    (configuration,) = of_kind(objects, "ValidatingWebhookConfiguration")
+    (early,) = of_kind(objects, "MutatingWebhookConfiguration")
+    (hook,) = configuration["webhooks"]
+    assert {"reinvocationPolicy": "Never", **hook} == early["webhooks"][0]
+    assert hook["name"] == WEBHOOK_NAME
+    assert (hook["failurePolicy"], hook["sideEffects"], hook["timeoutSeconds"]) == ("Ignore", "None", 5)
+    (rule,) = hook["rules"]
+    # No subresource: status is the operator's own, and a run has no scale.
+    assert (rule["resources"], rule["operations"]) == (["trainingruns"], ["CREATE", "UPDATE"])
+    (service,) = of_kind(objects, "Service")
+    called = hook["clientConfig"]["service"]
+    assert (called["name"], called["namespace"]) == (
+        service["metadata"]["name"],
+        service["metadata"]["namespace"],
+    )
+    (port,) = [one for one in service["spec"]["ports"] if one["port"] == called["port"]]
+    (container,) = next(spec for name, spec in pod_specs(objects) if name == "evergrad")["containers"]
+    (target,) = [one for one in container["ports"] if one["name"] == port["targetPort"]]
+    told = environment(objects)
+    assert str(target["containerPort"]) == told["EVERGRAD_WEBHOOK_PORT"]
+    assert (told["EVERGRAD_WEBHOOK"], called["path"]) == ("true", PATH)
+    assert told["EVERGRAD_WEBHOOK_SERVICE"] == called["name"]
+    assert told["EVERGRAD_WEBHOOK_CONFIGURATION"] == configuration["metadata"]["name"]
+
+
+def test_without_the_early_question_no_right_for_mutating_webhooks_is_given() -> None:
+    objects = chart.render({"webhook": {"early": False}})
+    assert of_kind(objects, "MutatingWebhookConfiguration") == []
+    (role,) = [one for one in of_kind(objects, "ClusterRole") if one["metadata"]["name"].endswith("-webhook")]
+    assert {resource for _, resource in rights_of(role)} == {"validatingwebhookconfigurations"}
+    assert environment(objects)["EVERGRAD_WEBHOOK_EARLY"] == "false"
+
+
+def test_an_operator_of_namespaces_has_a_webhook_only_where_somebody_wants_one() -> None:
+    values = chart.MATRIX["namespaces"]
+    objects = chart.render(values)
+    assert of_kind(objects, "ValidatingWebhookConfiguration") == []
+    assert "EVERGRAD_WEBHOOK" not in environment(objects)
+    objects = chart.render(values | {"webhook": {"enabled": True}})
+    (configuration,) = of_kind(objects, "ValidatingWebhookConfiguration")
+    (expression,) = configuration["webhooks"][0]["namespaceSelector"]["matchExpressions"]
+    assert expression["values"] == ["team-a", "team-b"]
+    assert of_kind(chart.render({"webhook": {"enabled": False}}), "ValidatingWebhookConfiguration") == []
+
+
+@pytest.mark.parametrize("issuer", [{}, {"name": "company", "kind": "ClusterIssuer"}])
+def test_cert_manager_keeps_the_certificate_and_the_operator_then_has_no_right_to(issuer: Object) -> None:
+    objects = chart.render({"webhook": {"certManager": {"enabled": True, "issuerRef": issuer}}})
+    (certificate,) = of_kind(objects, "Certificate")
+    issuers = of_kind(objects, "Issuer")
+    assert certificate["spec"]["issuerRef"] == (
+        issuer or {"name": issuers[0]["metadata"]["name"], "kind": "Issuer"}
+    )
+    assert bool(issuers) == (not issuer)
+    (configuration,) = of_kind(objects, "ValidatingWebhookConfiguration")
+    assert configuration["metadata"]["annotations"] == {
+        "cert-manager.io/inject-ca-from": f"{chart.NAMESPACE}/{certificate['metadata']['name']}"
+    }
+    called = configuration["webhooks"][0]["clientConfig"]["service"]
+    assert certificate["spec"]["dnsNames"][0] == f"{called['name']}.{called['namespace']}.svc"
+    assert not any("webhook" in one["metadata"]["name"] for one in of_kind(objects, "ClusterRole"))
+    (spec,) = [spec for name, spec in pod_specs(objects) if name == "evergrad"]
+    (volume,) = [one for one in spec["volumes"] if one["name"] == "webhook"]
+    assert volume["secret"]["secretName"] == certificate["spec"]["secretName"]
+    (mount,) = [one for one in spec["containers"][0]["volumeMounts"] if one["name"] == "webhook"]
+    assert environment(objects)["EVERGRAD_WEBHOOK_FILES"] == mount["mountPath"]
 
 
 def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> None:
@@ -381,6 +465,9 @@ def test_rendering_is_the_same_each_time_and_looks_nothing_up(root: Path) -> Non
         ({"runs": {"storage": {"accessMode": "RWX"}}}, "runs.storage.accessMode"),
         ({"admissionPolicy": {"enabled": True}}, "admissionPolicy: enabled"),
         ({"admissionPolicy": {"allowedImages": ["a' || true || 'b"]}}, "allowedImages"),
+        ({"webhook": {"enabled": "perhaps"}}, "webhook.enabled"),
+        ({"webhook": {"failurePolicy": "Maybe"}}, "webhook.failurePolicy"),
+        ({"webhook": {"port": 443}}, "webhook.port"),
         ({"serviceAccount": {"create": False}}, "serviceAccount.name: missing"),
         ({"runs": {"userId": 0}}, "runs.userId"),
         ({"runs": {"sharedMemorySize": "much"}}, "runs.sharedMemorySize"),

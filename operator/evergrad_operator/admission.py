@@ -1,0 +1,83 @@
+"""The validating webhook's answer to one request: what ``evergrad validate`` would say of the object. Pure.
+
+A denial's causes carry one problem each, so that kubectl prints path, reason and remedy a line, as for the schema's own errors.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from evergrad_coordinator.contract import API_GROUP, KIND
+from evergrad_manifest.errors import Problem
+from evergrad_manifest.validation import is_open, problems_of
+from evergrad_operator.problems import list_problems
+from evergrad_operator.raw import get_map, get_text
+
+REVIEW_VERSION: Final = "admission.k8s.io/v1"
+_LONGEST_MESSAGE: Final = 32_000
+"""Longest message of a denial, in bytes; the causes beside it hold every problem that is listed at all."""
+_UNPROCESSABLE: Final = 422
+_CHANGES_AT_ANY_TIME: Final = ("suspend",)
+"""Fields of ``spec`` that may change even where the rest would be refused today: a wrong run can always be stopped."""
+
+
+def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tuple[Problem, ...]:
+    """Why ``new`` may not be stored, in place of ``old``; empty if it may.
+
+    What an older version accepted is no reason to refuse a change of something else.
+    """
+    if get_map(new, "metadata").get("deletionTimestamp") is not None:
+        # Only finalizers change on the way out, and nothing may hold that up.
+        return ()
+    if old is None:
+        return problems_of(_with_name(new))
+    # Labels, annotations and owners are the API server's matter; so is what stands in the spec unchanged.
+    before, after = (_without(get_map(one, "spec"), _CHANGES_AT_ANY_TIME) for one in (old, new))
+    if before == after:
+        return ()
+    problems = problems_of(new, old=old)
+    if not problems or is_open(old):
+        return problems
+    known = frozenset(problems_of(old))
+    return tuple(problem for problem in problems if problem not in known)
+
+
+def review(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The AdmissionReview that answers ``raw``."""
+    request = get_map(raw, "request")
+    old = request.get("oldObject")
+    problems = find_problems(get_map(request, "object"), old if isinstance(old, Mapping) else None)
+    response: dict[str, Any] = {"uid": get_text(request, "uid"), "allowed": not problems}
+    if problems:
+        response["status"] = _build_status(problems, name=get_text(request, "name"))
+    return {"apiVersion": REVIEW_VERSION, "kind": "AdmissionReview", "response": response}
+
+
+def _build_status(problems: tuple[Problem, ...], *, name: str) -> dict[str, Any]:
+    causes = [
+        {
+            "reason": "FieldValueInvalid",
+            "field": problem.path,
+            "message": str(problem).removeprefix(f"{problem.path}: "),
+        }
+        for problem in problems
+    ]
+    return {
+        "status": "Failure",
+        "code": _UNPROCESSABLE,
+        "reason": "Invalid",
+        "message": list_problems(problems, most=_LONGEST_MESSAGE),
+        "details": {"group": API_GROUP, "kind": KIND, "name": name, "causes": causes},
+    }
+
+
+def _with_name(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object with a name: the API server may make one of ``generateName`` after it has asked."""
+    metadata = get_map(raw, "metadata")
+    start = get_text(metadata, "generateName")
+    if metadata.get("name") or not start:
+        return raw
+    return {**raw, "metadata": {**metadata, "name": f"{start}xxxxx"}}
+
+
+def _without(spec: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: value for key, value in spec.items() if key not in keys}

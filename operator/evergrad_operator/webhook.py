@@ -1,0 +1,236 @@
+"""The validating webhook: a server of its own port, and the certificate that the API server trusts.
+
+It is registered twice. As a validating webhook it has the last word. As a mutating one, which never changes anything, it is asked
+before the API server checks types and bounds itself, so that all problems of a file are told at once, in the words of ``evergrad
+validate``.
+
+Every replica serves, also one that waits for the lease: an answer needs no right to write. Only the holder of the lease makes the
+certificate and tells the API server of it. Nothing here ends the operator: without its webhook a run is checked before its first
+pod.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+import ssl
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from aiohttp import web
+
+from evergrad_operator.admission import review
+from evergrad_operator.errors import ApiError, LeaseLostError
+from evergrad_operator.kube import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind, Raw
+from evergrad_operator.names import LABEL_MANAGED_BY, MANAGED_BY
+
+log = logging.getLogger(__name__)
+PATH: Final = "/validate"
+WEBHOOK_NAME: Final = "trainingruns.evergrad.dev"
+"""Name of the one webhook in the chart's configuration."""
+FIELD_MANAGER: Final = "evergrad-webhook"
+MAX_REQUEST_BYTES: Final = 8 * 2**20
+"""An object has at most 1.5 MiB in etcd, and a request holds it twice, as JSON."""
+_AT_A_TIME: Final = 4
+"""Checks that run beside each other, in threads: a large file must not hold up the operator's own work."""
+_LOOK_SECONDS: Final = 60.0
+"""Between two looks at the certificate: another replica, or cert-manager, may have renewed it."""
+_FIRST_LOOKS_SECONDS: Final = 2.0
+"""Between two looks while there is none: the holder of the lease makes one soon."""
+
+
+@dataclass(frozen=True)
+class WebhookSettings:
+    """Where it serves, and how it is called.
+
+    ``files``: a folder with tls.crt and tls.key that another, such as cert-manager, keeps. ``is_early``: it is registered as a
+    mutating webhook, too.
+    """
+
+    host: str
+    port: int
+    namespace: str
+    service: str
+    secret: str
+    configuration: str
+    files: str = ""
+    is_early: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that the certificate is for; the API server calls the first."""
+        return f"{self.service}.{self.namespace}.svc", f"{self.service}.{self.namespace}.svc.cluster.local"
+
+
+class Store(Protocol):
+    """What the webhook needs of the API server; ``Kube`` is one. All raise ApiError."""
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
+        """The object, or None."""
+
+    async def create(self, body: Raw, *, is_fenced: bool = True, is_brief: bool = False) -> Raw:
+        """A new object."""
+
+    async def replace(self, body: Raw, *, is_fenced: bool = True) -> Raw:
+        """The whole object, if nobody has changed it meanwhile."""
+
+    async def apply(
+        self, body: Raw, *, subresource: str = "", manager: str = "", is_brief: bool = False
+    ) -> Raw:
+        """The complete intent of ``manager`` by server-side apply."""
+
+
+class Webhook:
+    """Serves until closed. ``leads``: whether this process may write now."""
+
+    def __init__(self, settings: WebhookSettings, store: Store, *, leads: Callable[[], bool]) -> None:
+        self._settings, self._store, self._leads = settings, store, leads
+        self._context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        self._context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._served: tuple[bytes, bytes] | None = None
+        self._runner: web.AppRunner | None = None
+        self._slots = asyncio.Semaphore(_AT_A_TIME)
+        self._said = ""
+        self.port = 0
+        self.on_review: Callable[[bool], None] = lambda is_allowed: None
+
+    async def run(self) -> None:
+        """Serve as soon as there is a certificate, and keep that fresh. Never ends by itself."""
+        while True:
+            try:
+                await self.look()
+                self._say("")
+            except (ApiError, LeaseLostError, OSError, ssl.SSLError) as error:
+                self._say(str(error) or type(error).__name__)
+            await asyncio.sleep(_LOOK_SECONDS if self._served else _FIRST_LOOKS_SECONDS)
+
+    async def look(self) -> None:
+        """Take the certificate as it is now; as holder of the lease also make it, and tell the API server."""
+        pair = await self._read_files() if self._settings.files else await self._keep_secret()
+        if pair is None:
+            return
+        if pair != self._served:
+            self._load(*pair)
+            self._served = pair
+        if self._runner is None:
+            await self._listen()
+
+    async def close(self) -> None:
+        """Stop serving."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # ---- the certificate ----------------------------------------------------------------------------------------------
+
+    async def _read_files(self) -> tuple[bytes, bytes] | None:
+        folder = Path(self._settings.files)
+        certificate, key = folder / "tls.crt", folder / "tls.key"
+        if not (certificate.exists() and key.exists()):
+            raise OSError(f"{folder} has no tls.crt and tls.key yet")
+        return certificate.read_bytes(), key.read_bytes()
+
+    async def _keep_secret(self) -> tuple[bytes, bytes] | None:
+        """The certificate of the Secret. The holder of the lease makes it, renews it in time, and says whom to trust."""
+        # Its import takes 12 MiB, which an operator without a webhook does not need.
+        from evergrad_operator import certificates
+
+        settings = self._settings
+        raw = await self._store.get(SECRET, settings.namespace, settings.secret)
+        bundle = None if raw is None else certificates.read_bundle(raw.get("data") or {})
+        if self._leads():
+            new = certificates.renew(bundle, settings.names, now=certificates.utc_now())
+            if new is not None:
+                await self._write_secret(raw, certificates.write_bundle(new))
+                log.info("made the webhook's certificate, Secret %s/%s", settings.namespace, settings.secret)
+                bundle = new
+            if bundle is not None:
+                await self._tell_api_server(bundle.authority)
+        return None if bundle is None else (bundle.certificate, bundle.key)
+
+    async def _write_secret(self, raw: Raw | None, data: dict[str, str]) -> None:
+        """Another that was quicker is found at the next look: both writes ask that nobody was."""
+        metadata: Raw = {
+            "name": self._settings.secret,
+            "namespace": self._settings.namespace,
+            "labels": {LABEL_MANAGED_BY: MANAGED_BY},
+        }
+        if raw is not None:
+            kept = {key: value for key, value in raw["metadata"].items() if key != "managedFields"}
+            metadata = {**metadata, **kept}
+        body = {
+            "apiVersion": SECRET.version,
+            "kind": SECRET.kind,
+            "metadata": metadata,
+            "type": "Opaque",
+            "data": data,
+        }
+        if raw is None:
+            await self._store.create(body, is_brief=True)
+        else:
+            await self._store.replace(body)
+
+    async def _tell_api_server(self, authority: bytes) -> None:
+        """Nothing but one field is ours: the chart's others are not touched, and Helm leaves this one alone."""
+        name, wanted = self._settings.configuration, base64.b64encode(authority).decode()
+        for kind in (WEBHOOK, EARLY_WEBHOOK) if self._settings.is_early else (WEBHOOK,):
+            raw = await self._store.get(kind, "", name)
+            if raw is None:
+                raise OSError(f"there is no {kind.kind} {name}; the chart makes it with webhook.enabled")
+            (hook,) = [one for one in raw.get("webhooks") or () if one.get("name") == WEBHOOK_NAME] or [{}]
+            if (hook.get("clientConfig") or {}).get("caBundle") == wanted:
+                continue
+            body = {
+                "apiVersion": kind.version,
+                "kind": kind.kind,
+                "metadata": {"name": name},
+                "webhooks": [{"name": WEBHOOK_NAME, "clientConfig": {"caBundle": wanted}}],
+            }
+            await self._store.apply(body, manager=FIELD_MANAGER, is_brief=True)
+
+    def _load(self, certificate: bytes, key: bytes) -> None:
+        """New connections get this certificate; OpenSSL reads it from a file alone."""
+        with tempfile.TemporaryDirectory(prefix="evergrad-webhook-") as scratch:
+            chain, private = Path(scratch) / "tls.crt", Path(scratch) / "tls.key"
+            private.touch(mode=0o600)
+            chain.write_bytes(certificate)
+            private.write_bytes(key)
+            self._context.load_cert_chain(chain, private)
+
+    # ---- the server ---------------------------------------------------------------------------------------------------
+
+    async def _listen(self) -> None:
+        app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+        app.router.add_post(PATH, self._answer)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self._settings.host, self._settings.port, ssl_context=self._context)
+            await site.start()
+        except OSError:
+            await runner.cleanup()
+            raise
+        self._runner, self.port = runner, runner.addresses[0][1]
+        log.info("serving the validating webhook on port %d", self.port)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        try:
+            raw = json.loads(await request.read())
+        except ValueError:
+            raw = None
+        if not isinstance(raw, dict) or not isinstance(raw.get("request"), dict):
+            return web.Response(status=400, text="the body is no AdmissionReview\n")
+        async with self._slots:
+            answer = await asyncio.to_thread(review, raw)
+        self.on_review(answer["response"]["allowed"])
+        return web.json_response(answer)
+
+    def _say(self, text: str) -> None:
+        """Once for each fault: it is looked at every minute."""
+        if text and text != self._said:
+            log.warning("the webhook is not as it should be: %s", text)
+        elif self._said and not text:
+            log.info("the webhook is as it should be again")
+        self._said = text

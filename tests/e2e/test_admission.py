@@ -1,0 +1,146 @@
+"""What is wrong with a file is told at once: by ``kubectl apply`` as by ``evergrad validate``.
+
+Without the webhook the status says it before the first pod.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_runs import RESOURCE, Run, Runs, make_manifest, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+
+SOURCE = {"name": "docs", "type": "jsonl", "path": "/documents/documents.jsonl"}
+BAD: dict[str, dict[str, Any]] = {
+    "warmup-of-150-percent": {"training": {"schedule": {"warmup": "150%"}}},
+    "warmup-beyond-the-end": {"training": {"schedule": {"warmup": 50}}},
+    "fewest-above-most": {"nodes": {"min": 3, "max": 2}},
+    "more-nodes-than-slots": {"nodes": {"min": 1, "max": 9}},
+    "batch-that-does-not-divide": {"training": {"batching": {"globalBatchSize": 10}}},
+    "two-horizons": {"training": {"horizon": {"tokens": "20M"}}},
+    "two-sources-of-one-name": {"training": {"data": {"sources": [SOURCE, SOURCE]}}},
+    "three-mistakes": {
+        "nodes": {"min": 3, "max": 2},
+        "image": "Not an image",
+        "training": {"schedule": {"warmup": "150%"}},
+    },
+    "both-kinds": {"script": {"command": ["train.py"]}},
+    "word-for-a-switch": {"suspend": "yes"},
+    "unknown-optimizer": {"training": {"optimizer": {"type": "adamz"}}},
+    "rate-in-words": {"training": {"optimizer": {"learningRate": "fast"}}},
+    "nothing-is-kept": {"training": {"checkpoint": {"keep": 0}}},
+    "minutes-for-seconds": {"activeDeadlineSeconds": "5m"},
+    "volume-of-both-kinds": {"storage": {"claimName": "mine"}},
+    "four-bytes-of-memory": {"resources": {"limits": {"memory": "4"}}},
+    "request-above-limit": {"resources": {"requests": {"cpu": "2"}, "limits": {"cpu": "1"}}},
+    "mount-of-no-volume": {"template": {"volumeMounts": [{"name": "nowhere", "mountPath": "/x"}]}},
+    "variable-of-the-runs-own": {"template": {"env": [{"name": "RANK", "value": "0"}]}},
+    "label-of-the-operators-own": {"template": {"labels": {"evergrad.dev/run": "other"}}},
+}
+
+
+def write(folder: Path, name: str, changes: dict[str, Any]) -> Path:
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps(make_manifest(name, steps=20, changes=changes), indent=1))
+    return file
+
+
+def validate(file: Path) -> list[str]:
+    """What ``evergrad validate`` prints of each problem, but for the line of the file."""
+    done = subprocess.run(
+        [sys.executable, "-m", "evergrad_cli", "validate", str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 64, done
+    found = [line.removeprefix("error: ") for line in done.stderr.splitlines()]
+    return [re.sub(r" \(line \d+\)", "", line) for line in found]
+
+
+def apply(operator: Any, runs: Runs, file: Path) -> subprocess.CompletedProcess[str]:
+    cluster = operator.cluster
+    command = [str(cluster.kubectl), "--kubeconfig", str(cluster.kubeconfig), "--namespace", runs.namespace]
+    return subprocess.run(
+        [*command, "apply", "-f", str(file)], capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def problems_told(name: str, output: str) -> list[str]:
+    """The problems in kubectl's message for an object that is invalid."""
+    head = f'The TrainingRun "{name}" is invalid: '
+    assert output.startswith(head), output
+    lines = output.removeprefix(head).strip().splitlines()
+    return [line.removeprefix("* ") for line in lines]
+
+
+def test_apply_prints_what_validate_prints(operator: Any, runs: Runs, tmp_path: Path) -> None:
+    wait_for(lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's first answer")
+    for name, changes in BAD.items():
+        file = write(tmp_path, name, changes)
+        done, expected = apply(operator, runs, file), validate(file)
+        assert done.returncode != 0, name
+        assert problems_told(name, done.stderr) == expected, name
+    assert runs.list("trainingruns") == []
+    good = write(tmp_path, "good", {"nodes": {"min": 1, "max": 1}, "suspend": True})
+    assert apply(operator, runs, good).returncode == 0
+
+
+def apply_dry(operator: Any, runs: Runs, folder: Path) -> str:
+    """kubectl's answer to a dry run of a wrong file, told in a word."""
+    file = write(folder, "first", {"nodes": {"min": 3, "max": 2}})
+    done = runs.kubectl("apply", "--dry-run=server", "-f", str(file), check=False)
+    return "denied" if "is invalid" in done else done
+
+
+def test_without_the_webhook_the_same_is_told_before_the_first_pod_and_a_corrected_file_starts(
+    operator: Any, runs: Runs, tmp_path: Path
+) -> None:
+    stored: dict[str, list[str]] = {}
+    with operator.gone():
+        for name, changes in BAD.items():
+            file = write(tmp_path, name, changes)
+            done = apply(operator, runs, file)
+            if done.returncode == 0:
+                stored[name] = validate(file)
+            else:
+                # A type or bound that the API server itself holds, in its own words: nothing is stored.
+                assert all(problem.partition(":")[0] in done.stderr for problem in validate(file)), (
+                    done.stderr
+                )
+    assert {"warmup-of-150-percent"} <= set(stored)
+    for name, expected in stored.items():
+        run = Run(runs, name)
+        wait_for(lambda run=run: run.status().get("reason") == "InvalidSpec", f"{name}: InvalidSpec")  # type: ignore[misc]
+        assert run.status()["message"] == " ".join(expected)
+        assert run.is_so("Stalled") and not run.is_so("Ready")
+        assert run.pods() == []
+        assert "recipeHash" not in run.status()
+    corrected = write(tmp_path, "warmup-of-150-percent", {"nodes": {"min": 1, "max": 1}})
+    done = apply(operator, runs, corrected)
+    assert done.returncode == 0, done.stderr
+    run = Run(runs, "warmup-of-150-percent")
+    wait_for(run.pods, "the corrected run's pods")
+    assert run.status()["reason"] != "InvalidSpec"
+
+
+def test_a_run_that_was_stored_unchecked_can_be_suspended_marked_and_deleted(
+    operator: Any, runs: Runs, tmp_path: Path
+) -> None:
+    name = "wrong-already"
+    with operator.gone():
+        done = apply(operator, runs, write(tmp_path, name, {"training": {"schedule": {"warmup": "150%"}}}))
+        assert done.returncode == 0, done.stderr
+    wait_for(lambda: "denied" in apply_dry(operator, runs, tmp_path), "the webhook's answer")
+    target = f"{RESOURCE}/{name}"
+    runs.kubectl("patch", target, "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    runs.kubectl("label", target, "a=b")
+    runs.kubectl("patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":["example.com/x"]}}')
+    runs.kubectl("delete", target, "--wait=false")
+    runs.kubectl("patch", target, "--type=merge", "-p", '{"metadata":{"finalizers":null}}')
+    wait_for(lambda: runs.list("trainingruns") == [], "the run's end")

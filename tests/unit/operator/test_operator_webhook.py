@@ -1,0 +1,333 @@
+"""The validating webhook: what it answers, its server, and its certificate."""
+
+import asyncio
+import base64
+import copy
+import json
+import ssl
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from cryptography import x509
+from fake_kubernetes.recipe import TRAINING
+
+from evergrad_manifest.validation import problems_of
+from evergrad_operator import certificates
+from evergrad_operator.admission import find_problems, review
+from evergrad_operator.errors import ApiError
+from evergrad_operator.kube import EARLY_WEBHOOK, SECRET, WEBHOOK, Kind
+from evergrad_operator.webhook import WEBHOOK_NAME, Webhook, WebhookSettings
+
+NOW = datetime(2030, 1, 1, tzinfo=UTC)
+NAMES = ("operator.evergrad.svc", "operator.evergrad.svc.cluster.local")
+
+
+def make_object(*, status: Any = None, metadata: Any = None, **spec: Any) -> dict[str, Any]:
+    """A TrainingRun as the API server sends it."""
+    return {
+        "apiVersion": "evergrad.dev/v1alpha1",
+        "kind": "TrainingRun",
+        "metadata": {"name": "docs-lm", "namespace": "team", "uid": "u", **(metadata or {})},
+        "spec": {"nodes": {"min": 1, "max": 2}, "training": copy.deepcopy(TRAINING), **spec},
+        **({"status": status} if status else {}),
+    }
+
+
+WRONG = {
+    "nodes": {"min": 3, "max": 2},
+    "training": {**TRAINING, "schedule": {"type": "wsd", "warmup": "150%"}},
+}
+
+
+def ask(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    request = {"uid": "r-1", "name": "docs-lm", "object": new, "oldObject": old, "dryRun": True}
+    answer = review({"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request})
+    response: dict[str, Any] = answer["response"]
+    assert response["uid"] == "r-1"
+    return response
+
+
+# ---- the answer ------------------------------------------------------------------------------------------------------
+
+
+def test_a_valid_run_is_allowed() -> None:
+    assert ask(make_object()) == {"uid": "r-1", "allowed": True}
+
+
+def test_a_denial_has_every_problem_that_validate_finds_with_path_reason_and_remedy() -> None:
+    wrong = make_object(**WRONG)
+    response, expected = ask(wrong), problems_of(wrong)
+    assert len(expected) == 2
+    status = response["status"]
+    assert (response["allowed"], status["code"], status["reason"]) == (False, 422, "Invalid")
+    told = [f"{cause['field']}: {cause['message']}" for cause in status["details"]["causes"]]
+    assert told == [str(problem) for problem in expected]
+    assert status["message"] == " ".join(told)
+    assert (status["details"]["kind"], status["details"]["name"]) == ("TrainingRun", "docs-lm")
+
+
+def test_a_name_that_the_api_server_has_yet_to_make_is_no_problem() -> None:
+    raw = make_object(metadata={"generateName": "docs-"})
+    del raw["metadata"]["name"]
+    assert find_problems(raw, None) == ()
+
+
+def test_a_recipe_does_not_change_once_the_run_has_begun() -> None:
+    old = make_object(status={"phase": "Running", "recipeHash": "a" * 64})
+    new = make_object(training={**TRAINING, "horizon": {"steps": 7}})
+    assert [problem.path for problem in find_problems(new, old)] == ["spec.training.horizon.steps"]
+
+
+def test_a_run_that_was_refused_may_be_corrected_as_a_whole_and_hears_all_that_is_left() -> None:
+    old = make_object(status={"phase": "Waiting", "reason": "InvalidSpec"}, **WRONG)
+    assert find_problems(make_object(), old) == ()
+    half = make_object(nodes=WRONG["nodes"])
+    assert find_problems(half, old) == problems_of(half) != ()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"metadata": {"finalizers": ["x/y"]}},
+        {"metadata": {"labels": {"a": "b"}, "annotations": {"c": "d"}}},
+        {"suspend": True},
+    ],
+    ids=json.dumps,
+)
+def test_what_is_wrong_already_keeps_nobody_from_stopping_or_marking_a_run(change: dict[str, Any]) -> None:
+    old = make_object(status={"phase": "Running", "recipeHash": "a" * 64}, **WRONG)
+    assert find_problems(make_object(**{**WRONG, **change}), old) == ()
+
+
+def test_what_is_wrong_already_is_not_held_against_another_change_but_a_new_problem_is() -> None:
+    old = make_object(status={"phase": "Running", "recipeHash": "a" * 64}, **WRONG)
+    assert find_problems(make_object(**WRONG, restartNonce="again"), old) == ()
+    worse = make_object(**WRONG, ttlSecondsAfterFinished=-1)
+    assert [problem.path for problem in find_problems(worse, old)] == ["spec.ttlSecondsAfterFinished"]
+
+
+def test_a_run_that_is_being_deleted_may_always_lose_its_finalizers() -> None:
+    gone = {"deletionTimestamp": "2030-01-01T00:00:00Z"}
+    assert find_problems(make_object(metadata=gone, **WRONG), make_object(**WRONG)) == ()
+
+
+# ---- the certificate -------------------------------------------------------------------------------------------------
+
+
+def read(pem: bytes) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem)
+
+
+def test_a_certificate_is_for_the_services_names_and_is_signed_by_what_clients_trust() -> None:
+    bundle = certificates.renew(None, NAMES, now=NOW)
+    assert bundle is not None
+    certificate, authority = read(bundle.certificate), read(bundle.authority)
+    certificate.verify_directly_issued_by(authority)
+    found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert tuple(found.get_values_for_type(x509.DNSName)) == NAMES
+    assert certificates.read_bundle(certificates.write_bundle(bundle)) == bundle
+    assert certificates.renew(bundle, NAMES, now=NOW) is None
+
+
+def test_a_certificate_is_renewed_in_time_under_the_same_authority() -> None:
+    first = certificates.renew(None, NAMES, now=NOW)
+    assert first is not None
+    assert certificates.renew(first, NAMES, now=NOW + timedelta(days=200)) is None
+    second = certificates.renew(first, NAMES, now=NOW + timedelta(days=250))
+    assert second is not None and second.authority == first.authority
+    assert read(second.certificate).not_valid_after_utc > read(first.certificate).not_valid_after_utc
+
+
+def test_a_new_authority_stands_before_the_old_one_which_other_replicas_still_serve() -> None:
+    first = certificates.renew(None, NAMES, now=NOW)
+    assert first is not None
+    late = NOW + timedelta(days=9 * 365)
+    second = certificates.renew(first, NAMES, now=late)
+    assert second is not None
+    newest, old = x509.load_pem_x509_certificates(second.authority)
+    assert old == read(first.authority)
+    read(second.certificate).verify_directly_issued_by(newest)
+    assert certificates.renew(second, NAMES, now=late) is None
+
+
+@pytest.mark.parametrize("broken", ["names", "key", "certificate", "authority"])
+def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
+    bundle, other = (certificates.renew(None, NAMES, now=NOW) for _ in range(2))
+    assert bundle is not None and other is not None
+    data = certificates.write_bundle(bundle)
+    names = NAMES
+    if broken == "names":
+        names = ("renamed.evergrad.svc",)
+    elif broken == "key":
+        data["ca.key"] = base64.b64encode(b"nonsense").decode()
+    elif broken == "certificate":
+        data["tls.crt"] = certificates.write_bundle(other)["tls.crt"]
+    else:
+        del data["ca.crt"]
+    assert certificates.renew(certificates.read_bundle(data), names, now=NOW) is not None
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+class Store:
+    """The API server's Secrets and webhook configurations."""
+
+    def __init__(self) -> None:
+        self.secrets: dict[str, Any] = {}
+        self.configuration: dict[str, Any] | None = {
+            "metadata": {"name": "evergrad"},
+            "webhooks": [{"name": WEBHOOK_NAME, "clientConfig": {"service": {}}}],
+        }
+        self.early = copy.deepcopy(self.configuration)
+        self.writes: list[str] = []
+
+    async def get(self, kind: Kind, namespace: str, name: str) -> Any:
+        if kind in (WEBHOOK, EARLY_WEBHOOK):
+            return self.configuration if kind is WEBHOOK else self.early
+        assert (kind, namespace) == (SECRET, "evergrad")
+        return copy.deepcopy(self.secrets.get(name))
+
+    async def create(self, body: Any, *, is_fenced: bool = True, is_brief: bool = False) -> Any:
+        if body["metadata"]["name"] in self.secrets:
+            raise ApiError(409, "AlreadyExists", "it exists")
+        return self._store("create", body)
+
+    async def replace(self, body: Any, *, is_fenced: bool = True) -> Any:
+        return self._store("replace", body)
+
+    async def apply(
+        self, body: Any, *, subresource: str = "", manager: str = "", is_brief: bool = False
+    ) -> Any:
+        configuration = self.configuration if body["kind"] == WEBHOOK.kind else self.early
+        assert configuration is not None
+        self.writes.append("apply")
+        ((hook,), (change,)) = configuration["webhooks"], body["webhooks"]
+        assert hook["name"] == change["name"]
+        hook["clientConfig"] |= change["clientConfig"]
+        return {}
+
+    def _store(self, verb: str, body: Any) -> Any:
+        self.writes.append(verb)
+        self.secrets[body["metadata"]["name"]] = copy.deepcopy(body)
+        return body
+
+    @property
+    def trusted(self) -> bytes:
+        assert self.configuration is not None
+        return base64.b64decode(self.configuration["webhooks"][0]["clientConfig"]["caBundle"])
+
+
+SETTINGS = WebhookSettings("127.0.0.1", 0, "evergrad", "operator", "certificate", "evergrad")
+
+
+def make_webhook(store: Store, *, leads: bool = True, files: str = "") -> Webhook:
+    return Webhook(replace(SETTINGS, files=files), store, leads=lambda: leads)
+
+
+async def post(webhook: Webhook, authority: bytes, body: bytes) -> tuple[int, Any]:
+    """What the API server does: it trusts the bundle alone, and asks for the Service's name."""
+    context = ssl.create_default_context(cadata=authority.decode())
+    url = f"https://127.0.0.1:{webhook.port}/validate"
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(url, data=body, ssl=context, server_hostname=NAMES[0]) as answer,
+    ):
+        text = await answer.text()
+        return answer.status, json.loads(text) if answer.status == 200 else text
+
+
+def test_the_holder_of_the_lease_makes_the_certificate_and_says_whom_to_trust_once() -> None:
+    async def run() -> None:
+        store = Store()
+        webhook = make_webhook(store)
+        answers: list[bool] = []
+        webhook.on_review = answers.append
+        for _ in range(3):
+            await webhook.look()
+        assert store.writes == ["create", "apply"]
+        request = {"uid": "r", "object": make_object(**WRONG)}
+        status, answer = await post(webhook, store.trusted, json.dumps({"request": request}).encode())
+        assert (status, answer["response"]["allowed"], answers) == (200, False, [False])
+        for nonsense in (b"", b"[]", b'{"request": 3}'):
+            assert (await post(webhook, store.trusted, nonsense))[0] == 400
+        await webhook.close()
+
+    asyncio.run(run())
+
+
+def test_both_configurations_trust_the_same_authority_where_it_is_asked_early() -> None:
+    async def run() -> None:
+        store = Store()
+        webhook = Webhook(replace(SETTINGS, is_early=True), store, leads=lambda: True)
+        for _ in range(2):
+            await webhook.look()
+        assert store.writes == ["create", "apply", "apply"]
+        assert store.early == store.configuration
+        await webhook.close()
+
+    asyncio.run(run())
+
+
+def test_a_standby_serves_what_the_holder_of_the_lease_has_made_and_writes_nothing() -> None:
+    async def run() -> None:
+        store = Store()
+        standby = make_webhook(store, leads=False)
+        await standby.look()
+        assert (standby.port, store.writes) == (0, [])
+        leader = make_webhook(store)
+        await leader.look()
+        await standby.look()
+        request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
+        assert (await post(standby, store.trusted, request))[1]["response"]["allowed"] is True
+        assert store.writes == ["create", "apply"]
+        # A renewed certificate is served without a new start.
+        del store.secrets["certificate"]["data"]["tls.crt"]
+        await leader.look()
+        await standby.look()
+        assert (await post(standby, store.trusted, request))[0] == 200
+        assert store.writes == ["create", "apply", "replace", "apply"]
+        await leader.close()
+        await standby.close()
+
+    asyncio.run(run())
+
+
+def test_a_certificate_of_another_is_read_from_its_files_and_nothing_is_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = Store()
+        webhook = make_webhook(store, files=str(tmp_path))
+        with pytest.raises(OSError, match=r"has no tls\.crt"):
+            await webhook.look()
+        bundle = certificates.renew(None, NAMES, now=certificates.utc_now())
+        assert bundle is not None
+        (tmp_path / "tls.crt").write_bytes(bundle.certificate)
+        (tmp_path / "tls.key").write_bytes(bundle.key)
+        await webhook.look()
+        request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
+        assert (await post(webhook, bundle.authority, request))[0] == 200
+        assert store.writes == []
+        await webhook.close()
+
+    asyncio.run(run())
+
+
+def test_whatever_is_missing_is_said_once_and_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        store = Store()
+        store.configuration = None
+        webhook = make_webhook(store)
+        task = asyncio.create_task(webhook.run())
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+        await webhook.close()
+
+    asyncio.run(run())
+    assert "there is no ValidatingWebhookConfiguration evergrad" in caplog.text
