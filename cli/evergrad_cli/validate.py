@@ -21,6 +21,7 @@ from evergrad_manifest.identity import config_hash, to_wire
 from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_manifest.script_files import portable_problems
+from evergrad_manifest.task_files import task_problems
 from evergrad_manifest.training import Training
 
 NAME = "validate"
@@ -51,8 +52,10 @@ def execute(args: argparse.Namespace) -> int:
     except ConfigurationError as error:
         _print_problems(error.problems, as_json=args.json)
         return int(error.exit_code)
-    script = loaded.run.spec.script
-    if script is not None and (missing := portable_problems(script, base_directory=loaded.base_directory)):
+    spec, base = loaded.run.spec, loaded.base_directory
+    missing = [] if spec.script is None else portable_problems(spec.script, base_directory=base)
+    missing += [] if spec.training is None else task_problems(spec.training, base_directory=base)
+    if missing:
         _print_problems(missing, as_json=args.json)
         return int(ExitCode.USER_ERROR)
     if args.json:

@@ -7,10 +7,12 @@ EvergradError                 internal, exit 70
 │   ├── ModelError            a model directory or configuration
 │   ├── RunDirectoryError     the run directory belongs to something else, or cannot be written
 │   ├── CheckpointError       checkpoints exist and none can be used
+│   ├── TaskInputError        a task of the user's own cannot work: its code failed before the first update
 │   └── FencedError           a newer process has claimed this run directory
 ├── HostError                 trouble of this host or this moment, exit 70: retried here, then on another host
 │   └── VolumeError           the volume could not be read or written at this moment
 ├── NonFiniteError            a gradient is not a number; the step that meets it is refused, the run is not
+├── TaskError                 a task of the user's own failed in a later step
 ├── SaveError                 checkpoints could not be written, several times in a row
 ├── PeerLostError             another process of the group is gone, or the group was given up
 └── DivergedError             ranks that should hold the same state do not
@@ -43,6 +45,10 @@ class CheckpointError(InputError):
     is_agreed = True
 
 
+class TaskInputError(InputError):
+    """A task of the user's own cannot work: its code failed before the first update of this process."""
+
+
 class FencedError(InputError):
     """A newer process has claimed this run directory; this one must not write any more."""
 
@@ -67,6 +73,10 @@ class NonFiniteError(EvergradError):
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         super().__init__(str(problem))
+
+
+class TaskError(EvergradError):
+    """A task of the user's own failed in a step after others had gone well. Names its file and line."""
 
 
 class SaveError(EvergradError):

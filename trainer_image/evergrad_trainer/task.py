@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-from pydantic import BaseModel
 from torch import Tensor, nn
 
+from evergrad_manifest.base import Section
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
 from evergrad_trainer.data.prepared import Prepared
@@ -25,6 +25,7 @@ __all__ = [
     "Modules",
     "Prepared",
     "Rows",
+    "Section",
     "Setup",
     "Source",
     "Stage",
@@ -100,7 +101,7 @@ class Evaluator:
 class Task(Protocol):
     """What is trained. Made once in each process, from a :class:`Setup`."""
 
-    Options: ClassVar[type[BaseModel]]
+    Options: ClassVar[type[Section]]
     """The model of ``spec.training.options``."""
     metrics: ClassVar[Mapping[str, str]]
     """The names of a loss's parts, each with a line of help. All losses have just these parts."""

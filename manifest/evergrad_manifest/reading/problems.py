@@ -9,6 +9,7 @@ from typing import Any, Final
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from evergrad_manifest.base import Section
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.fields import (
@@ -63,9 +64,15 @@ _OTHER_TRAINERS_WORDS: Final = {
 _LONGEST_KEY_COMPARED = 64
 
 
-def problems_of(error: ValidationError, raw: Any) -> list[Problem]:
-    """Every problem in ``error``. ``raw`` is what was validated; values are shown as they stand there."""
-    return [_problem_of(details, raw) for details in error.errors(include_url=False) if not _is_echo(details)]
+def problems_of(
+    error: ValidationError, raw: Any, *, root: type[Section] = TrainingRun, below: FieldPath = ()
+) -> list[Problem]:
+    """Every problem in ``error``. ``raw`` is what was validated; values are shown as they stand there.
+
+    ``root``: the model that refused it. ``below``: the path of ``raw`` in the file.
+    """
+    found = (details for details in error.errors(include_url=False) if not _is_echo(details))
+    return [_problem_of(details, raw, root, below) for details in found]
 
 
 def _is_echo(details: ErrorDetails) -> bool:
@@ -97,18 +104,19 @@ def _folded(word: str) -> str:
     return word.replace("_", "").replace("-", "").casefold()
 
 
-def _problem_of(details: ErrorDetails, raw: Any) -> Problem:
+def _problem_of(details: ErrorDetails, raw: Any, root: type[Section], below: FieldPath) -> Problem:
     path: FieldPath = details["loc"]
     say = _SAYINGS.get(details["type"], _say_otherwise)
-    what, why, remedy = say(_Finding(path, details, value_at(raw, path)))
-    return Problem(format_path(path), what, why, remedy)
+    what, why, remedy = say(_Finding(path, details, value_at(raw, path), root))
+    return Problem(format_path((*below, *path)), what, why, remedy)
 
 
 class _Finding:
     """One error of pydantic's: where, its details, and the value as written."""
 
-    def __init__(self, path: FieldPath, details: ErrorDetails, written: Any) -> None:
+    def __init__(self, path: FieldPath, details: ErrorDetails, written: Any, root: type[Section]) -> None:
         self.path = path
+        self.root = root
         self.context: Mapping[str, Any] = details.get("ctx", {})
         self.message = details["msg"]
         self.value = details["input"]
@@ -128,7 +136,7 @@ Sentence = tuple[str, str, str]
 def _say_missing(finding: _Finding) -> Sentence:
     if isinstance(finding.path[-1], int):
         return "this item is missing", f"the list needs at least {finding.path[-1] + 1}", "Add it"
-    info = find_field(TrainingRun, finding.path)
+    info = find_field(finding.root, finding.path)
     choices = choices_of(info) if info is not None else ()
     if len(choices) == 1:
         return "missing", "it has no default", f"Add `{finding.key}: {choices[0]}`"
@@ -142,7 +150,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _say_unknown_key(finding: _Finding) -> Sentence:
-    section = find_section(TrainingRun, finding.path[:-1])
+    section = find_section(finding.root, finding.path[:-1])
     known = list(fields_of(section)) if section is not None else []
     if finding.path == ("status",) or (finding.path[0] == "metadata" and finding.key in _SET_BY_CLUSTER):
         return "is set by the cluster, not by a file", "", "Remove it"
@@ -155,7 +163,7 @@ def _say_unknown_key(finding: _Finding) -> Sentence:
         near = word
     if near is not None:
         return "unknown key", f"did you mean `{near}`? {here}", ""
-    if places := _places_of(finding.key):
+    if finding.root is TrainingRun and (places := _places_of(finding.key)):
         remedy = f"Check the indentation, or the path that follows --set. {here}"
         return "unknown key", f"`{finding.key}` belongs in {' or '.join(places)}", remedy
     return "unknown key", "", f"Remove it. {here}"
@@ -200,7 +208,7 @@ def _places_of(key: str) -> tuple[str, ...]:
 
 
 def _say_not_a_mapping(finding: _Finding) -> Sentence:
-    section = find_section(TrainingRun, finding.path)
+    section = find_section(finding.root, finding.path)
     example = f" with keys such as {', '.join(list(fields_of(section))[:3])}" if section is not None else ""
     if finding.value is None:
         return (
@@ -242,7 +250,7 @@ def _say_not_a_switch(finding: _Finding) -> Sentence:
 
 
 def _say_choice(finding: _Finding) -> Sentence:
-    info = find_field(TrainingRun, finding.path)
+    info = find_field(finding.root, finding.path)
     choices = choices_of(info) if info is not None else ()
     listed = ", ".join(choices)
     if len(choices) == 1:

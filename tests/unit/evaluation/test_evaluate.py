@@ -60,8 +60,12 @@ def make(model: nn.Module, size: int, *, is_sharded: bool = False) -> Evaluation
         loss = functional.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
         return Loss(loss, {"right": ((logits.argmax(-1) == labels) & (labels != IGNORE_INDEX)).sum()})
 
-    default = Measure(loss_of, ("right",))
-    return EvaluationRunner(model=model, default=default, is_sharded=is_sharded, autocast=nullcontext)
+    return EvaluationRunner(
+        model=model,
+        measures={"some": Measure(loss_of, ("right",))},
+        is_sharded=is_sharded,
+        autocast=nullcontext,
+    )
 
 
 def rows(count: int = 11) -> torch.Tensor:

@@ -155,3 +155,16 @@ def test_the_license_is_apache_2_in_full(root: Path) -> None:
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert "9. Accepting Warranty or Additional Liability." in text
     assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_only_recipes_name_a_recipe(texts: dict[Path, str], root: Path) -> None:
+    from evergrad_trainer.recipes import RECIPES
+
+    trainer = {
+        name: text
+        for name, text in python_files(texts, root, ("trainer_image",)).items()
+        if "/recipes/" not in name
+    }
+    words = re.compile(rf"\b({'|'.join(RECIPES)})\b", re.IGNORECASE)
+    assert "trainer_image/evergrad_trainer/training/loop.py" in trainer
+    assert [name for name, text in trainer.items() if words.search(text)] == []

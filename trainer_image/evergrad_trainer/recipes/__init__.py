@@ -3,16 +3,19 @@
 from pathlib import Path
 
 from evergrad_manifest.training import Training
+from evergrad_trainer.recipes.own import Code, load_own
 from evergrad_trainer.recipes.pretrain import Pretrain
 from evergrad_trainer.task import Setup, Task
 
 __all__ = ["RECIPES", "load_task"]
 
 RECIPES: dict[str, type[Task]] = {"pretrain": Pretrain}
-"""By the name that stands in ``spec.training.recipe``."""
+"""By the name that stands in ``spec.training.recipe``; any other is a task of the user's own."""
 
 
-def load_task(training: Training, base_directory: Path) -> Task:
-    """The task that ``spec.training.recipe`` names, with its options."""
+def load_task(training: Training, base_directory: Path) -> tuple[Task, Code]:
+    """The task that ``spec.training.recipe`` names, with its options, and what names errors of its code."""
+    if training.recipe not in RECIPES:
+        return load_own(training, base_directory)
     recipe = RECIPES[training.recipe]
-    return recipe(Setup(training, recipe.Options(), base_directory))
+    return recipe(Setup(training, recipe.Options(), base_directory)), Code(None)

@@ -8,6 +8,7 @@ from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.prepared import Prepared
 from evergrad_trainer.recipes import load_task
+from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Evaluator, Task
 
 
@@ -16,14 +17,15 @@ class Opened:
     """A task with everything it reads. One a process: files and tokenizer are opened once."""
 
     task: Task
+    code: Code
     data: Data
     evaluators: Mapping[str, Evaluator]
 
 
 def open_recipe(training: Training, prepared: Prepared, base_directory: Path) -> Opened:
     """The recipe of ``training`` over prepared data. Raises DataError, ConfigurationError."""
-    task = load_task(training, base_directory)
-    evaluators = task.evaluators(prepared)
+    task, code = load_task(training, base_directory)
+    with code.guarding("its stages and evaluators"):
+        evaluators, stages = task.evaluators(prepared), task.stages(prepared)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
-    data = build_data(training, task.stages(prepared), sets)
-    return Opened(task, data, evaluators)
+    return Opened(task, code, build_data(training, stages, sets), evaluators)

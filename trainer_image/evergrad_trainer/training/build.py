@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from torch import nn
 
 from evergrad_manifest.derive import slots_per_step
 from evergrad_manifest.training import Training
-from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.prefetch import Prefetcher
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.models.build import ModelPlan, build_model
@@ -27,10 +26,11 @@ from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.state.providers import KeptTensors, ModuleState, OptimizerState, module_tensors
 from evergrad_trainer.state.registry import KEPT, OPTIMIZER, Registry
 from evergrad_trainer.state.replicas import compare_states
-from evergrad_trainer.task import Evaluator, Loss, Modules, Task, Tensors
-from evergrad_trainer.training.evaluation import EvaluationRunner, Measure
+from evergrad_trainer.task import Modules
+from evergrad_trainer.training.calls import build_loss, build_measures
+from evergrad_trainer.training.evaluation import EvaluationRunner
 from evergrad_trainer.training.loop import Best, Limits
-from evergrad_trainer.training.step import LossOf, StepOutcome, StepParts, Stepper, StepSettings
+from evergrad_trainer.training.step import LossOf, StepParts, Stepper, StepSettings
 from evergrad_trainer.world import Membership, World
 
 
@@ -41,8 +41,7 @@ class Machinery:
     ``model``: all that is trained, as one module.
     """
 
-    task: Task
-    stages: tuple[Stage, ...]
+    opened: Opened
     modules: Modules
     model: nn.Module
     optimizer: torch.optim.AdamW
@@ -64,9 +63,8 @@ def build_machinery(
     if training.reproducibility.elastic == "exact" and device.type == "cuda" and is_cublas_deterministic():
         use_deterministic_kernels()
     is_sharded = runtime.parallelism == "fsdp2" and world.size > 1
-    task, stages = opened.task, opened.data.train.stages
     modules, deferred = _build_modules(
-        training, task, stages[0], plan, with_weights=with_weights, is_deferred=is_sharded
+        training, opened, plan, with_weights=with_weights, is_deferred=is_sharded
     )
     if runtime.activation_checkpointing:
         for module in modules.trained.values():
@@ -91,15 +89,14 @@ def build_machinery(
 
     def build_again() -> Modules:
         # A function of the seed, so that every process gets the same values.
-        return _build_modules(training, task, stages[0], plan)[0]
+        return _build_modules(training, opened, plan)[0]
 
     return Machinery(
-        task=task,
-        stages=stages,
+        opened=opened,
         modules=modules,
         model=model,
         optimizer=optimizer,
-        loss_of=_build_loss(task, modules, stages, should_compile=is_whole),
+        loss_of=build_loss(opened, modules, should_compile=is_whole),
         is_sharded=is_sharded,
         autocast=_autocast(runtime.precision, device),
         registry=_register(modules, model, optimizer, build_again),
@@ -126,8 +123,7 @@ def _initial_of(name: str, build_again: Callable[[], Modules]) -> Mapping[str, t
 
 def _build_modules(
     training: Training,
-    task: Task,
-    stage: Stage,
+    opened: Opened,
     plan: ModelPlan,
     *,
     with_weights: bool = True,
@@ -154,11 +150,11 @@ def _build_modules(
 
     def build_all() -> Modules:
         seed_generators(seed, 0, 0, Purpose.INITIAL_WEIGHTS)
-        modules = task.build(build)
+        modules = opened.task.build(build)
         for frozen in modules.frozen.values():
             frozen.requires_grad_(False).eval()
         with torch.no_grad():
-            task.enter(modules, stage)
+            opened.task.enter(modules, opened.data.train.stages[0])
         return modules
 
     if deferred is not None:
@@ -171,7 +167,8 @@ def _build_modules(
             if not any(tensor.is_meta and id(tensor) not in own for tensor in others):
                 return modules, deferred
         deferred = None
-    return build_all(), None
+    with opened.code.guarding("build and enter"):
+        return build_all(), None
 
 
 def _recompute_activations(module: nn.Module) -> None:
@@ -180,40 +177,6 @@ def _recompute_activations(module: nn.Module) -> None:
         if (enable := getattr(module, name, None)) is not None:
             enable()
             return
-
-
-def _build_loss(task: Task, modules: Modules, stages: Sequence[Stage], *, should_compile: bool) -> LossOf:
-    """The task's loss over its modules; compiled, one graph a stage, where that was asked for."""
-    if not should_compile:
-        return lambda tensors, stage: task.loss(modules, tensors, stage)
-
-    def compile_for(stage: Stage) -> Callable[[Tensors], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-        def compute(tensors: Tensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss = task.loss(modules, tensors, stage)
-            return loss.total, dict(loss.parts)
-
-        return torch.compile(compute, dynamic=False)
-
-    compiled = [(stage, compile_for(stage)) for stage in stages]
-
-    def loss_of(tensors: Tensors, stage: Stage) -> Loss:
-        compute = next(one for own, one in compiled if own is stage)
-        return Loss(*compute(tensors))
-
-    return loss_of
-
-
-def build_finishing(machinery: Machinery) -> Callable[[StepOutcome, Stage | None], None]:
-    """What the task does with its modules when a step is finished: after an update, and before another stage."""
-
-    @torch.no_grad()
-    def finish(outcome: StepOutcome, entered: Stage | None) -> None:
-        if outcome.skipped is None:
-            machinery.task.after_update(machinery.modules, {"loss": outcome.loss, **outcome.metrics})
-        if entered is not None:
-            machinery.task.enter(machinery.modules, entered)
-
-    return finish
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
@@ -250,25 +213,16 @@ def build_stepper(
         nominal_weight=batching.global_batch_size * training.data.sequence_length,
         clip_norm=training.optimizer.clip_norm,
         is_sharded=machinery.is_sharded,
-        metrics=tuple(machinery.task.metrics),
+        metrics=tuple(machinery.opened.task.metrics),
     )
     return Stepper(parts, settings)
 
 
-def build_evaluations(machinery: Machinery, evaluators: Mapping[str, Evaluator]) -> EvaluationRunner:
+def build_evaluations(machinery: Machinery) -> EvaluationRunner:
     """What evaluates between two steps."""
-    task, modules = machinery.task, machinery.modules
-    own = {
-        name: Measure(
-            machinery.loss_of if one.measure is None else functools.partial(one.measure, modules),
-            names=tuple(task.metrics if one.metrics is None else one.metrics),
-        )
-        for name, one in evaluators.items()
-    }
     return EvaluationRunner(
         model=machinery.model,
-        default=Measure(machinery.loss_of, tuple(task.metrics)),
-        measures=own,
+        measures=build_measures(machinery.opened, machinery.modules, machinery.loss_of),
         is_sharded=machinery.is_sharded,
         autocast=machinery.autocast,
     )

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -45,14 +45,13 @@ class Measure:
 class EvaluationRunner:
     """Evaluates sets with the model as it is now. Draws no random numbers and moves no cursor.
 
-    ``default``: what is measured on a set that has no entry in ``measures``.
+    ``measures``: what is measured on each set, by its name.
     """
 
     model: nn.Module
-    default: Measure
+    measures: Mapping[str, Measure]
     is_sharded: bool
     autocast: Callable[[], AbstractContextManager[object]]
-    measures: Mapping[str, Measure] = field(default_factory=dict)
 
     def run(
         self,
@@ -68,7 +67,7 @@ class EvaluationRunner:
         Returns None, on all ranks, when any rank is stopping: its result would be of a part only.
         """
         begun = time.perf_counter()
-        measure = self.measures.get(evaluation_set.name, self.default)
+        measure = self.measures[evaluation_set.name]
         was_training = self.model.training
         self.model.eval()
         try:

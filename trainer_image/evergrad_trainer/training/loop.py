@@ -10,7 +10,6 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.checkpoint.manager import CheckpointManager
-from evergrad_trainer.data.batch import Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
 from evergrad_trainer.data.stream import TrainingStream
 from evergrad_trainer.errors import FencedError
@@ -18,6 +17,7 @@ from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, StepRecord, StopReason
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.state.registry import Registry, to_extra
+from evergrad_trainer.training.calls import Finish
 from evergrad_trainer.training.evaluation import EvaluationRunner
 from evergrad_trainer.training.exchange import (
     FLAG_CHANGE,
@@ -140,11 +140,7 @@ class Run:
     compare: Callable[[int], None]
     """Raises DivergedError on all ranks where their states after that step are not the same."""
     on_first_step: Callable[[], None]
-    finish_state: Callable[[StepOutcome, Stage | None], None]
-    """What the task does with its modules when a step is finished.
-
-    The stage is the one that the next step enters, if it enters one.
-    """
+    finish_state: Finish
     progress: Progress = field(default_factory=Progress)
     is_comparing: bool = False
     """Whether replicas are compared in this world, as its ranks have agreed."""

@@ -8,10 +8,10 @@ from evergrad_trainer.training.build import (
     build_best,
     build_comparison,
     build_evaluations,
-    build_finishing,
     build_limits,
     build_stepper,
 )
+from evergrad_trainer.training.calls import build_finish
 from evergrad_trainer.training.loop import Run
 from evergrad_trainer.worker.announcing import announce_first_step
 from evergrad_trainer.worker.session import Session, SessionPlan
@@ -49,7 +49,7 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         stream=session.data.train,
         checkpoints=checkpoints,
         state=machinery.registry,
-        evaluator=build_evaluations(machinery, session.opened.evaluators),
+        evaluator=build_evaluations(machinery),
         evaluation_sets=session.data.evaluation,
         best=build_best(training),
         observers=session.observers,
@@ -58,6 +58,6 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         is_signalled=session.is_signalled,
         compare=build_comparison(machinery, session.membership),
         on_first_step=lambda: announce_first_step(session),
-        finish_state=build_finishing(machinery),
+        finish_state=build_finish(machinery.opened, machinery.modules),
         progress=session.progress,
     )

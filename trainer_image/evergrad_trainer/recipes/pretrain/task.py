@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import ClassVar
 
-from pydantic import BaseModel
 from torch import nn
 
 from evergrad_manifest.errors import Problem
@@ -15,13 +14,13 @@ from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
 from evergrad_trainer.recipes.pretrain.options import PretrainOptions
-from evergrad_trainer.task import Evaluator, Loss, Modules, Setup, Stage, Tensors
+from evergrad_trainer.task import Evaluator, Loss, Modules, Section, Setup, Stage, Tensors
 
 
 class Pretrain:
     """One stage, one module, one sum. A recipe of one's own begins well by deriving from it."""
 
-    Options: ClassVar[type[BaseModel]] = PretrainOptions
+    Options: ClassVar[type[Section]] = PretrainOptions
     metrics: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, setup: Setup) -> None:

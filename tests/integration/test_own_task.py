@@ -1,0 +1,127 @@
+"""A task of the user's own, examples/custom: elastic as any other, and never trained in two versions at once."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_helpers import Cluster, elastic_recipe, fault, train_undisturbed
+from run_helpers import INTERNAL, USER_ERROR, Experiment, curve, final_state, read_lines
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = (ROOT / "examples/custom/averaged.py").read_text("utf-8")
+OWN: dict[str, Any] = {
+    "recipe": "averaged:Averaged",
+    "options": {"decay": 0.5},
+    "data": {"heldOut": {"fraction": "20%"}},
+    "evaluation": {"every": {"steps": 6}},
+}
+
+
+def write_own(experiment: Experiment, **changes: Any) -> None:
+    experiment.write(elastic_recipe(**OWN, **changes))
+    (experiment.path / "averaged.py").write_text(TASK, "utf-8")
+
+
+@pytest.fixture(scope="module")
+def own(make_experiment: Callable[[], Experiment]) -> Iterator[Experiment]:
+    """The example's task over the tests' documents, trained by one process."""
+    experiment = make_experiment()
+    write_own(experiment)
+    train_undisturbed(experiment)
+    yield experiment
+
+
+@pytest.fixture
+def make_own(own: Experiment, tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    clusters: list[Cluster] = []
+
+    def make(**options: Any) -> Cluster:
+        path = tmp_path / f"cluster-{len(clusters)}"
+        path.mkdir()
+        clusters.append(Cluster(own, path, **options))
+        return clusters[-1]
+
+    yield make
+    for cluster in clusters:
+        cluster.close()
+
+
+def test_three_nodes_of_which_two_die_end_with_the_bits_of_an_undisturbed_run(
+    own: Experiment, make_own: Callable[..., Cluster]
+) -> None:
+    """One is killed within a step and replaced, another between two; the newcomer is given the average of the weights, too."""
+    kills = [
+        fault("SIGKILL", "slot", node=1, step=3, to="node", name="first"),
+        fault("SIGKILL", "report", node=2, step=8, to="node", name="second"),
+    ]
+    cluster = make_own().start(faults=kills)
+    cluster.until(lambda: cluster.has_happened("first"), "the first kill")
+    cluster.start_node(1)
+    cluster.finish(nodes=[0, 1])
+    cluster.check(own.at("undisturbed"))
+    assert any(name.startswith("kept.") for name in final_state(cluster.directory))
+
+
+def test_metrics_and_evaluators_of_the_task_are_in_the_runs_files(own: Experiment) -> None:
+    rows = curve(own.at("undisturbed"))
+    assert all(0 <= row["metrics"]["accuracy"] <= 1 for row in rows.values())
+    evaluations = read_lines(own.at("undisturbed") / "evaluation.jsonl")
+    assert {row["name"] for row in evaluations} == {"heldOut", "average"}
+    assert all("accuracy" in row["metrics"] for row in evaluations)
+    last = {row["name"]: row["loss"] for row in evaluations}
+    assert last["average"] != last["heldOut"]
+
+
+def test_two_versions_of_the_tasks_file_never_train_together(
+    own: Experiment, make_own: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    cluster = make_own(expect=1, min_nodes=1, max_nodes=2)
+    cluster.start(faults=[fault("hold", "report", node=0, step=2, name="held")])
+    cluster.until_held()
+    try:
+        shutil.copy(own.path / "averaged.py", tmp_path / "before.py")
+        (own.path / "averaged.py").write_text(TASK.replace("1 - self", "1.0 - self"), "utf-8")
+        other = cluster.start_node(1)
+        assert other.wait() == INTERNAL, cluster.describe()
+        assert "hello.fingerprint.task: " in other.said()
+    finally:
+        shutil.copy(tmp_path / "before.py", own.path / "averaged.py")
+        cluster.release("held")
+    cluster.finish(nodes=[0])
+    assert {row["size"] for row in cluster.trace()} == {1}
+
+
+def test_wrong_options_and_a_missing_file_are_refused_as_any_field(experiment: Experiment) -> None:
+    write_own(experiment)
+    experiment.write(elastic_recipe(**{**OWN, "options": {"dekay": 2, "decay": 2}}))
+    said = experiment.run(expect=USER_ERROR).err
+    assert "spec.training.options.decay: 2 is too large; it must be below 1. Lower it." in said
+    assert "spec.training.options.dekay: unknown key; did you mean `decay`?" in said
+    (experiment.path / "averaged.py").unlink()
+    for ended in (experiment.run(expect=USER_ERROR), experiment.command("validate", "tiny.yaml")):
+        assert ended.code == USER_ERROR and "the module averaged was not found" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("import torch\n", "import torch\nnone_such\n", "NameError: name 'none_such' is not defined"),
+        ("sums(modules.trained", "sumz(modules.trained", "NameError: name 'sumz' is not defined"),
+        (
+            '"accuracy": (',
+            '"precision": (',
+            "the loss has the parts precision; the task's metrics are accuracy",
+        ),
+    ],
+)
+def test_an_error_of_the_tasks_code_is_named_by_file_and_line_and_no_traceback(
+    experiment: Experiment, old: str, new: str, said: str
+) -> None:
+    write_own(experiment)
+    assert old in TASK
+    (experiment.path / "averaged.py").write_text(TASK.replace(old, new, 1), "utf-8")
+    err = experiment.run(expect=USER_ERROR).err
+    assert said in err
+    assert "precision" in said or f"{experiment.path}/averaged.py:" in err

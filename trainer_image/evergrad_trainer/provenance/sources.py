@@ -1,0 +1,79 @@
+"""The content of Python files and of the modules beside them that they import, as one hash.
+
+Imports are read from the text, so that what a program writes below its own folder makes no difference; one that
+is made while it runs is not seen.
+"""
+
+import ast
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+_MAX_FILES = 1000
+_MAX_BYTES = 16 * 2**20
+"""A longer file is told from another by its length alone."""
+
+
+def hash_sources(roots: Sequence[Path], folder: Path) -> str:
+    """A hash of the files ``roots`` and of all in ``folder`` that they import, directly or not.
+
+    At most ``_MAX_FILES`` files count.
+    """
+    waiting = list(roots)
+    files: dict[str, Path] = {}
+    while waiting and len(files) < _MAX_FILES:
+        path = waiting.pop()
+        name = os.path.relpath(path, folder)
+        if name not in files:
+            files[name] = path
+            waiting += _find_imported(path, folder)
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\0{_hash_file(files[name])}\0".encode("utf-8", errors="replace"))
+    return digest.hexdigest()[:16]
+
+
+def files_of_module(folder: Path, parts: Sequence[str]) -> list[Path]:
+    """The files that importing ``parts`` from ``folder`` would run: each package on the way, and the module."""
+    found = []
+    for end in range(1, len(parts) + 1):
+        path = folder.joinpath(*parts[:end])
+        found += [path.with_name(f"{path.name}.py"), path / "__init__.py"]
+    return list(existing(found))
+
+
+def existing(paths: Iterable[Path]) -> Iterator[Path]:
+    """Those of ``paths`` that are files."""
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            if path.is_file():
+                yield path
+
+
+def _find_imported(path: Path, folder: Path) -> list[Path]:
+    """The files in ``folder`` that a Python file imports; none for one that cannot be read or parsed."""
+    found: list[Path] = []
+    if path.suffix != ".py":
+        return found
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    found += files_of_module(folder, alias.name.split("."))
+            elif isinstance(node, ast.ImportFrom):
+                start = path.parents[node.level - 1] if 0 < node.level <= len(path.parents) else folder
+                parts = node.module.split(".") if node.module else []
+                for alias in node.names:
+                    found += files_of_module(start, [*parts, alias.name])
+    return found
+
+
+def _hash_file(path: Path) -> str:
+    """A hash of its content; a word for one that cannot be read, which its worker will say more of."""
+    try:
+        size = path.stat().st_size
+        return f"{size} bytes" if size > _MAX_BYTES else hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return "unreadable"

@@ -1,0 +1,127 @@
+"""A task of the user's own: loads ``module:attr`` from beside the manifest, and names its errors by file and line."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from pydantic import ValidationError
+
+from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
+from evergrad_manifest.reading.problems import problems_of
+from evergrad_manifest.task_files import task_path, task_problems
+from evergrad_manifest.training import Training
+from evergrad_trainer.errors import TaskError, TaskInputError
+from evergrad_trainer.task import Section, Setup, Task
+
+_RECIPE: Final = "spec.training.recipe"
+_OPTIONS: Final = ("spec", "training", "options")
+_OF_THE_HOST = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, EvergradError)
+"""Errors that say by themselves what is wrong, whoever's code they come from."""
+
+
+class Code:
+    """Names the line of a task that an error comes from. Without a ``folder`` the task is ours, and so are its errors."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = None if folder is None else folder.resolve()
+        self._has_trained = False
+
+    @contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Run ``what`` of the task, and name errors of its code.
+
+        Raises TaskInputError before the first update of this process: no retry cures what cannot work at all.
+        Raises TaskError afterwards.
+        """
+        try:
+            yield
+        except _OF_THE_HOST:
+            raise
+        except Exception as error:
+            if (where := self._find_line(error)) is None:
+                raise
+            said = " ".join(str(error).split())[:500]
+            problem = Problem(
+                where,
+                f"{type(error).__name__}: {said}" if said else type(error).__name__,
+                f"the task of spec.training.recipe failed in {what}",
+                "Correct the file",
+            )
+            if self._has_trained:
+                raise TaskError(str(problem)) from error
+            raise TaskInputError(problem) from error
+
+    def note_update(self) -> None:
+        """The process has made an update: the task can work."""
+        self._has_trained = True
+
+    def _find_line(self, error: Exception) -> str | None:
+        """``file:line`` of the innermost frame in the user's files; of a syntax error the line it is about."""
+        if isinstance(error, SyntaxError) and error.filename and self._is_own(error.filename):
+            return f"{error.filename}:{error.lineno}"
+        frames = [
+            frame for frame in traceback.extract_tb(error.__traceback__) if self._is_own(frame.filename)
+        ]
+        return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+
+    def _is_own(self, file_name: str) -> bool:
+        if self._folder is None:
+            return False
+        path = Path(file_name)
+        is_below = path.is_absolute() and path.is_relative_to(self._folder)
+        return is_below and "site-packages" not in path.parts
+
+
+def load_own(training: Training, base_directory: Path) -> tuple[Task, Code]:
+    """The task that ``recipe: module:attr`` names, made with its options.
+
+    Raises ConfigurationError for a file that is not there, an attribute that is no task, or wrong options;
+    TaskInputError for an error of the file itself.
+    """
+    raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
+    path = task_path(training.recipe, base_directory)
+    assert path is not None  # noqa: S101 - recipes of ours are not loaded here
+    module_name, _, attribute = training.recipe.partition(":")
+    code = Code(base_directory)
+    with code.guarding("its import"):
+        module = _import(module_name, path.resolve(), base_directory.resolve())
+    made = getattr(module, attribute, None)
+    options_model = getattr(made, "Options", None)
+    is_typed = isinstance(options_model, type) and issubclass(options_model, Section)
+    if not callable(made) or not is_typed or not hasattr(made, "loss"):
+        what = f"{attribute} is no task of {path.name}"
+        why = "there is nothing of this name" if made is None else "it has no loss, or no Options (a Section)"
+        remedy = "Derive a class from evergrad_trainer.recipes.pretrain.Pretrain, and name it"
+        raise ConfigurationError(Problem(_RECIPE, what, why, remedy))
+    options = parse_options(made.Options, training.options)
+    with code.guarding("its making"):
+        task: Task = made(Setup(training, options, base_directory))
+    return task, code
+
+
+def parse_options(model: type[Section], values: Mapping[str, Any]) -> Section:
+    """The options as the task's model types them. Raises ConfigurationError with all problems, in the file's paths."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        found = problems_of(error, values, root=model, below=_OPTIONS)
+        raise ConfigurationError(*found) from None
+
+
+def _import(name: str, path: Path, folder: Path) -> Any:
+    """Run the file as the module ``name``; what lies beside it can be imported by it."""
+    if str(folder) not in sys.path:
+        # First, as for a script: a package that is installed under the same name must not be trained instead.
+        sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    module = importlib.import_module(name)
+    if getattr(module, "__file__", None) != str(path):
+        what = f"the module {name} is taken from {getattr(module, '__file__', 'Python itself')}"
+        why = f"a module of that name was loaded before {path}"
+        raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
+    return module

@@ -1,0 +1,93 @@
+"""The calls of a task while it trains: its loss, its evaluators, and what it does when a step is finished."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from evergrad_manifest.errors import Problem
+from evergrad_trainer.data.batch import Stage
+from evergrad_trainer.errors import TaskInputError
+from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.task import Loss, Modules, Tensors
+from evergrad_trainer.training.evaluation import Measure
+from evergrad_trainer.training.step import LossOf, StepOutcome
+
+Finish = Callable[[StepOutcome, Stage | None], None]
+"""Finishes the state after a step; the stage is the one that the next step enters, if it enters one."""
+
+
+def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> LossOf:
+    """The task's loss over its modules; compiled, one graph a stage, where that was asked for."""
+    task, code = opened.task, opened.code
+    compute = _compile_by_stage(opened, modules) if should_compile else None
+
+    def loss_of(tensors: Tensors, stage: Stage) -> Loss:
+        with code.guarding("loss"):
+            loss = task.loss(modules, tensors, stage) if compute is None else compute(tensors, stage)
+        _check_parts(loss, task.metrics)
+        return loss
+
+    return loss_of
+
+
+def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
+    def compile_for(stage: Stage) -> Callable[[Tensors], tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+        def compute(tensors: Tensors) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            loss = opened.task.loss(modules, tensors, stage)
+            return loss.total, dict(loss.parts)
+
+        return torch.compile(compute, dynamic=False)
+
+    compiled = [(stage, compile_for(stage)) for stage in opened.data.train.stages]
+
+    def loss_of(tensors: Tensors, stage: Stage) -> Loss:
+        return Loss(*next(compute for own, compute in compiled if own is stage)(tensors))
+
+    return loss_of
+
+
+def _check_parts(loss: Loss, metrics: Mapping[str, str]) -> None:
+    """Every rank sends the same places of one vector, also a rank that has computed nothing."""
+    if loss.parts.keys() != metrics.keys():
+        what = f"the loss has the parts {', '.join(loss.parts) or '(none)'}"
+        why = f"the task's metrics are {', '.join(metrics) or '(none)'}"
+        remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
+        raise TaskInputError(Problem("spec.training.recipe", what, why, remedy))
+
+
+def build_finish(opened: Opened, modules: Modules) -> Finish:
+    """What the task does with its modules when a step is finished: after an update, and before another stage."""
+    task, code = opened.task, opened.code
+
+    @torch.no_grad()
+    def finish(outcome: StepOutcome, entered: Stage | None) -> None:
+        if outcome.skipped is None:
+            with code.guarding("after_update"):
+                task.after_update(modules, {"loss": outcome.loss, **outcome.metrics})
+            code.note_update()
+        if entered is not None:
+            with code.guarding("enter"):
+                task.enter(modules, entered)
+
+    return finish
+
+
+def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[str, Measure]:
+    """What is measured on each of the task's evaluation sets, by its name."""
+
+    def build(name: str) -> Measure:
+        evaluator = opened.evaluators[name]
+        metrics = opened.task.metrics if evaluator.metrics is None else evaluator.metrics
+        measure = evaluator.measure
+        if measure is None:
+            return Measure(loss_of, tuple(metrics))
+
+        def measured(tensors: Tensors, stage: Stage) -> Loss:
+            with opened.code.guarding(f"its evaluator {name}"):
+                loss = measure(modules, tensors, stage)
+            _check_parts(loss, metrics)
+            return loss
+
+        return Measure(measured, tuple(metrics))
+
+    return {name: build(name) for name in opened.evaluators}
