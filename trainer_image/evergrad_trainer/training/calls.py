@@ -55,6 +55,12 @@ def _check_parts(loss: Loss, metrics: Mapping[str, str]) -> None:
         raise TaskInputError(Problem("spec.training.recipe", what, why, remedy))
 
 
+def enter_first(opened: Opened, modules: Modules) -> None:
+    """Let the task prepare its modules for the first stage, from the values that they begin with."""
+    with torch.no_grad(), opened.code.guarding("enter"):
+        opened.task.enter(modules, opened.data.train.stages[0])
+
+
 def build_finish(opened: Opened, modules: Modules) -> Finish:
     """What the task does with its modules when a step is finished: after an update, and before another stage."""
     task, code = opened.task, opened.code

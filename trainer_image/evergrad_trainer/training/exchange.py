@@ -11,9 +11,9 @@ from evergrad_trainer.state.replicas import compare_steps
 from evergrad_trainer.task import Loss
 from evergrad_trainer.world import World
 
-NUM_FLAGS = 4
-FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED, FLAG_CHANGE = range(NUM_FLAGS)
-"""Places of a rank's wishes and warnings in the vector."""
+NUM_FLAGS = 7
+FLAG_SIGNAL, FLAG_STOP_FILE, FLAG_FENCED, FLAG_CHANGE, FLAG_STOP, FLAG_SAVE, FLAG_EVALUATE = range(NUM_FLAGS)
+"""Places of a rank's wishes and warnings in the vector; the last three are what observers ask for."""
 
 
 @dataclass(frozen=True)

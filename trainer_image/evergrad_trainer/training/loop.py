@@ -21,8 +21,11 @@ from evergrad_trainer.training.calls import Finish
 from evergrad_trainer.training.evaluation import EvaluationRunner
 from evergrad_trainer.training.exchange import (
     FLAG_CHANGE,
+    FLAG_EVALUATE,
     FLAG_FENCED,
+    FLAG_SAVE,
     FLAG_SIGNAL,
+    FLAG_STOP,
     FLAG_STOP_FILE,
     NUM_FLAGS,
 )
@@ -186,10 +189,9 @@ def train(run: Run) -> StopReason:
         if step == first:
             run.on_first_step()
         _raise_if_fenced(outcome)
-        is_last = step == limits.total_steps
-        if _is_due(step, limits.evaluate_every) or (is_last and run.evaluation_sets):
+        if _is_evaluation_due(run, outcome):
             reason = _evaluate(run)
-        if _is_due(step, limits.save_every):
+        if _is_due(step, limits.save_every) or outcome.flags[FLAG_SAVE]:
             _save(run)
         elif _is_due(step, limits.compare_every):
             run.compare(step)
@@ -259,6 +261,10 @@ def _own_flags(run: Run) -> tuple[bool, ...]:
     flags[FLAG_SIGNAL] = run.is_signalled()
     flags[FLAG_STOP_FILE] = is_main and run.directory.stop_requested()
     flags[FLAG_FENCED] = is_main and run.checkpoints.is_fenced()
+    # Observers with a state run on every rank; what any of them asks for, all ranks do.
+    wishes = run.observers.wishes()
+    flags[FLAG_STOP], flags[FLAG_SAVE] = "stop" in wishes, "save" in wishes
+    flags[FLAG_EVALUATE] = "evaluate" in wishes
     return tuple(flags)
 
 
@@ -275,6 +281,8 @@ def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
         return "after_step"
     if limits.stop_after_steps is not None and run.progress.steps_here >= limits.stop_after_steps:
         return "stop_after_steps"
+    if outcome.flags[FLAG_STOP]:
+        return "observer"
     return "change" if outcome.flags[FLAG_CHANGE] else None
 
 
@@ -299,6 +307,12 @@ def standing_step(run: Run) -> int:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
+
+
+def _is_evaluation_due(run: Run, outcome: StepOutcome) -> bool:
+    is_last = outcome.step == run.limits.total_steps
+    is_asked_for = is_last or outcome.flags[FLAG_EVALUATE]
+    return _is_due(outcome.step, run.limits.evaluate_every) or (is_asked_for and bool(run.evaluation_sets))
 
 
 def _is_evaluation_missing(run: Run) -> bool:

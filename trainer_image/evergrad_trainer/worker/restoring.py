@@ -8,6 +8,7 @@ from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.resume import compare_models
 from evergrad_trainer.state.registry import COUNTERS, CURSOR, DESCRIPTION, Agreement, Values, from_extra
 from evergrad_trainer.training.build import Machinery, build_machinery
+from evergrad_trainer.training.calls import enter_first
 from evergrad_trainer.worker.session import Session
 
 
@@ -63,6 +64,8 @@ def restore(
             load_model_directory(path, machinery.state(), config=session.plan.model.config)
         else:
             load_weights(path, machinery.state(), world=session.world)
+        # What the task has made of the initial weights was made of others.
+        enter_first(machinery.opened, machinery.modules)
 
 
 def _check_cursor(session: Session, stored: Values) -> None:

@@ -1,0 +1,93 @@
+"""What observers ask for: all ranks do it at the boundary of the step before which one of them asked."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.records import Wish
+from evergrad_trainer.training.exchange import NUM_FLAGS
+from evergrad_trainer.training.loop import Limits, Progress, Run, train
+from evergrad_trainer.training.step import StepOutcome
+from evergrad_trainer.world import Membership, World
+
+STEPS = 6
+
+
+class Asking(BaseObserver):
+    """Asks for one thing before step 3, on this rank."""
+
+    def __init__(self, wish: Wish) -> None:
+        self.asked = 0
+        self._wish = wish
+
+    def wishes(self) -> frozenset[Wish]:
+        self.asked += 1
+        return frozenset({self._wish}) if self.asked == 3 else frozenset()
+
+
+class Steps:
+    """Steps that compute nothing; what this rank raises, all have raised."""
+
+    def run(self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool) -> StepOutcome:
+        assert len(flags) == NUM_FLAGS
+        phases = dict.fromkeys(("data", "forward_backward", "communication", "optimizer"), 0.0)
+        return StepOutcome(step, 1.0, {}, 4, "0" * 16, 0.1, 1.0, flags, phases, 0.0)
+
+
+def make_run(observer: BaseObserver, done: list[tuple[str, int]]) -> Run:
+    progress = Progress()
+
+    def save(step: int, tensors: Any, **options: Any) -> None:
+        done.append(("save", step))
+
+    def evaluate(one: Any, world: World, **options: Any) -> Any:
+        done.append(("evaluate", progress.finished_steps))
+        return SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+
+    checkpoints = SimpleNamespace(
+        save=save, is_saving=False, poll=lambda: None, is_fenced=lambda: False, published=None
+    )
+    world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
+    parts: dict[str, Any] = {
+        "limits": Limits(total_steps=STEPS, save_every=100, evaluate_every=None),
+        "membership": Membership(world),
+        "stepper": Steps(),
+        "stream": SimpleNamespace(entered_after=lambda step: None, stage=lambda step: None),
+        "checkpoints": checkpoints,
+        "state": SimpleNamespace(tensors=dict, values=dict),
+        "evaluator": SimpleNamespace(run=evaluate),
+        "evaluation_sets": (SimpleNamespace(name="heldOut"),),
+        "best": None,
+        "observers": observer,
+        "directory": SimpleNamespace(stop_requested=lambda: False),
+        "tokens_per_step": 4,
+        "is_signalled": lambda: False,
+        "compare": lambda step: None,
+        "on_first_step": lambda: None,
+        "finish_state": lambda outcome, entered: None,
+    }
+    return cast(Any, Run)(**parts, progress=progress)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("wish", "expected"),
+    [
+        ("save", [("save", 3), ("evaluate", STEPS)]),
+        ("evaluate", [("evaluate", 3), ("evaluate", STEPS)]),
+    ],
+)
+def test_a_wish_is_done_once_after_the_step_before_which_it_was_made(
+    wish: Wish, expected: list[tuple[str, int]]
+) -> None:
+    done: list[tuple[str, int]] = []
+    assert train(make_run(Asking(wish), done)) == "complete"
+    assert done == expected
+
+
+def test_a_wish_to_stop_ends_the_run_at_the_boundary_of_that_step() -> None:
+    run = make_run(Asking("stop"), [])
+    assert train(run) == "observer"
+    assert run.progress.finished_steps == 3
