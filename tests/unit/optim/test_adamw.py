@@ -1,10 +1,17 @@
 """Decay groups, and updates equal to torch's."""
 
+from collections.abc import Iterator
+
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from evergrad_manifest.training import Optimizer
-from evergrad_trainer.optim.adamw import build_adamw, set_learning_rate
+from evergrad_trainer.optim.adamw import MOMENTS, build_adamw, set_learning_rate
 
 SETTINGS = Optimizer.model_validate({"learningRate": 0.1, "weightDecay": 0.5})
 
@@ -70,3 +77,43 @@ def test_the_learning_rate_is_set_for_every_group() -> None:
     optimizer = build_adamw(Small(), SETTINGS)
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+@pytest.fixture
+def third_of_three() -> Iterator[DeviceMesh]:
+    """The mesh of rank 2 of 3, whose collectives do nothing."""
+    dist.init_process_group("fake", rank=2, world_size=3, store=FakeStore())
+    yield init_device_mesh("cpu", (3,))
+    dist.destroy_process_group()
+
+
+def test_a_shard_is_updated_to_the_bits_of_the_whole(third_of_three: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    # Rows of 77 elements, so that hardly any shard begins where a line does; the last rank has fewer rows, or none.
+    whole = nn.ParameterList([torch.randn(300, 77), torch.randn(50), torch.randn(4, 77)])
+    shards = nn.ParameterList([DTensor.from_local(part(p), third_of_three, [Shard(0)], shape=p.shape, stride=p.stride())
+        for p in whole])  # fmt: skip
+    ours, theirs = build_adamw(shards, SETTINGS), build_adamw(whole, SETTINGS)
+    for _ in range(3):
+        for parameter, shard in zip(whole, shards, strict=True):
+            parameter.grad = torch.randn(parameter.shape)
+            shard.grad = DTensor.from_local(
+                part(parameter.grad),
+                third_of_three,
+                [Shard(0)],
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        ours.step()
+        theirs.step()
+    for parameter, shard in zip(whole, shards, strict=True):
+        assert torch.equal(shard.to_local(), part(parameter.detach()))
+        mine, their = ours.state[shard], theirs.state[parameter]
+        assert all(torch.equal(mine[moment].to_local(), part(their[moment])) for moment in MOMENTS)
+        assert mine["step"] == their["step"] == 3
+
+
+def part(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of rank 2 of 3."""
+    rows = -(-tensor.shape[0] // 3)
+    return tensor[2 * rows :].clone()

@@ -1,14 +1,72 @@
-"""AdamW with decay groups, its state allocated from the beginning."""
+"""AdamW with decay groups, its state allocated from the beginning; sharded or whole, an element gets the same update."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.training import Optimizer
+from evergrad_trainer.optim.parts import Part, update_parts
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def build_adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW; where ranks hold parts of tensors on the CPU, each part gets the bits of the whole tensor."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        if not any(isinstance(parameter, DTensor) and not parameter.is_cuda for parameter in parameters):
+            loss: float | None = super().step(closure)
+            return loss
+        if closure is not None:
+            raise ValueError("a sharded AdamW takes no closure")
+        for group in self.param_groups:
+            # Parts of one group that have seen as many updates go to the kernel together: all of them, in ordinary training.
+            by_updates: dict[float, list[Part]] = {}
+            for updates, part in self._parts(group["params"]):
+                by_updates.setdefault(updates, []).append(part)
+            for updates, parts in by_updates.items():
+                update_parts(
+                    parts,
+                    updates=int(updates),
+                    learning_rate=group["lr"],
+                    betas=group["betas"],
+                    epsilon=group["eps"],
+                    weight_decay=group["weight_decay"],
+                )
+        return None
+
+    def _parts(self, parameters: list[nn.Parameter]) -> Iterator[tuple[float, Part]]:
+        """(updates before this one, what this rank holds) of every parameter with a gradient, whose updates are counted here."""
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            updates = float(state["step"])
+            state["step"] += 1
+            part = Part(
+                weights=_local(parameter),
+                gradient=_local(parameter.grad),
+                exp_avg=_local(state["exp_avg"]),
+                exp_avg_sq=_local(state["exp_avg_sq"]),
+                begin=_begin(parameter),
+                total=parameter.numel(),
+            )
+            yield updates, part
+
+
+def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
     """AdamW (fused) over the trainable parameters of ``model``; vectors (norms, biases) are not decayed.
 
     The state is allocated at once, so that a checkpoint can be loaded into it and memory does not grow in the first step.
@@ -18,7 +76,7 @@ def build_adamw(model: nn.Module, settings: Optimizer) -> torch.optim.AdamW:
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(
+    optimizer = AdamW(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
         betas=settings.betas,
@@ -37,3 +95,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
     """The rate of the next update."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor, as a flat view."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
+
+
+def _begin(parameter: torch.Tensor) -> int:
+    """Where this rank's part of a tensor that is sharded by rows begins, in elements of the whole."""
+    if not isinstance(parameter, DTensor) or _local(parameter).numel() == 0:
+        return 0
+    sharded: Any = parameter  # DCP's protocol for sharded tensors carries no types
+    (chunk,) = sharded.__create_chunk_list__()
+    return int(chunk.offsets[0]) * (parameter.numel() // parameter.shape[0]) if parameter.ndim else 0
