@@ -17,12 +17,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from evergrad_manifest.training import Checkpoint
-from evergrad_trainer.checkpoint import faults
+from evergrad_trainer.checkpoint import faults, restoring
 from evergrad_trainer.checkpoint.filesystem import Medium, filesystem_store
 from evergrad_trainer.checkpoint.generations import claim_generation
 from evergrad_trainer.checkpoint.manager import CheckpointManager, Identity
 from evergrad_trainer.checkpoint.weights import load_weights, read_plain_state
-from evergrad_trainer.errors import CheckpointError, FencedError, SaveError
+from evergrad_trainer.errors import CheckpointError, FencedError, SaveError, VolumeError
+from evergrad_trainer.state import transfer
 from evergrad_trainer.world import Membership, World
 
 processes: Any = sys.modules.get("checkpoint_processes")
@@ -291,10 +292,10 @@ def test_poll_raises_on_every_rank_after_as_many_failures_in_a_row_as_are_allowe
         )
 
 
-def load_with_one_rank_refused(world: World, directory: Path) -> Any:
-    """Rank 1 cannot open the newest checkpoint's shards; both ranks must take the older one."""
+def load_with_one_rank_refused(world: World, directory: Path, kind: str, refused: int) -> Any:
+    """Rank ``refused`` cannot open the newest checkpoint's shards; both ranks must take the older one."""
     manager, events = make_manager(world, directory)
-    if world.rank == 1:
+    if world.rank == refused:
         library = manager._store.library
         opened = library.open_shard
 
@@ -304,26 +305,88 @@ def load_with_one_rank_refused(world: World, directory: Path) -> Any:
             return opened(name, file)
 
         library.open_shard = open_shard  # type: ignore[method-assign]
-    state = build("plain", 0, world)
+    state = build(kind, 0, world)
     restored = manager.restore(state)
     assert restored is not None
     return {"step": restored.step, "exact": is_exact(state, restored.step), "events": events}
 
 
-def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "refused"), [("plain", 0), ("sharded", 1)], ids=["the one that reads", "one of many"]
+)
+def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(
+    tmp_path: Path, kind: str, refused: int
+) -> None:
     directory = tmp_path / "checkpoints"
     for step in (10, 20):
         processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=step))
     for result in processes.values(
-        processes.run_world(load_with_one_rank_refused, size=2, directory=directory)
+        processes.run_world(
+            load_with_one_rank_refused, size=2, directory=directory, kind=kind, refused=refused
+        )
     ):
         assert result["step"] == 10
         assert result["exact"]
         (fallback, fields), (restored, _) = result["events"]
         assert (fallback, restored) == ("fallback", "restored")
-        assert fields["reason"].startswith("rank 1: ") and "Input/output error" in fields["reason"]
+        assert fields["reason"].startswith(f"rank {refused}: ") and "Input/output error" in fields["reason"]
         assert fields["quarantined_as"] is None
     assert (directory / "step-20").is_dir()  # readable for others: not set aside
+
+
+def load_without_a_volume(world: World, directory: Path) -> Any:
+    """Only rank 0 sees the volume, which is slow; what each rank loaded, and how often rank 0 said that it goes on."""
+    manager, _ = make_manager(world, directory if world.is_main else directory / "not-mounted")
+    library, beats = manager._store.library, []
+    if world.is_main:
+        validate, broadcast = library.validate, World.broadcast_json
+
+        def slowly(name: str, **options: Any) -> Any:
+            while len(beats) < 3:
+                time.sleep(0.01)
+            return validate(name, **options)
+
+        def count(self: World, value: Any, **options: Any) -> Any:
+            beats.append(value)
+            return broadcast(self, value, **options)
+
+        library.validate = slowly  # type: ignore[method-assign]
+        World.broadcast_json = count  # type: ignore[method-assign]
+        restoring.BEAT_SECONDS = 0.01
+    transfer._CHUNK_BYTES = 64
+    state = build("plain", 0, world)
+    restored = manager.restore(state)
+    assert restored is not None
+    return {"exact": is_exact(state, 10), "extra": restored.extra, "beats": beats}
+
+
+def test_one_rank_reads_a_checkpoint_and_the_others_need_no_volume(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10))
+    results = processes.values(processes.run_world(load_without_a_volume, size=3, directory=directory))
+    assert all(result["exact"] and result["extra"] == {"step": 10} for result in results)
+    # Others wait for a beat, not for the whole validation.
+    assert results[0]["beats"][:3] == [None, None, None]
+
+
+def stall(world: World, directory: Path) -> str:
+    """The volume stands still while rank 0 validates."""
+    manager, _ = make_manager(world, directory)
+    library = manager._store.library
+    library.validate = lambda name, **options: threading.Event().wait()  # type: ignore[method-assign, assignment, return-value]
+    restoring.BEAT_SECONDS, restoring.STALL_SECONDS = 0.01, 0.1
+    try:
+        manager.restore(build("plain", 0, world))
+    except VolumeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_volume_that_gives_nothing_more_ends_the_restore_on_all_ranks(tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    processes.values(processes.run_world(save_as, size=2, directory=directory, kind="plain", step=10))
+    messages = processes.values(processes.run_world(stall, size=2, directory=directory))
+    assert messages[0] == messages[1] and "nothing could be read" in messages[0]
 
 
 def restore_message(world: World, directory: Path) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evergrad_trainer.state import transfer
-from evergrad_trainer.state.transfer import Feeding, feed, plan_feeding
+from evergrad_trainer.state.transfer import Feeding, feed, pass_along, plan_feeding
 from evergrad_trainer.world import World
 
 
@@ -37,12 +37,16 @@ class Wire:
         default_factory=lambda: defaultdict(queue.Queue)
     )
 
-    def world(self, rank: int) -> World:
+    def world(self, rank: int, *, of: int = 4) -> World:
         wire = self
 
         class Rank:
             def __init__(self) -> None:
-                self.rank = rank
+                self.rank, self.size, self.is_main = rank, of, rank == 0
+                self.device = torch.device("cpu")
+
+            def confirm(self) -> None:
+                """Everything has arrived."""
 
             def send(self, values: torch.Tensor, *, to: int) -> None:
                 wire.sent[rank, to].put(values.clone())
@@ -79,3 +83,35 @@ def test_a_straggler_then_holds_the_source_s_bits(monkeypatch: pytest.MonkeyPatc
     for name, tensor in untouched.items():
         assert torch.equal(source[name], tensor), "a source only reads"
         assert torch.equal(straggler[name], tensor), name
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
+def test_what_one_rank_reads_goes_from_rank_to_rank(
+    monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
+) -> None:
+    monkeypatch.setattr(transfer, "_CHUNK_BYTES", chunk_bytes)
+    wire, stored = Wire(), make_state(1)
+    filled: list[str] = []
+
+    def fill(piece: Any) -> bool:
+        for name, tensor in piece.items():
+            tensor.copy_(stored[name])
+        filled.extend(piece)
+        return True
+
+    states = [make_state(seed) for seed in (2, 3, 4)]
+    assert all(pass_along(state, wire.world(rank, of=3), fill=fill) for rank, state in enumerate(states))
+    assert all(one.empty() for one in wire.sent.values())
+    assert sorted(filled) == sorted(stored)
+    assert all(torch.equal(state[name], stored[name]) for state in states for name in stored)
+
+
+def test_a_read_that_fails_in_the_middle_is_known_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_CHUNK_BYTES", 1)
+    wire, left = Wire(), [True, True, False]
+    answers = [
+        pass_along(make_state(rank), wire.world(rank, of=3), fill=lambda piece: left.pop(0))
+        for rank in range(3)
+    ]
+    assert answers == [False, False, False]
+    assert all(one.empty() for one in wire.sent.values())

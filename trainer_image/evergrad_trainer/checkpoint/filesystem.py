@@ -203,14 +203,18 @@ class FilesystemLibrary:
         """Names in quarantine."""
         return sorted(path.name for path in _entries(self._directory / layout.QUARANTINE))
 
-    def validate(self, name: str, *, checksums: bool) -> Manifest:
+    def validate(self, name: str, *, checksums: bool, meter: files.Meter | None = None) -> Manifest:
         """Check sizes, then hashes (of the small files always), several files at a time."""
         manifest = self.read_manifest(name)
+        if meter is not None:
+            meter.add()
         for file in manifest.files:
             self._check_size(name, file)
         hashed = [file for file in manifest.files if checksums or file.name == layout.TENSORS]
         with ThreadPoolExecutor(max_workers=HASH_THREADS, thread_name_prefix="checkpoint-hash") as pool:
-            hashes = pool.map(lambda file: files.hash_file(self._directory / name / file.name), hashed)
+            hashes = pool.map(
+                lambda file: files.hash_file(self._directory / name / file.name, meter=meter), hashed
+            )
             for file, found in zip(hashed, hashes, strict=True):
                 if found != file.hash:
                     raise InvalidCheckpointError(f"file {file.name}: checksum differs")

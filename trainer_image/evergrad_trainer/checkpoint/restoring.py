@@ -1,6 +1,12 @@
-"""Finding the newest checkpoint that validates and loading it into tensors that exist, all ranks together."""
+"""Finding the newest checkpoint that validates and loading it into tensors that exist, all ranks together.
+
+Rank 0 looks, validates and reads; the others get what it has read by the path by which newcomers are fed, and need no volume.
+Only where each rank holds a part of its own (DTensors) does each read its part. What others wait for is bounded by rank 0's
+progress, not by the size of the state.
+"""
 
 import logging
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -11,9 +17,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
 
 from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.dcp_storage import StoreReader
+from evergrad_trainer.checkpoint.files import Meter
 from evergrad_trainer.checkpoint.layout import QUARANTINE, TENSORS
 from evergrad_trainer.checkpoint.manifest import (
     Identity,
@@ -25,9 +33,14 @@ from evergrad_trainer.checkpoint.saving import ignore_solo_warning
 from evergrad_trainer.checkpoint.store import Candidate, Library
 from evergrad_trainer.checkpoint.tensor_table import Table, decode_table
 from evergrad_trainer.errors import CheckpointError, VolumeError
+from evergrad_trainer.state.transfer import pass_along
 from evergrad_trainer.volume import retry, volume_error
 from evergrad_trainer.world import World
 
+BEAT_SECONDS = 1.0
+"""How often rank 0 says that it is still at it while it validates checkpoints."""
+STALL_SECONDS = 600.0
+"""How long rank 0 may validate without one more byte read, or one more checkpoint looked at, before all give up."""
 NAMED_TENSORS = 5
 """How many tensor names an error lists of each kind."""
 
@@ -69,6 +82,8 @@ class Search:
     """Consider this name alone."""
     may_quarantine: bool = False
     """The directory is ours: set damaged checkpoints aside."""
+    meter: Meter = field(default_factory=Meter)
+    """Counts what validation has read."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +92,9 @@ class _Choice:
 
     checkpoint: str = ""
     step: int = 0
+    generation: int = 0
     checksum: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
     rejected: list[dict[str, Any]] = field(default_factory=list)
     problems: list[dict[str, str]] = field(default_factory=list)
     trouble: str = ""
@@ -95,19 +112,22 @@ def load_newest(
     started = time.monotonic()
     rejected: list[Rejected] = []
     while True:
-        choice = _Choice(**world.broadcast_json(asdict(_choose(search, rejected)) if world.is_main else None))
+        choice = _choose_together(search, rejected, world)
         if choice.trouble:
             raise VolumeError(choice.trouble)
         _raise_problems(choice.problems)
         if not choice.checkpoint:
             return None
         rejected += [Rejected(**passed) for passed in choice.rejected]
-        manifest, failures = _load_together(search, choice, state, world)
-        if manifest is not None:
-            _report_fallback(rejected, choice)
+        is_sharded = any(isinstance(value, DTensor) for value in state.values())
+        load = _load_parts if is_sharded or world.size == 1 else _load_and_pass_along
+        failures = load(search, choice, state, world)
+        if not failures:
+            if world.is_main:
+                _report_fallback(rejected, choice)
             path = Path(search.library.locate(choice.checkpoint))
             seconds = time.monotonic() - started
-            return Restored(choice.step, manifest.version.generation, path, manifest.extra, seconds), rejected
+            return Restored(choice.step, choice.generation, path, choice.extra, seconds), rejected
         rejected.append(Rejected(choice.checkpoint, choice.step, "; ".join(failures), None))
 
 
@@ -155,30 +175,100 @@ def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: s
     ]
 
 
-def _load_together(
+def _choose_together(search: Search, tried: list[Rejected], world: World) -> _Choice:
+    """Rank 0's choice on all ranks. While it validates, it says so every second: others wait for a beat, not for the end."""
+    if world.size == 1:
+        return _choose(search, tried)
+    chosen: list[_Choice] = []
+    # A daemon: a volume that hangs must not keep the process from ending.
+    thread = threading.Thread(
+        target=lambda: chosen.append(_choose(search, tried)), name="validate", daemon=True
+    )
+    if world.is_main:
+        thread.start()
+    known, since = search.meter.units, time.monotonic()
+    while True:
+        answer: dict[str, Any] | None = None
+        if world.is_main:
+            thread.join(BEAT_SECONDS)
+            if search.meter.units != known:
+                known, since = search.meter.units, time.monotonic()
+            if chosen:
+                answer = asdict(chosen[0])
+            elif not thread.is_alive():
+                answer = asdict(_Choice(trouble="the checkpoints could not be validated: see rank 0's log"))
+            elif time.monotonic() - since > STALL_SECONDS:
+                where = search.library.locate("")
+                why = f"{where}: nothing could be read for {STALL_SECONDS:.0f} s. Check the volume and its server."
+                answer = asdict(_Choice(trouble=why))
+        # One broadcast a beat: the timeout of each is that of a beat.
+        if (answer := world.broadcast_json(answer)) is not None:
+            return _Choice(**answer)
+
+
+def _load_parts(
     search: Search, choice: _Choice, state: Mapping[str, torch.Tensor], world: World
-) -> tuple[Manifest | None, list[str]]:
-    """Load on every rank and agree. The manifest if all succeeded, else None and the ranks' failures."""
-    manifest, problems, failure = None, list[Problem](), ""
+) -> list[str]:
+    """Read on every rank what it holds, and agree; the ranks' failures, none if all succeeded."""
+    problems, failure = list[Problem](), ""
     try:
-        manifest = search.library.read_manifest(choice.checkpoint, patient=True)
-        if manifest.checksum != choice.checksum:
-            raise InvalidCheckpointError("the manifest is not the one that rank 0 validated")
-        table = open_table(search.library, choice.checkpoint, manifest, prefix=search.prefix)
-        problems = compare_tensors(table, state, where=search.library.locate(choice.checkpoint))
+        table, problems = _open(search, choice, state)
         if not problems:
-            _report_conversions(table, state)
-            where, what = search.library.locate(choice.checkpoint), "the checkpoint cannot be read"
-            shards = table
-            retry(
-                lambda: read_state(search.library, choice.checkpoint, shards, state), where=where, what=what
-            )
+            _read(search, choice, table, state)
     except (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError) as error:
         failure = f"rank {world.rank}: {error}"
     answers = world.gather_json({"problems": [asdict(problem) for problem in problems], "failure": failure})
     _raise_problems(next((answer["problems"] for answer in answers if answer["problems"]), []))
-    failures = [answer["failure"] for answer in answers if answer["failure"]]
-    return (None if failures else manifest), failures[:3]
+    return [answer["failure"] for answer in answers if answer["failure"]][:3]
+
+
+def _load_and_pass_along(
+    search: Search, choice: _Choice, state: Mapping[str, torch.Tensor], world: World
+) -> list[str]:
+    """Read on rank 0, and give what it reads to the others; why that failed, nothing if it did not."""
+    table: Table = {}
+    problems, failure = list[Problem](), ""
+    if world.is_main:
+        try:
+            table, problems = _open(search, choice, state)
+        except (InvalidCheckpointError, UnknownFormatError, OSError, VolumeError) as error:
+            failure = str(error)
+
+    def fill(piece: Mapping[str, torch.Tensor]) -> bool:
+        nonlocal failure
+        try:
+            _read(search, choice, {key: table[key] for key in piece}, piece)
+        except (InvalidCheckpointError, OSError, VolumeError) as error:
+            failure = str(error)
+        return not failure
+
+    # All replicas have the same tensors, so that rank 0's comparison speaks for all.
+    opened = world.broadcast_json({"problems": [asdict(problem) for problem in problems], "failure": failure})
+    _raise_problems(opened["problems"])
+    if not opened["failure"] and pass_along(state, world, fill=fill):
+        return []
+    return [f"rank 0: {world.broadcast_json(failure)}"]
+
+
+def _open(search: Search, choice: _Choice, state: Mapping[str, torch.Tensor]) -> tuple[Table, list[Problem]]:
+    """The chosen checkpoint's table, and what keeps it from filling ``state``. Raises InvalidCheckpointError or OSError."""
+    manifest = search.library.read_manifest(choice.checkpoint, patient=True)
+    if manifest.checksum != choice.checksum:
+        raise InvalidCheckpointError("the manifest is not the one that rank 0 validated")
+    table = open_table(search.library, choice.checkpoint, manifest, prefix=search.prefix)
+    problems = compare_tensors(table, state, where=search.library.locate(choice.checkpoint))
+    if not problems:
+        _report_conversions(table, state)
+    return table, problems
+
+
+def _read(search: Search, choice: _Choice, table: Table, state: Mapping[str, torch.Tensor]) -> None:
+    """Raises InvalidCheckpointError; OSError or VolumeError where the volume cannot be read."""
+    retry(
+        lambda: read_state(search.library, choice.checkpoint, table, state),
+        where=search.library.locate(choice.checkpoint),
+        what="the checkpoint cannot be read",
+    )
 
 
 def _choose(search: Search, tried: list[Rejected]) -> _Choice:
@@ -210,7 +300,10 @@ def _search(search: Search, tried: list[Rejected]) -> _Choice:
         if problems:
             return _refuse(problems)
         passed = [asdict(_set_aside(search, *rejection)) for rejection in damaged]
-        return _Choice(candidate.name, manifest.version.step, manifest.checksum, passed)
+        version = manifest.version
+        return _Choice(
+            candidate.name, version.step, version.generation, manifest.checksum, manifest.extra, passed
+        )
     if unread := [error for _, error in damaged if isinstance(error, OSError | VolumeError)]:
         # They may be whole: to call them lost would be to begin anew.
         raise unread[0]
@@ -234,7 +327,7 @@ def _search(search: Search, tried: list[Rejected]) -> _Choice:
 def _validate(search: Search, name: str) -> Manifest:
     """Raises InvalidCheckpointError, UnknownFormatError; OSError or VolumeError where the volume cannot be read."""
     return retry(
-        lambda: search.library.validate(name, checksums=search.checksums),
+        lambda: search.library.validate(name, checksums=search.checksums, meter=search.meter),
         where=search.library.locate(name),
         what="the checkpoint cannot be read",
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from evergrad_trainer.checkpoint.faults import FaultPoints
+from evergrad_trainer.checkpoint.files import Meter
 from evergrad_trainer.checkpoint.layout import Version
 from evergrad_trainer.checkpoint.manifest import FileEntry, Manifest
 
@@ -81,8 +82,11 @@ class Library(Protocol):
     def set_aside(self) -> list[str]:
         """Names in quarantine."""
 
-    def validate(self, name: str, *, checksums: bool) -> Manifest:
-        """Check that every file is there with its size (and its hash). Raises InvalidCheckpointError or UnknownFormatError."""
+    def validate(self, name: str, *, checksums: bool, meter: Meter | None = None) -> Manifest:
+        """Check that every file is there with its size (and its hash). Raises InvalidCheckpointError or UnknownFormatError.
+
+        ``meter`` counts what has been read.
+        """
 
     def read_manifest(self, name: str, *, patient: bool = False) -> Manifest:
         """The manifest alone. Raises InvalidCheckpointError or UnknownFormatError.

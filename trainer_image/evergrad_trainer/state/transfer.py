@@ -1,10 +1,10 @@
-"""Brings every member of a new world to the newest finished step, from the members that hold it.
+"""Brings every member of a new world to one state: from members that hold the newest step, or from the one that reads it.
 
-Sources are the ranks with the newest step; straggler number i is fed by source i modulo their number, point to point. A source
-only reads its state: if it dies while feeding, the other sources still hold theirs.
+Sources of a feeding are the ranks with the newest step; straggler number i is fed by source i modulo their number, point to
+point. A source only reads its state: if it dies while feeding, the other sources still hold theirs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,32 +35,68 @@ def plan_feeding(steps: Sequence[int]) -> tuple[Feeding, ...]:
 def feed(state: Mapping[str, torch.Tensor], feeding: Feeding, world: World) -> None:
     """Take part in one feeding, as source or as straggler. Raises PeerLostError; a straggler then holds half a state."""
     is_source = world.rank == feeding.source
-    for chunk in _chunks(state):
-        flat = torch.cat([tensor.flatten() for tensor in chunk]) if is_source else _buffer(chunk)
+    for piece in _pieces(state):
         if is_source:
-            world.send(flat, to=feeding.straggler)
+            world.send(_flatten(piece), to=feeding.straggler)
         else:
-            world.receive(flat, source=feeding.source)
-            for tensor, part in zip(chunk, flat.split([tensor.numel() for tensor in chunk]), strict=True):
-                tensor.copy_(part.view_as(tensor))
+            _receive(piece, world, source=feeding.source)
 
 
-def _chunks(state: Mapping[str, torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def pass_along(
+    state: Mapping[str, torch.Tensor], world: World, *, fill: Callable[[Mapping[str, torch.Tensor]], bool]
+) -> bool:
+    """Fill ``state`` on rank 0 piece by piece, and give each piece from rank to rank; whether all of it has arrived.
+
+    All ranks call this. ``fill`` is called on rank 0 only, with a part of ``state``; where it returns False, all ranks return
+    False and hold a part of the state. A chain, because each rank then sends the state once, whatever their number is, and
+    all links work at the same time on pieces that follow each other. Nobody waits longer for its neighbour than reading one
+    piece takes, so that the timeout of a wait says nothing about the size of a state. Raises PeerLostError.
+    """
+    for piece in _pieces(state):
+        is_filled = fill(piece) if world.is_main else True
+        # Ahead of each piece: whether there is one. A volume that fails is known down the chain, in order.
+        word = torch.tensor([int(is_filled)], device=world.device)
+        if not world.is_main:
+            world.receive(word, source=world.rank - 1)
+        is_last = world.rank == world.size - 1
+        if not is_last:
+            world.send(word, to=world.rank + 1)
+        if not int(word):
+            return False
+        if not world.is_main:
+            _receive(piece, world, source=world.rank - 1)
+        if not is_last:
+            world.send(_flatten(piece), to=world.rank + 1)
+    # A rank may have gone with a piece still on its way.
+    world.confirm()
+    return True
+
+
+def _pieces(state: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
     """The tensors in the order of their names, which is the same everywhere, in pieces of one type and about equal size."""
-    chunk: list[torch.Tensor] = []
-    size = 0
+    piece: dict[str, torch.Tensor] = {}
+    dtype, size = None, 0
     for name in sorted(state):
         tensor = state[name]
         item = tensor.numel() * tensor.element_size()
-        if chunk and (tensor.dtype != chunk[0].dtype or size + item > _CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(tensor)
+        if piece and (tensor.dtype != dtype or size + item > _CHUNK_BYTES):
+            yield piece
+            piece, size = {}, 0
+        piece[name], dtype = tensor, tensor.dtype
         size += item
-    if chunk:
-        yield chunk
+    if piece:
+        yield piece
 
 
-def _buffer(chunk: Sequence[torch.Tensor]) -> torch.Tensor:
-    first = chunk[0]
-    return torch.empty(sum(tensor.numel() for tensor in chunk), dtype=first.dtype, device=first.device)
+def _flatten(piece: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for tensor in piece.values()])
+
+
+def _receive(piece: Mapping[str, torch.Tensor], world: World, *, source: int) -> None:
+    """Fill the tensors of ``piece`` with what ``source`` sends."""
+    sizes = [tensor.numel() for tensor in piece.values()]
+    first = next(iter(piece.values()))
+    flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    world.receive(flat, source=source)
+    for tensor, part in zip(piece.values(), flat.split(sizes), strict=True):
+        tensor.copy_(part.view_as(tensor))
