@@ -16,7 +16,7 @@ from evergrad_manifest.identity import RECIPE_SECTIONS
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.reading.view import without_nulls
-from evergrad_manifest.validation import manifest_of
+from evergrad_manifest.validation import FIXED, manifest_of
 from evergrad_operator.errors import SpecError
 from evergrad_operator.names import Key
 from evergrad_operator.raw import get_int, get_map, get_text
@@ -24,7 +24,8 @@ from evergrad_operator.recipe import hash_recipe
 from evergrad_operator.times import parse_time
 
 _FIXED: Final = (
-    *("spec.script", "spec.image", "spec.workersPerNode", "spec.storage"),
+    "spec.script",
+    *(f"spec.{field}" for field in FIXED),
     *(f"spec.training.{section}" for section in RECIPE_SECTIONS),
 )
 """Where nothing changes any more once a run has begun."""

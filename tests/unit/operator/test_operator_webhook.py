@@ -79,8 +79,10 @@ def test_a_name_that_the_api_server_has_yet_to_make_is_no_problem() -> None:
 
 def test_a_recipe_does_not_change_once_the_run_has_begun() -> None:
     old = make_object(status={"phase": "Running", "recipeHash": "a" * 64})
-    new = make_object(training={**TRAINING, "horizon": {"steps": 7}})
-    assert [problem.path for problem in find_problems(new, old)] == ["spec.training.horizon.steps"]
+    new = make_object(training={**TRAINING, "batching": {"globalBatchSize": 2048, "microBatchSize": 1}})
+    assert [problem.path for problem in find_problems(new, old)] == ["spec.training.batching.globalBatchSize"]
+    longer = make_object(training={**TRAINING, "horizon": {"steps": 2000}})
+    assert find_problems(longer, old) == ()
 
 
 def test_a_run_that_was_refused_may_be_corrected_as_a_whole_and_hears_all_that_is_left() -> None:
