@@ -632,7 +632,7 @@ def test_checkpoints_that_cannot_be_read_are_not_called_lost(
     monkeypatch.setattr("evergrad_trainer.volume.time.sleep", lambda seconds: None)
     library = solo.manager._store.library
 
-    def fail(name: str, *, checksums: bool) -> Manifest:
+    def fail(name: str, **options: object) -> Manifest:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(library, "validate", fail)
