@@ -36,7 +36,7 @@ from evergrad_coordinator.protocol import (
     Up,
     Welcome,
 )
-from evergrad_trainer.torchrun import agent_link, rendezvous
+from evergrad_trainer.torchrun import agent_loop, rendezvous
 from evergrad_trainer.torchrun.agent_workers import SeenEnd, WorkerWatch, build_broken, classify, read_message
 from evergrad_trainer.torchrun.rendezvous import (
     EvergradRendezvousHandler,
@@ -148,8 +148,8 @@ def parameters(**config: Any) -> RendezvousParameters:
 def handler(monkeypatch: pytest.MonkeyPatch) -> Iterator[EvergradRendezvousHandler]:
     for name in ("EVERGRAD_GENERATION", "EVERGRAD_BOARD", "TORCH_ELASTIC_WORKER_IDENTICAL"):
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(agent_link, "CoordinatorClient", FakeClient)
-    monkeypatch.setattr(agent_link.Heartbeat, "start", lambda self: None)
+    monkeypatch.setattr(agent_loop, "CoordinatorClient", FakeClient)
+    monkeypatch.setattr(agent_loop.Heartbeat, "start", lambda self: None)
     before = signal.set_wakeup_fd(-1)
     one = EvergradRendezvousHandler(parse_settings(parameters(), {}))
     yield one
@@ -456,7 +456,7 @@ def test_workers_that_stop_in_order_are_given_the_time_for_it(handler: EvergradR
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(os.path.join(os.environ["EVERGRAD_BOARD"], "socket"))
         worker.sendall(b'{"type": "guard", "generation": 7}\n')
-        until(lambda: handler._link.board.has_guard(7), "the guard")
+        until(lambda: handler._link.loop.board.has_guard(7), "the guard")
         FakeClient.newest.say(plan(8, hard=False))
         assert handler.num_nodes_waiting() == 0
         FakeClient.newest.say(plan(9, hard=True))
@@ -492,7 +492,7 @@ def test_the_last_progress_is_said_before_the_vote_that_may_end_the_run(
 ) -> None:
     client = FakeClient.newest
     store = join(handler).store
-    client.call(handler._link._take_report, {"step": 9, "rank": 0, "generation": 7})
+    client.call(handler._link.loop.members.take_report, {"step": 9, "rank": 0, "generation": 7})
     store.add("barrier", 1)
     client.heard(Done)
     kinds = [type(message) for message in client.sent]
@@ -515,7 +515,7 @@ def test_workers_that_ended_well_only_because_they_were_told_to_stop_are_not_don
     with socket.socket(socket.AF_UNIX) as worker:
         worker.connect(os.path.join(os.environ["EVERGRAD_BOARD"], "socket"))
         worker.sendall(b'{"type": "stopping", "generation": 7}\n')
-        until(lambda: handler._link.board.has_stopped(7), "the word of the worker")
+        until(lambda: handler._link.loop.board.has_stopped(7), "the word of the worker")
     with pytest.raises(SystemExit) as caught:
         store.add("barrier", 1)
     assert caught.value.code == 75
@@ -527,8 +527,8 @@ def test_a_signal_is_reported_at_once_and_the_node_leaves_in_order(
 ) -> None:
     client = FakeClient.newest
     join(handler)
-    os.write(handler._link.wakeup_write, bytes([signal.SIGCHLD]))
-    os.write(handler._link.wakeup_write, bytes([signal.SIGTERM, signal.SIGTERM]))
+    os.write(handler._link.loop.wakeup_write, bytes([signal.SIGCHLD]))
+    os.write(handler._link.loop.wakeup_write, bytes([signal.SIGTERM, signal.SIGTERM]))
     assert client.heard(Leaving) == [Leaving()]
     assert client.hello().workers == 0
     client.say(plan(8, hard=False, is_member=False))
@@ -560,7 +560,7 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
 ) -> None:
     client = FakeClient.newest
     join(handler)
-    take = handler._link._take_report
+    take = handler._link.loop.members.take_report
     client.call(
         take, {"step": 3, "rank": 0, "generation": 7, "total_steps": 9, "loss": 1, "tokens_per_second": 2.5}
     )
@@ -575,17 +575,19 @@ def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
     assert (first.total_steps, first.loss, first.tokens_per_second, first.checkpoint_step) == (9, 1.0, 2.5, 4)
     assert first.eta_seconds is not None
     until(lambda: client.heard(Progress)[-1].step == 5, "the newest step")
-    assert handler._link._reports.step == 5
+    assert handler._link.loop.members.reports.step == 5
 
 
 def test_only_the_own_generation_is_asked_for_commits(handler: EvergradRendezvousHandler) -> None:
     join(handler)
     link = handler._link
-    assert link._loop is not None
+    assert link.loop._loop is not None
 
     def ask(generation: int) -> bool:
-        assert link._loop is not None
-        return asyncio.run_coroutine_threadsafe(link._may_commit(generation), link._loop).result(SECONDS)
+        assert link.loop._loop is not None
+        return asyncio.run_coroutine_threadsafe(link.loop._may_commit(generation), link.loop._loop).result(
+            SECONDS
+        )
 
     assert ask(7)
     assert not ask(6)

@@ -17,14 +17,13 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_manifest.reading.loader import LoadedManifest
-from evergrad_manifest.script_files import script_problems
 from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
 from evergrad_trainer.machine import Machine
 from evergrad_trainer.node.failures import write_termination_message
-from evergrad_trainer.resume import Standing, inspect_directory, resolved_script_record
+from evergrad_trainer.resume import Standing, inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -182,26 +181,15 @@ def _prepare_typed(
 def _prepare_script(
     args: argparse.Namespace, loaded: LoadedManifest, settings: "NodeSettings", num_workers: int
 ) -> Callable[[], int]:
+    from evergrad_trainer.cli.script_runs import prepare_script
     from evergrad_trainer.node.run import run_script_node, with_grace_of
-    from evergrad_trainer.node.scripts import preload
 
-    script, base, directory = loaded.run.script, loaded.base_directory, RunDirectory(settings.run_directory)
-    raise_if(script_problems(script, base_directory=base), ConfigurationError)
-    # Each node writes the same, so the directory tells whose it is whoever comes first, and that all is done whoever goes last.
-    directory.write_resolved(
-        resolved_script_record(loaded.run, base_directory=os.path.relpath(base, directory.path))
+    script, base = loaded.run.script, loaded.base_directory
+    own = with_grace_of(script, settings) if args.grace is None else settings
+    directory = RunDirectory(settings.run_directory)
+    return prepare_script(
+        loaded, directory, lambda: run_script_node(script, base, own, num_workers=num_workers)
     )
-    preload(script, base)
-    if args.grace is None:
-        settings = with_grace_of(script, settings)
-
-    def serve() -> int:
-        code = run_script_node(script, base, settings, num_workers=num_workers)
-        if code == ExitCode.DONE:
-            directory.mark_complete({"run": loaded.run.metadata.name, "time": time.time()})
-        return code
-
-    return serve
 
 
 def _settings(args: argparse.Namespace) -> "NodeSettings":
@@ -249,12 +237,11 @@ def _settings(args: argparse.Namespace) -> "NodeSettings":
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine that leads to the coordinator. Nothing is sent. Raises ConfigurationError."""
+    """The address of this machine that leads to the coordinator. Raises ConfigurationError."""
+    from evergrad_trainer.worker.sockets import address_towards
+
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+        return address_towards(host, port)
     except OSError as error:
         why = f"{error.strerror or error}".lower()
         raise ConfigurationError(

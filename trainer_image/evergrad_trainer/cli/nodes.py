@@ -2,20 +2,17 @@
 
 import argparse
 import dataclasses
-import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from evergrad_coordinator.contract import ExitCode, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.errors import ConfigurationError, raise_if
 from evergrad_manifest.reading.loader import LoadedManifest
-from evergrad_manifest.script_files import script_problems
 from evergrad_trainer.checkpoint.generations import newest_generation
 from evergrad_trainer.cli.run_arguments import machine_and_workers, run_directory_of
+from evergrad_trainer.cli.script_runs import prepare_script
 from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
 from evergrad_trainer.node.fingerprint import fingerprint
 from evergrad_trainer.node.local import CoordinatorSettings, LocalCoordinator, LocalNodes, run_local
@@ -27,10 +24,9 @@ from evergrad_trainer.node.run import (
     started_later,
     with_grace_of,
 )
-from evergrad_trainer.node.scripts import preload
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.provenance.record import record_process
-from evergrad_trainer.resume import inspect_directory, resolved_script_record
+from evergrad_trainer.resume import inspect_directory
 from evergrad_trainer.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -72,37 +68,30 @@ def run_nodes(
 
 def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
     """Run a script on ``args.nodes`` (default 1) nodes of this machine; returns the exit code."""
-    run, base = loaded.run, loaded.base_directory
-    raise_if(script_problems(run.script, base_directory=base), ConfigurationError)
+    run, base, num_nodes = loaded.run, loaded.base_directory, args.nodes or 1
     directory = RunDirectory(run_directory_of(args, run))
     standing = inspect_directory(directory, run, extend=False)
     if standing.state == "complete":
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return int(ExitCode.DONE)
     _, num_workers = machine_and_workers(args, run, forks_above=0)
-    directory.create()
-    directory.write_resolved(
-        resolved_script_record(run, base_directory=os.path.relpath(base, directory.path))
-    )
-    record_process(
-        directory, run=run, command=tuple(sys.argv), world_size=num_workers * (args.nodes or 1), generation=0
-    )
     prepare_process()
-    preload(run.script, base)
-    num_nodes = args.nodes or 1
-    coordinator = LocalCoordinator(
-        coordinator_settings(run, directory.path, num_nodes=num_nodes, recovery="fresh")
-    )
 
-    def be_node(index: int) -> int:
-        settings = _node_settings(run, base, directory.path, coordinator, index, recovery="fresh")
-        return run_script_node(run.script, base, with_grace_of(run.script, settings), num_workers=num_workers)
+    def serve() -> int:
+        world_size = num_workers * num_nodes
+        record_process(directory, run=run, command=tuple(sys.argv), world_size=world_size, generation=0)
+        coordinator = LocalCoordinator(
+            coordinator_settings(run, directory.path, num_nodes=num_nodes, recovery="fresh")
+        )
 
-    grace_seconds = max(LocalNodes.grace_seconds, float(run.script.grace_period_seconds))
-    code = run_local(coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds))
-    if code == ExitCode.DONE:
-        directory.mark_complete({"run": run.metadata.name, "time": time.time()})
-    return code
+        def be_node(index: int) -> int:
+            own = _node_settings(run, base, directory.path, coordinator, index, recovery="fresh")
+            return run_script_node(run.script, base, with_grace_of(run.script, own), num_workers=num_workers)
+
+        grace_seconds = max(LocalNodes.grace_seconds, float(run.script.grace_period_seconds))
+        return run_local(coordinator, LocalNodes(be_node, num_nodes, grace_seconds=grace_seconds))
+
+    return prepare_script(loaded, directory, serve)()
 
 
 def coordinator_settings(

@@ -7,6 +7,7 @@ collects it. Elsewhere nothing is known of a worker's end, and the failure is st
 import asyncio
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +23,11 @@ from evergrad_trainer.worker.lost_peers import is_lost_peer
 _FIND_SECONDS = 20.0
 _FIND_EVERY_SECONDS = 0.02
 _TAIL_BYTES = 16 * 1024
+
+
+def say(text: str) -> None:
+    """Tell whoever looks at the agent's output."""
+    print(f"evergrad: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from torch.distributed.elastic.rendezvous import (
 
 if TYPE_CHECKING:
     from evergrad_coordinator.protocol import Go
-    from evergrad_trainer.torchrun.agent_link import AgentLink, NodeSettings
+    from evergrad_trainer.torchrun.agent_link import AgentLink
+    from evergrad_trainer.torchrun.agent_state import NodeSettings
 
 BACKEND = "evergrad"
 _DEFAULT_LEASE_SECONDS = 10.0
@@ -64,7 +65,7 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
     """torchrun's arguments and our variables as settings. Raises ValueError that names every problem, one a line."""
     from importlib.metadata import version
 
-    from evergrad_trainer.torchrun.agent_link import NodeSettings
+    from evergrad_trainer.torchrun.agent_state import NodeSettings
 
     given = {str(key): value for key, value in parameters.config.items()}
     unknown = sorted(set(given) - {*_OWN_KEYS, *_TORCH_KEYS})
@@ -126,11 +127,11 @@ class EvergradRendezvousHandler(RendezvousHandler):
         self._link: AgentLink = AgentLink(settings, directory=self._directory)
         # All nodes start the same number of workers, so ranks need no exchange over a store of the agents.
         os.environ["TORCH_ELASTIC_WORKER_IDENTICAL"] = "1"
-        os.environ.update(self._link.board.environment)
-        self._link.start()
+        os.environ.update(self._link.loop.board.environment)
+        self._link.loop.start()
         if threading.current_thread() is threading.main_thread():
             # Told by C's handler, so that the coordinator knows before the agent has begun to tear down.
-            signal.set_wakeup_fd(self._link.wakeup_write, warn_on_full_buffer=False)
+            signal.set_wakeup_fd(self._link.loop.wakeup_write, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=self._forget_in_child)
         # An agent that ends by a signal does not call shutdown.
         atexit.register(self._depart)
@@ -147,7 +148,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
         return self._settings.run
 
     def is_closed(self) -> bool:
-        return self._link.end is not None
+        return self._link.state.end is not None
 
     def set_closed(self) -> None:
         """Nothing: only the coordinator ends a run."""
@@ -163,26 +164,26 @@ class EvergradRendezvousHandler(RendezvousHandler):
         RendezvousTimeoutError when nobody has answered at the coordinator's address for as long as torch lets a join take.
         A spare, which the coordinator knows of, may wait for ever.
         """
-        link = self._link
+        link, state = self._link, self._link.state
         self._store = None
         link.leave_group()
         silence = _Silence(self._settings, now=time.monotonic())
-        with link.changed:
+        with state.changed:
             answered = 0
             while True:
-                if link.end is not None:
-                    raise SystemExit(link.end.exit_code)
-                if link.go is not None and link.go.generation >= link.newest and self._store is not None:
-                    go = link.go
+                if state.end is not None:
+                    raise SystemExit(state.end.exit_code)
+                if state.go is not None and state.go.generation >= state.newest and self._store is not None:
+                    go = state.go
                     break
-                if link.plan is not None and link.plan.generation > answered:
+                if state.plan is not None and state.plan.generation > answered:
                     # A fresh store for each plan: whoever still knows an older one cannot reach it.
-                    answered = link.plan.generation
-                    self._store = self._open_store() if link.plan.is_member else None
-                    link.answer(link.plan, port=self._store.port if self._store is not None else 0)
+                    answered = state.plan.generation
+                    self._store = self._open_store() if state.plan.is_member else None
+                    link.answer(state.plan, port=self._store.port if self._store is not None else 0)
                     continue
-                link.changed.wait(_WAIT_SECONDS)
-                silence.check(link.seconds_since_contact(), now=time.monotonic())
+                state.changed.wait(_WAIT_SECONDS)
+                silence.check(link.loop.seconds_since_contact(), now=time.monotonic())
             link.take_place(go)
         os.environ["EVERGRAD_GENERATION"] = str(go.generation)
         return self._build_info(go)
@@ -194,7 +195,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
         return True
 
     def _open_store(self) -> TCPStore:
-        return TCPStore(self._link.find_address(), 0, is_master=True, wait_for_workers=False)
+        return TCPStore(self._link.loop.find_address(), 0, is_master=True, wait_for_workers=False)
 
     def _build_info(self, go: "Go") -> RendezvousInfo:
         bootstrap = RendezvousStoreInfo(go.address, go.port)
@@ -207,7 +208,7 @@ class EvergradRendezvousHandler(RendezvousHandler):
             signal.set_wakeup_fd(-1)
         # Not closed but replaced: objects copied by the fork close their numbers at some later time.
         null = os.open(os.devnull, os.O_RDWR)
-        for descriptor in self._link.inherited_descriptors():
+        for descriptor in self._link.loop.inherited_descriptors():
             os.dup2(null, descriptor)
         os.close(null)
 
@@ -257,11 +258,11 @@ class _ExitBarrierStore(HashStore):
         return 0
 
     def wait(self, *_: object) -> None:
-        with self._link.changed:
-            while self._link.end is None:
-                self._link.changed.wait(_WAIT_SECONDS)
-            if self._link.end.exit_code != 0:
-                raise SystemExit(self._link.end.exit_code)
+        with self._link.state.changed:
+            while self._link.state.end is None:
+                self._link.state.changed.wait(_WAIT_SECONDS)
+            if self._link.state.end.exit_code != 0:
+                raise SystemExit(self._link.state.end.exit_code)
 
 
 def _parse_positive(value: object) -> float | None:

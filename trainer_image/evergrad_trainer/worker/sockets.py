@@ -37,3 +37,11 @@ def _duplicate(number: int) -> socket.socket:
     if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
         raise OSError(f"descriptor {number} is not a socket")
     return socket.socket(fileno=os.dup(number))
+
+
+def address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to ``host``: asks the routing table, sends nothing. Raises OSError."""
+    family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])

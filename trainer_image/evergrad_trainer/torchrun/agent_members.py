@@ -1,0 +1,80 @@
+"""The agent's own workers as the coordinator hears of them: their reports, and the end of the first that fails."""
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from evergrad_coordinator.protocol import Had, Message
+from evergrad_trainer.torchrun.agent_reports import WorkerReports
+from evergrad_trainer.torchrun.agent_state import AgentState
+from evergrad_trainer.torchrun.agent_workers import SeenEnd, WorkerWatch, build_broken, say
+
+
+class AgentMembers:
+    """Runs on the conversation's thread, except ``send_broken``, which both threads call with ``state.changed`` held."""
+
+    def __init__(
+        self,
+        state: AgentState,
+        *,
+        say_now: Callable[[list[Message]], None],
+        send: Callable[[Message], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        """``say_now`` sends at once, ``send`` from any thread. ``on_change``: the board has to be written anew."""
+        self.state = state
+        self.reports = WorkerReports()
+        self.watch: WorkerWatch | None = None
+        self._finding: asyncio.Task[None] | None = None
+        """Keeps the search for workers from being collected."""
+        self._say_now = say_now
+        self._send = send
+        self._on_change = on_change
+
+    def begin_watch(self, port: int) -> None:
+        if self.watch is not None:
+            self.watch.close()
+        self.watch = WorkerWatch(port=port, on_end=self._take_worker_end)
+        self._finding = asyncio.create_task(self.watch.find())
+        self._finding.add_done_callback(self._note_end_of_search)
+        self._on_change()
+
+    def _note_end_of_search(self, task: asyncio.Task[None]) -> None:
+        """An error in it would be logged nowhere, and the ends of workers would go unseen."""
+        if not task.cancelled() and task.exception() is not None:
+            say(
+                f"the agent's workers cannot be watched, so that their ends are told without a cause: {task.exception()!r}"
+            )
+
+    def _take_worker_end(self, end: SeenEnd) -> None:
+        if end.exit_code == 0:
+            return
+        with self.state.changed:
+            place = self.state.place
+            self.state.first_end = self.state.first_end or end
+            self.state.changed.notify_all()
+            if (
+                place is not None
+                and self.state.newest <= place.generation
+                and not self.state.is_stopping_workers
+                and end.exit_code is not None
+            ):
+                self.send_broken(place)
+
+    def take_report(self, report: dict[str, object]) -> None:
+        with self.state.changed:
+            self._say_now(self.reports.take(report, now=time.monotonic()))
+
+    def flush_report(self) -> None:
+        with self.state.changed:
+            self._say_now(self.reports.flush(now=time.monotonic()))
+
+    def send_broken(self, place: Had) -> None:
+        if self.state.broken_generation < place.generation and not self.state.is_leaving:
+            self.state.broken_generation = place.generation
+            end, step = self.state.first_end, self.reports.step
+            self._send(
+                build_broken(
+                    place.generation, end=end, world_size=place.world_size, step=step, now=time.monotonic()
+                )
+            )
