@@ -21,7 +21,7 @@ export TORCH_WHEELS
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
+.PHONY: help install run test test-e2e test-long test-torch-matrix verify chaos lint format generate generated bench gpu-check bench-recovery bench-cluster bench-cluster-pods numbers images chart-lint cluster cluster-down lock clean distclean
 
 stage = @printf '\n== %s  %s\n' "$$(date +%T)" "$(1)"
 
@@ -29,7 +29,7 @@ help: ## list the targets
 	@printf 'make TARGET, where TARGET is one of\n\n'
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)$$/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 	@printf '\nVariables: PYTHON (the interpreter .venv is made from), TORCH_WHEELS (a folder with a CPU build of torch),\n'
-	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
+	@printf '           PYTEST (arguments for make test), JOBS (test files at a time), E2E (more for make test-e2e), RUN (for make run), TORCH (for make test-torch-matrix), GPU (for make gpu-check), BENCH (for make bench, bench-recovery, bench-cluster and bench-cluster-pods), UPGRADE=1 (make lock: newer releases too)\n'
 
 install: $(INSTALLED) ## make .venv: the locked packages and the five of this repository, editable
 
@@ -120,6 +120,9 @@ verify: generated lint chart-lint test ## all that CI checks: generated files, l
 
 bench: $(INSTALLED) ## measure against a hand-written loop and transformers' Trainer, into benchmarks/results/
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py $(BENCH)
+
+gpu-check: $(INSTALLED) ## check and measure on this machine's accelerator, into benchmarks/results/gpu.md; exits with 69 where there is none
+	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/gpu_check.py $(GPU)
 
 bench-recovery: $(INSTALLED) ## measure recovery beside stock torchrun, and the cost of being elastic
 	PYTHONPATH=$(CURDIR)/benchmarks $(BIN)/python benchmarks/run.py recovery $(BENCH)

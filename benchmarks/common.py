@@ -45,11 +45,22 @@ def print_rows(rows: list[Row]) -> None:
         )
 
 
+_SHAPES = {
+    "10M": (320, 864, 8, 5),
+    "50M": (640, 1728, 10, 10),
+    "124M": (768, 2048, 12, 12),
+    "1B": (2048, 5632, 20, 16),
+}
+"""Width, inner width, layers and heads."""
+_VOCABULARY = {"124M": 32_768, "1B": 32_768}
+"""The small ones know the bytes and no more."""
+
+
 def model_config(parameters: str = "10M") -> dict[str, Any]:
-    """A Llama of about 10M or 50M parameters over bytes."""
-    shape = {"10M": (320, 864, 8, 5), "50M": (640, 1728, 10, 10)}[parameters]
+    """A Llama of about that many parameters."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    return {"model_type": "llama", **dict(zip(names, shape, strict=True))}
+    vocabulary = {"vocab_size": _VOCABULARY[parameters]} if parameters in _VOCABULARY else {}
+    return {"model_type": "llama", **dict(zip(names, _SHAPES[parameters], strict=True)), **vocabulary}
 
 
 SMALL = (2, 64)

@@ -1,5 +1,4 @@
-"""Tokens a second of a 10M-parameter Llama: Evergrad against a hand-written torch loop and transformers'
-Trainer.
+"""Tokens a second of a Llama: Evergrad against a hand-written torch loop and transformers' Trainer.
 
 All three train the same model on the same batches in one process, taking turns of a few steps, so that
 whatever else the machine does hits them alike. Turns are taken inside a Trainer callback; what is timed for
@@ -32,9 +31,9 @@ STEPS_A_TURN = 1
 SLOTS = 2
 
 
-def evergrad_turn(opened: Opened, training: Training) -> Callable[[], None]:
+def evergrad_turn(opened: Opened, training: Training, *, device: str = "cpu") -> Callable[[], None]:
     """Evergrad's own step, as ``evergrad run`` builds it."""
-    world = World(generation=1, rank=0, size=1, device=torch.device("cpu"))
+    world = World(generation=1, rank=0, size=1, device=torch.device(device))
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     machinery = build_machinery(training, opened, plan, world, with_weights=True)
     stepper = build_stepper(training, machinery, opened.data.train, total_steps=100_000)
@@ -47,11 +46,14 @@ def evergrad_turn(opened: Opened, training: Training) -> Callable[[], None]:
     return turn
 
 
-def hand_turn(stream: TrainingStream, training: Training, *, compiled: bool) -> Callable[[], None]:
+def hand_turn(
+    stream: TrainingStream, training: Training, *, compiled: bool, device: str = "cpu"
+) -> Callable[[], None]:
     """What a careful person writes: autocast, fused AdamW, gradients set to none, clipping, one loss read a
     step."""
     plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
     model = build_model(plan, seed=0, precision="fp32")
+    model.to(device)  # type: ignore[arg-type]
     is_bf16 = training.runtime.precision == "bf16-autocast"
 
     def mean_loss(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -70,8 +72,9 @@ def hand_turn(stream: TrainingStream, training: Training, *, compiled: bool) -> 
             total = 0.0
             for slot in range(SLOTS):
                 batch = stream.slot(step, slot)
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_bf16):
-                    loss = loss_of(batch.tensors["input_ids"], batch.tensors["labels"]) / SLOTS
+                input_ids, labels = (batch.tensors[name].to(device) for name in ("input_ids", "labels"))
+                with torch.autocast(device, dtype=torch.bfloat16, enabled=is_bf16):
+                    loss = loss_of(input_ids, labels) / SLOTS
                 loss.backward()
                 total += loss.item()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -96,22 +99,42 @@ class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": row, "labels": row}
 
 
-def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False) -> list[Row]:
-    """Median tokens/s of each, and Evergrad's ratio to the others (median over turns)."""
+def _clock(device: str) -> float:
+    """Seconds, once ``device`` has done what was asked of it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure(
+    *,
+    rounds: int = 10,
+    precision: str = "fp32",
+    compiled: bool = False,
+    parameters: str = "10M",
+    shape: tuple[int, int] | None = None,
+    device: str = "cpu",
+) -> list[Row]:
+    """Median tokens/s of each, and Evergrad's ratio to the others (median over turns).
+
+    ``shape``: samples, and tokens each, of a step.
+    """
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    set_threads(2)
+    if device == "cpu":
+        set_threads(2)
     warnings.simplefilter("ignore")
     training = build_training(
         precision=precision,
         compile_mode="on" if compiled else "off",
-        shape=(8, 256) if precision == "fp32" else SMALL,
+        parameters=parameters,
+        shape=shape or ((8, 256) if precision == "fp32" else SMALL),
     )
     with tempfile.TemporaryDirectory() as folder:
         opened = make_prepared_data(training, Path(folder))
         turns = {
-            "evergrad": evergrad_turn(opened, training),
-            "hand loop": hand_turn(opened.data.train, training, compiled=compiled),
+            "evergrad": evergrad_turn(opened, training, device=device),
+            "hand loop": hand_turn(opened.data.train, training, compiled=compiled, device=device),
         }
         seconds: dict[str, list[float]] = {"evergrad": [], "hand loop": [], "Trainer": []}
 
@@ -123,12 +146,12 @@ def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 if state.global_step % STEPS_A_TURN:
                     return
-                now = time.perf_counter()
+                now = _clock(device)
                 seconds["Trainer"].append(now - self.begun)
                 for name, turn in turns.items():
-                    before = time.perf_counter()
+                    before = _clock(device)
                     turn()
-                    seconds[name].append(time.perf_counter() - before)
+                    seconds[name].append(_clock(device) - before)
                 self.begun = time.perf_counter()
 
         plan = plan_model(training.model, base_directory=Path(), vocab_size=257)
@@ -141,7 +164,7 @@ def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False
             weight_decay=0.1,
             optim="adamw_torch_fused",
             bf16=precision != "fp32",
-            use_cpu=True,
+            use_cpu=device == "cpu",
             torch_compile=compiled,
             save_strategy="no",
             logging_steps=10,
@@ -156,9 +179,9 @@ def measure(*, rounds: int = 10, precision: str = "fp32", compiled: bool = False
     # The first two turns warm up (and compile).
     kept = {name: values[2:] for name, values in seconds.items()}
     tokens = STEPS_A_TURN * training.batching.global_batch_size * training.data.sequence_length
-    what = f"tokens/s, 10M Llama, {precision}, compile {'on' if compiled else 'off'}"
+    what = f"tokens/s, {parameters} Llama, {device}, {precision}, compile {'on' if compiled else 'off'}"
     rows = [Row(what, name, tokens / statistics.median(values), "tokens/s") for name, values in kept.items()]
-    goals = {"hand loop": 0.98, "Trainer": 1.15 if compiled else 1.0}
+    goals = {"hand loop": 0.98, "Trainer": 1.15 if compiled else 1.03}
     for name, goal in goals.items():
         ratios = [other / own for own, other in zip(kept["evergrad"], kept[name], strict=True)]
         rows.append(Row(what, f"evergrad / {name}", statistics.median(ratios), "ratio", goal=f">= {goal}"))
