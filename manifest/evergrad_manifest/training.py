@@ -254,6 +254,8 @@ class Runtime(Section):
     """Recompute each transformer block in the backward pass: less memory, about a third more time."""
     parallelism: Literal["dataParallel", "fsdp2"] = "dataParallel"
     """Replicate the model and sum gradients, or shard parameters, gradients and optimizer state."""
+    loss_chunk: Count | None = Field(default=None, ge=1, le=2**31)
+    """Tokens whose logits are in memory at a time, such as 1024; default: those of the whole micro-batch."""
     threads: Count | None = Field(default=None, ge=1, le=1024)
     """CPU threads a process; default: cores / processes, and 1 in exact mode."""
     bucket_size: Bytes = Field(default=4 * 2**20, ge=1024, le=2**34)

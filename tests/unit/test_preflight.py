@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -245,6 +246,13 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
 
 def traps(machine: Machine = MACHINE, **changes: Any) -> list[str]:
     return [problem.path for problem in find_traps(training(**changes), None, machine=machine)]
+
+
+def test_a_loss_in_chunks_is_refused_for_a_model_whose_logits_are_more_than_a_linear_layer() -> None:
+    chunked = training(runtime={"lossChunk": 512})
+    for name, paths in {"gemma2": ["spec.training.runtime.lossChunk"], "llama": []}.items():
+        plan: Any = SimpleNamespace(name=name, config=SimpleNamespace(get_text_config=object))
+        assert [problem.path for problem in find_traps(chunked, plan, machine=MACHINE)] == paths
 
 
 def test_a_pretrained_model_is_not_trained_on_bytes_by_default() -> None:

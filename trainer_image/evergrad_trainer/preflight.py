@@ -22,6 +22,7 @@ from evergrad_trainer.models.build import ModelPlan, count_parameters, plan_mode
 from evergrad_trainer.models.determinism import CUBLAS_DETERMINISTIC, CUBLAS_VARIABLE, is_cublas_deterministic
 from evergrad_trainer.models.experts import check_experts
 from evergrad_trainer.models.memory import ModelFacts, checkpoint_bytes, largest_fit, memory_of
+from evergrad_trainer.objectives.linear_cross_entropy import PLAIN_HEADS
 
 Level = Literal["ok", "warning", "error"]
 _SLOWEST_BF16_DECAY = 1 - 2**-8
@@ -255,8 +256,8 @@ def check_memory(
         what = f"{text} ({parts}) and {_gib(available)} are there"
         why = f"the process would be killed; in this plan {largest}"
         remedy = (
-            "Lower batching.microBatchSize, use runtime.activationCheckpointing, parallelism: fsdp2, or a smaller "
-            "model; docs/model-sizes.md has a table"
+            "Lower batching.microBatchSize, use runtime.activationCheckpointing, runtime.lossChunk, parallelism: "
+            "fsdp2, or a smaller model; docs/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
 
@@ -346,6 +347,13 @@ def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) 
         )
     if plan is not None:
         yield from check_experts(plan.config, where=f"{where}.model.{'config' if path is None else 'path'}")
+    if plan is not None and training.runtime.loss_chunk is not None and plan.name not in PLAIN_HEADS:
+        yield Problem(
+            f"{where}.runtime.lossChunk",
+            f"the logits of {plan.name} cannot be made in chunks",
+            "they are known to be more than a linear layer, or not known to be one",
+            f"Leave lossChunk out, or use one of {', '.join(sorted(PLAIN_HEADS))}",
+        )
     slowest = max(training.optimizer.betas)
     if training.runtime.precision == "bf16" and slowest > _SLOWEST_BF16_DECAY:
         yield Problem(

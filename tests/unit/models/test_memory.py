@@ -68,6 +68,11 @@ def test_recomputing_and_narrower_products_keep_less() -> None:
     assert need(LLAMA_8B, training()).activations == plain.activations // 2
 
 
+def test_logits_in_chunks_take_the_memory_of_a_chunk_and_of_the_heads_gradient() -> None:
+    whole, chunked = (need(LLAMA_8B, training(runtime)) for runtime in ({}, {"lossChunk": 512}))
+    assert chunked.logits == whole.logits // 8 + 4 * 128_256 * 4096 < whole.logits
+
+
 def test_what_fits_is_the_widest_model_that_does() -> None:
     for _, runtime, reproducibility, world_size in PLANS:
         plan = training({**runtime, "activationCheckpointing": True}, reproducibility)

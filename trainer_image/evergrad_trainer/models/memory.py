@@ -88,8 +88,12 @@ def memory_of(
         activations = inner + tokens * facts.hidden_size * product * facts.num_layers
     else:
         activations = inner * facts.num_layers
-    # As the products give them, in fp32, and their gradient in fp32.
-    logits = tokens * facts.vocab_size * (product + 8)
+    # As the products give them, in fp32, and their gradient in fp32. In chunks, the head's gradient is summed
+    # in fp32 beside them.
+    chunk = min(tokens, runtime.loss_chunk or tokens)
+    logits = chunk * facts.vocab_size * (product + 8)
+    if runtime.loss_chunk is not None:
+        logits += 4 * facts.vocab_size * facts.hidden_size
     fixed = _ACCELERATOR_CONTEXT if on_accelerator else 0
     return Need(state, gathered, activations, logits, fixed)
 

@@ -1,6 +1,7 @@
 """Next-token prediction: the sum of token losses of one micro-batch."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,26 +10,37 @@ from torch.nn import functional
 
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.models.experts import router_coefficient
+from evergrad_trainer.objectives.linear_cross_entropy import find_head, linear_cross_entropy, without
 
 LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def causal_lm_loss(model: nn.Module) -> LossSum:
+def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> LossSum:
     """A function (input_ids [b, S], labels [b, S], already shifted) → sum of token losses in nats, a float32 scalar.
 
     The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends
     neither on the number of slots nor on who computes them. While training it includes the router loss of a
     mixture of experts, weighted by the configuration's own coefficient; an evaluation is of the tokens alone.
+    ``chunk_tokens``: logits exist for at most so many tokens at a time, see :mod:`.linear_cross_entropy`.
     """
 
     config: Any = getattr(model, "config", None)
     coefficient = 0.0 if config is None else router_coefficient(config)
 
+    head = None if chunk_tokens is None else find_head(model)
+
     def loss_sum(input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        outputs = model(input_ids=input_ids, use_cache=False)
-        loss = functional.cross_entropy(
-            outputs.logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-        )
+        with nullcontext() if head is None else without(head):
+            outputs = model(input_ids=input_ids, use_cache=False)
+        if head is not None and chunk_tokens is not None:
+            loss = linear_cross_entropy(
+                outputs.logits, head.weight, labels, chunk_tokens=chunk_tokens, ignore_index=IGNORE_INDEX
+            )
+        else:
+            logits = outputs.logits.flatten(0, 1).float()
+            loss = functional.cross_entropy(
+                logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+            )
         if coefficient and model.training:
             # A mean over the tokens, made a sum like the other one.
             loss = loss + coefficient * outputs.aux_loss.float() * (labels != IGNORE_INDEX).sum()

@@ -66,7 +66,9 @@ class Pretrain:
 
     def loss(self, modules: Modules, batch: Tensors, stage: Stage) -> Loss:
         """The sum of token losses in nats."""
-        return Loss(causal_lm_loss(modules.trained["model"])(batch[INPUT_IDS], batch[LABELS]))
+        chunk_tokens = self.setup.training.runtime.loss_chunk
+        loss_sum = causal_lm_loss(modules.trained["model"], chunk_tokens=chunk_tokens)
+        return Loss(loss_sum(batch[INPUT_IDS], batch[LABELS]))
 
     def enter(self, modules: Modules, stage: Stage) -> None:
         """Nothing to prepare: there is one stage."""
