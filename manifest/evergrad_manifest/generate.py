@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from evergrad_coordinator.metrics import fill_tables
 from evergrad_manifest.crd.definition import build_definition_text
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.envelope import TrainingRun
@@ -17,6 +18,8 @@ REFERENCE: Final = "docs/reference/configuration.md"
 SCHEMA: Final = "docs/reference/trainingrun.schema.json"
 DEFINITION: Final = "crds/trainingrun.yaml"
 CHARTS_DEFINITION: Final = "charts/evergrad/files/trainingrun.yaml"
+PAGES: Final = ("docs/reference/metrics.md", "docs/reference/run-directory.md")
+"""Pages with tables of the metrics' catalogue."""
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _BOUNDS: Final = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
@@ -119,8 +122,11 @@ def _with_bounds(node: dict[str, Any], bounds: Mapping[str, Any]) -> dict[str, A
     return {**node, **bounds} if node.get("type") in ("integer", "number") else node
 
 
-def build_files() -> Mapping[str, str]:
-    """Path below the root of the repository → the text that belongs there."""
+def build_files(root: Path = _ROOT) -> Mapping[str, str]:
+    """Path below the root of the repository → the text that belongs there.
+
+    Of the pages with tables only these are generated: the text around them is read from ``root``.
+    """
     definition = build_definition_text()
     return {
         REFERENCE: build_reference(),
@@ -128,6 +134,7 @@ def build_files() -> Mapping[str, str]:
         DEFINITION: definition,
         # A chart reads files of its own folder only.
         CHARTS_DEFINITION: definition,
+        **{page: fill_tables((root / page).read_text("utf-8")) for page in PAGES if (root / page).exists()},
     }
 
 
@@ -140,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=_ROOT, help="root of the repository")
     args = parser.parse_args(argv)
     stale = 0
-    for name, text in build_files().items():
+    for name, text in build_files(args.root).items():
         path = args.root / name
         old = path.read_text("utf-8") if path.exists() else ""
         if old == text:

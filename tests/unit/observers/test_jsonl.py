@@ -4,17 +4,19 @@ import errno
 import json
 import math
 import os
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from evergrad_coordinator.metrics import COLUMNS
 from evergrad_trainer.errors import RunDirectoryError, VolumeError
 from evergrad_trainer.observers.events import event_row, parse_event_row, saved_step
 from evergrad_trainer.observers.history import StepTable, read_before, read_history
 from evergrad_trainer.observers.jsonl import JsonLinesWriter, RunLog
-from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo
+from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord
 from evergrad_trainer.run_directory import JsonLines, RunDirectory
 
 
@@ -356,3 +358,10 @@ def test_a_new_process_learns_what_came_before_from_the_ends_of_the_files(
     log.close()
     before = read_before(directory, tail_bytes=200_000)
     assert (before.highest_step, before.last_time) == (2999, 9000.0)
+
+
+def test_the_catalogue_has_exactly_the_columns_of_a_step() -> None:
+    """And in their order; ``skipped`` is no number, ``metrics`` are the recipe's own."""
+    assert [column.name for column in COLUMNS] == [
+        column.name for column in fields(StepRecord) if column.name not in ("skipped", "metrics")
+    ]

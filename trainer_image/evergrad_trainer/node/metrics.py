@@ -9,7 +9,9 @@ from typing import Any
 from prometheus_client import Counter, Gauge
 
 from evergrad.report_values import read_values
+from evergrad_coordinator.metrics import NODE
 from evergrad_coordinator.protocol import MAX_GENERATION, Progress
+from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
 from evergrad_trainer.observers.relay import tell
@@ -89,16 +91,16 @@ class NodeMetrics:
             self._exporter.rank_0_left()
 
     def worker_started(self) -> None:
-        self._with(lambda series: series.starts.inc())
+        self._with(lambda series: series.add("node_worker_starts_total", 1))
 
     def set_workers(self, count: int) -> None:
-        self._with(lambda series: series.workers.set(count))
+        self._with(lambda series: series.set("node_workers", count))
 
     def set_generation(self, generation: int) -> None:
-        self._with(lambda series: series.generation.set(generation))
+        self._with(lambda series: series.set("node_generation", generation))
 
     def broken(self, cause: str) -> None:
-        self._with(lambda series: series.breaks.labels(series.run, series.node, cause).inc())
+        self._with(lambda series: series.add("node_breaks_total", 1, cause))
 
     def close(self) -> None:
         """Serve for the lingering time, then stop."""
@@ -145,40 +147,26 @@ class _Series:
     """The node's own series; labels as everywhere: run, and the node's index."""
 
     def __init__(self, exporter: PrometheusExporter, run: str, node: str) -> None:
-        self.run, self.node = run, node
-        labels, registry = ("run", "node"), exporter.registry
-        self.workers = Gauge(
-            "evergrad_node_workers", "Workers of this node that can train.", labels, registry=registry
-        ).labels(run, node)
-        self.generation = Gauge(
-            "evergrad_node_generation", "Generation this node trained in last.", labels, registry=registry
-        ).labels(run, node)
-        self.starts = Counter(
-            "evergrad_node_worker_starts_total",
-            "Worker processes this node has started.",
-            labels,
-            registry=registry,
-        ).labels(run, node)
-        self._script = {
-            name: Gauge(f"evergrad_script_{name}", text, labels, registry=registry)
-            for name, text in (
-                ("step", "Step of a script, as it reports it."),
-                ("loss", "Loss of a script, as it reports it."),
-                ("tokens_per_second", "Speed of a script, as it reports it."),
-            )
-        }
-        self.breaks = Counter(
-            "evergrad_node_breaks_total",
-            "Times a group broke, as this node saw it.",
-            (*labels, "cause"),
-            registry=registry,
-        )
+        self._place = (run, node)
+        made = build_series(NODE, "run", "node", registry=exporter.registry)
+        self._gauges = {name: one for name, one in made.items() if isinstance(one, Gauge)}
+        self._counters = {name: one for name, one in made.items() if isinstance(one, Counter)}
+        # Labelled gauges without a value show none, as these did not: workers and generation begin at 0.
+        for name in ("node_workers", "node_generation"):
+            self.set(name, 0)
+        self.add("node_worker_starts_total", 0)
+
+    def set(self, name: str, value: float) -> None:
+        self._gauges[name].labels(*self._place).set(value)
+
+    def add(self, name: str, amount: float, *labels: str) -> None:
+        self._counters[name].labels(*self._place, *labels).inc(amount)
 
     def show(self, values: Mapping[str, int | float]) -> None:
         """What a script has reported."""
-        for name, gauge in self._script.items():
+        for name in ("step", "loss", "tokens_per_second"):
             if name in values:
-                gauge.labels(self.run, self.node).set(values[name])
+                self.set(f"script_{name}", values[name])
 
 
 def read_generation(report: Mapping[str, object]) -> int:

@@ -59,10 +59,9 @@ class PrometheusExporter(BaseObserver):
         PlatformCollector(registry=self.registry)
         GCCollector(registry=self.registry)
         before = before or Before()
-        self._run = run
         self._metrics = Instruments(self.registry, run)
         self._live = LiveAccounting(highest_step=before.highest_step, last_time=before.last_time)
-        self._published: dict[tuple[str, str], float] = {}
+        self._published: dict[tuple[str, ...], float] = {}
         self._losses: deque[float] = deque(maxlen=LOSS_WINDOW_STEPS)
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         self._samples_per_step = 0
@@ -73,115 +72,107 @@ class PrometheusExporter(BaseObserver):
         self.port = self._server.port
 
     def run_start(self, info: RunInfo) -> None:
-        metrics, run = self._metrics, self._run
+        metrics = self._metrics
         self._samples_per_step = info.samples_per_step
         self._live.begin(highest_step=info.highest_step, last_time=info.last_time, takes_over=info.takes_over)
         self._losses.clear()
         self._tokens = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         if info.takes_over:
             metrics.forget_gauges()
-        for gauge in (metrics.info, metrics.exit_code):
-            gauge.clear()
-        metrics.info.labels(
-            run=run,
-            attempt=str(info.generation),
-            model=info.model,
-            precision=info.precision,
-            parallelism=info.parallelism,
-            framework_version=f"torch {metadata.version('torch')}",
-            image_version=__version__,
-        ).set(1)
-        metrics.step.labels(run).set(info.start_step)
-        metrics.max_steps.labels(run).set(info.total_steps)
-        metrics.world_size.labels(run).set(info.world_size)
+        metrics.clear("info", "exit_code")
+        versions = (f"torch {metadata.version('torch')}", __version__)
+        metrics.set("info", 1, str(info.generation), info.model, info.precision, info.parallelism, *versions)
+        metrics.set("step", info.start_step)
+        metrics.set("max_steps", info.total_steps)
+        metrics.set("world_size", info.world_size)
 
     def rank_0_left(self) -> None:
         """Rank 0 is on another node now, whose endpoint has the last values."""
         self._metrics.forget_gauges()
 
     def step_end(self, record: StepRecord) -> None:
-        metrics, run = self._metrics, self._run
+        metrics = self._metrics
         if record.skipped is None:
             # A step without an update has no loss or norm worth showing: neither would be a number.
             self._losses.append(record.loss)
-            metrics.loss.labels(run, "train", "").set(sum(self._losses) / len(self._losses))
-            metrics.grad_norm.labels(run).set(record.grad_norm)
+            metrics.set("loss", sum(self._losses) / len(self._losses), "train", "")
+            metrics.set("grad_norm", record.grad_norm)
             for name, value in record.metrics.items():
-                metrics.task_metric.labels(run, name).set(value)
+                metrics.set("task_metric", value, name)
         self._tokens.add(record.tokens, first_seconds=record.step_seconds)
-        metrics.step.labels(run).set(record.step)
-        metrics.steps.labels(run).inc()
-        metrics.tokens.labels(run).inc(record.tokens)
-        metrics.samples.labels(run).inc(self._samples_per_step)
-        metrics.tokens_per_second.labels(run).set(self._tokens.per_second)
-        metrics.learning_rate.labels(run).set(record.learning_rate)
-        metrics.world_size.labels(run).set(record.world_size)
-        metrics.step_duration.labels(run).observe(record.step_seconds)
-        metrics.rank_skew.labels(run).set(record.rank_skew_seconds)
-        metrics.last_step_timestamp.labels(run).set(record.time)
+        metrics.set("step", record.step)
+        metrics.add("steps_total", 1)
+        metrics.add("tokens_total", record.tokens)
+        metrics.add("samples_total", self._samples_per_step)
+        metrics.set("tokens_per_second", self._tokens.per_second)
+        metrics.set("learning_rate", record.learning_rate)
+        metrics.set("world_size", record.world_size)
+        metrics.observe("step_duration_seconds", record.step_seconds)
+        metrics.set("rank_step_skew_seconds", record.rank_skew_seconds)
+        metrics.set("last_step_timestamp_seconds", record.time)
         self._live.step(record)
         self._publish()
 
     def evaluation_end(self, record: EvaluationRecord) -> None:
-        self._metrics.loss.labels(self._run, "eval", record.name).set(record.loss)
-        self._metrics.eval_metric.labels(self._run, record.name, "perplexity").set(record.perplexity)
+        self._metrics.set("loss", record.loss, "eval", record.name)
+        self._metrics.set("eval_metric", record.perplexity, record.name, "perplexity")
         for name, value in record.metrics.items():
-            self._metrics.eval_metric.labels(self._run, record.name, name).set(value)
+            self._metrics.set("eval_metric", value, record.name, name)
         self._live.evaluation(record)
         self._publish()
 
     def event(self, event: Event) -> None:
-        metrics, run = self._metrics, self._run
+        metrics = self._metrics
         self._live.event(event)
         if event.type == EventType.SAVE:
             self._saved(event)
         elif event.type == EventType.SAVE_FAILED:
-            metrics.checkpoint_failures.labels(run, "save", read_trouble(event.fields.get("trouble"))).inc()
-            metrics.checkpoint_blocking.labels(run).inc(seconds_of(event, "blocking_seconds"))
+            metrics.add("checkpoint_failures_total", 1, "save", read_trouble(event.fields.get("trouble")))
+            metrics.add("checkpoint_blocking_seconds_total", seconds_of(event, "blocking_seconds"))
         elif event.type == EventType.FALLBACK:
-            metrics.checkpoint_failures.labels(run, "load", "invalid").inc()
+            metrics.add("checkpoint_failures_total", 1, "load", "invalid")
         elif event.type == EventType.RESTORED:
-            metrics.checkpoint_duration.labels(run, "load", "sync").observe(seconds_of(event, "seconds"))
+            metrics.observe("checkpoint_duration_seconds", seconds_of(event, "seconds"), "load", "sync")
         elif event.type == EventType.EXTENDED:
-            metrics.max_steps.labels(run).set(float(event.fields["to_steps"]))
+            metrics.set("max_steps", float(event.fields["to_steps"]))
         elif event.type in (EventType.SKIPPED, EventType.NON_FINITE):
             why = str(event.fields.get("why"))
             if why in NON_FINITE:
-                metrics.nonfinite.labels(run, why).inc()
+                metrics.add("nonfinite_total", 1, why)
             if event.type == EventType.SKIPPED and why in SKIP_REASONS:
-                metrics.skipped_steps.labels(run, why).inc()
+                metrics.add("skipped_steps_total", 1, why)
         elif event.type == EventType.WORLD:
-            metrics.world_changes.labels(run, read_change(event.fields.get("cause"))).inc()
-            metrics.world_size.labels(run).set(float(event.fields["world_size"]))
+            metrics.add("world_changes_total", 1, read_change(event.fields.get("cause")))
+            metrics.set("world_size", float(event.fields["world_size"]))
             # What has ended was one process; the run goes on.
-            metrics.exit_code.clear()
+            metrics.clear("exit_code")
         elif event.type == EventType.END:
-            metrics.exit_code.labels(run).set(float(event.fields["exit_code"]))
+            metrics.set("exit_code", float(event.fields["exit_code"]))
         self._publish()
 
     def _saved(self, event: Event) -> None:
-        metrics, run = self._metrics, self._run
+        metrics = self._metrics
         seconds, blocking = seconds_of(event, "seconds"), seconds_of(event, "blocking_seconds")
-        metrics.checkpoint_duration.labels(
-            run, "save", "sync" if blocking >= 0.9 * seconds else "async"
-        ).observe(seconds)
-        metrics.checkpoint_blocking.labels(run).inc(blocking)
-        metrics.checkpoint_size.labels(run).set(seconds_of(event, "bytes"))
-        metrics.checkpoint_last_success.labels(run).set(event.time)
-        metrics.checkpoint_last_step.labels(run).set(saved_step(event))
+        metrics.observe(
+            "checkpoint_duration_seconds", seconds, "save", "sync" if blocking >= 0.9 * seconds else "async"
+        )
+        metrics.add("checkpoint_blocking_seconds_total", blocking)
+        metrics.set("checkpoint_size_bytes", seconds_of(event, "bytes"))
+        metrics.set("checkpoint_last_success_timestamp_seconds", event.time)
+        metrics.set("checkpoint_last_step", saved_step(event))
 
     def _publish(self) -> None:
         """Bring the counters up to the live accounts."""
-        metrics, run, live = self._metrics, self._run, self._live
-        self._increase("productive", "", live.productive, metrics.productive.labels(run).inc)
+        live = self._live
+        self._increase("productive_seconds_total", live.productive)
         for cause, seconds in live.lost.items():
-            self._increase("lost", cause, seconds, metrics.lost.labels(run, cause).inc)
+            self._increase("lost_seconds_total", seconds, cause)
         for phase, seconds in live.phases.items():
-            self._increase("phase", phase, seconds, metrics.phase_seconds.labels(run, phase).inc)
+            self._increase("step_phase_seconds_total", seconds, phase)
 
-    def _increase(self, family: str, label: str, total: float, add: Callable[[float], None]) -> None:
-        add(total - self._published.get((family, label), 0.0))
-        self._published[family, label] = total
+    def _increase(self, name: str, total: float, *labels: str) -> None:
+        self._metrics.add(name, total - self._published.get((name, *labels), 0.0), *labels)
+        self._published[name, *labels] = total
 
     def close(self) -> None:
         """Keep serving for the lingering time, so that the last values are scraped, then stop."""

@@ -7,14 +7,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from evergrad_coordinator.metrics import COLUMNS
 from evergrad_trainer.observers.history import History, Integers, Reals, StepTable
 from evergrad_trainer.records import EvaluationRecord
 
 Mask = npt.NDArray[np.bool_]
 
-_RECIPE_COUNTS = ("tokens", "valid_tokens")
-_INFORMATIONAL = ("world_size", "generation")
-_COLUMNS = ("sample_hash", "loss", "learning_rate", *_RECIPE_COUNTS, "grad_norm", *_INFORMATIONAL)
+_COLUMNS = tuple(
+    sorted(
+        (column for column in COLUMNS if column.compared is not None),
+        # Other samples explain other losses, so they are told first; what counts nothing is told last.
+        key=lambda column: (column.compared == "told", column.name != "sample_hash"),
+    )
+)
 """In the order in which differences are told."""
 
 
@@ -119,22 +124,13 @@ def _counting(steps: StepTable, rules: Rules) -> StepTable:
 
 
 def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Difference]:
-    by_tolerance = {
-        name: _disagree((getattr(a, name), getattr(b, name)), rules)
-        for name in ("loss", "learning_rate", "grad_norm")
-    }
-    exactly = {
-        name: getattr(a, name) != getattr(b, name)
-        for name in ("sample_hash", *_RECIPE_COUNTS, *_INFORMATIONAL)
-    }
-    only_told = set(_INFORMATIONAL) if rules.exact else {"grad_norm", *_INFORMATIONAL}
-    masks = by_tolerance | exactly
-    found = [
-        _differing(
-            name, a.step, (getattr(a, name), getattr(b, name)), masks[name], counts=name not in only_told
-        )
-        for name in _COLUMNS
-    ]
+    found = []
+    for column in _COLUMNS:
+        pair: tuple[npt.NDArray[Any], ...] = (getattr(a, column.name), getattr(b, column.name))
+        is_real = column.compared in ("closely", "by request")
+        mask = _disagree(pair, rules) if is_real else pair[0] != pair[1]
+        counts = column.compared in ("exactly", "closely") or (rules.exact and is_real)
+        found.append(_differing(column.name, a.step, pair, mask, counts=counts))
     for name in dict.fromkeys([*a.metrics, *b.metrics]):
         # Not a number where only one of the runs measures it.
         pair = tuple(side.metrics.get(name, np.full(len(side), np.nan)) for side in (a, b))

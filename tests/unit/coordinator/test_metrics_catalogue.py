@@ -1,0 +1,75 @@
+"""The catalogue of metrics: names, the tables made from it, and what a recipe may declare."""
+
+import re
+
+import pytest
+
+from evergrad_coordinator.metrics import (
+    COLUMNS,
+    MOST_DECLARED,
+    NODE,
+    TRAINER,
+    Column,
+    declare,
+    fill_tables,
+    render_series,
+)
+
+
+def test_names_are_unique_and_follow_the_rules_of_prometheus() -> None:
+    series = [*TRAINER, *NODE]
+    names = [one.name for one in series]
+    assert len(set(names)) == len(names)
+    for one in series:
+        assert re.fullmatch(r"[a-z][a-z0-9_]*", one.name)
+        assert one.name.endswith("_total") is (one.kind == "counter"), one.name
+        assert bool(one.buckets) is (one.kind == "histogram"), one.name
+        assert list(one.buckets) == sorted(set(one.buckets))
+        # Target labels win over ours: a scrape would rename them.
+        assert not {"namespace", "pod", "job", "instance", "container", "run"} & set(one.labels)
+
+
+def test_a_table_has_a_row_for_each_entry() -> None:
+    assert [line.split("`")[1] for line in render_series(NODE).splitlines()[2:]] == [
+        one.exported for one in NODE
+    ]
+
+
+def test_a_page_gets_its_table_anew_and_keeps_what_is_around_it() -> None:
+    page = "before\n<!-- table: node -->\nold\n<!-- end -->\nafter\n"
+    filled = fill_tables(page)
+    assert filled.startswith("before\n<!-- table: node -->\n\n| Metric |")
+    assert filled.endswith("\n<!-- end -->\nafter\n")
+    assert "old" not in filled
+    assert fill_tables(filled) == filled
+
+
+def test_a_recipe_declares_its_metrics_by_name_and_meaning() -> None:
+    assert declare({"kl": "divergence from the reference"}) == (
+        Column("kl", "", "divergence from the reference", "mean", "closely"),
+    )
+    assert declare({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "words"),
+    [
+        ({"a b": ""}, "'a b' is no name; use letters, digits and _"),
+        ({"": ""}, "'' is no name"),
+        ({"loss": ""}, "'loss' is a column of every run; use another name"),
+        ({"perplexity": ""}, "'perplexity' is a column of every run"),
+        ({f"m{number}": "" for number in range(MOST_DECLARED + 1)}, "there are 33; 32 are possible"),
+    ],
+)
+def test_metrics_that_cannot_be_are_refused_with_a_sentence(metrics: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        declare(metrics)
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(ValueError, match=r"'a b' is no name.*'loss' is a column"):
+        declare({"a b": "", "loss": ""})
+
+
+def test_every_column_says_how_ranks_are_put_together() -> None:
+    assert all(column.aggregate for column in COLUMNS)
