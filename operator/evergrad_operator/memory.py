@@ -132,7 +132,8 @@ class Memory:
     """The part of a run's status that decisions rest on. Times in seconds since 1970.
 
     ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's end is counted.
-    ``restart``: how often ``restartNonce`` has restarted the run; ``restart_nonce``: the one acted upon.
+    ``restart``: how often ``restartNonce`` or other settings have restarted the run; ``restart_nonce``, ``settings_hash``: those
+    acted upon.
     ``stop_reason``: why the run itself has stopped, empty if it has not. ``has_formed``: a group has been up since the run was
     started, resumed or restarted. ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits
     together, 0 before the first pod; ``gang``: which such group. ``phase``, ``reason`` and ``message``: what people were told
@@ -147,6 +148,7 @@ class Memory:
     recipe_hash: str = ""
     restart: int = 0
     restart_nonce: str | None = None
+    settings_hash: str = ""
     start_time: float | None = None
     finishing_since: float | None = None
     finish: Finish | None = None
@@ -197,6 +199,7 @@ def parse_memory(status: Mapping[str, Any]) -> Memory:
         recipe_hash=get_text(status, "recipeHash"),
         restart=get_int(status, "attempt") or 0,
         restart_nonce=get_text(status, "restartNonce") or None,
+        settings_hash=get_text(notes, "settings"),
         start_time=parse_time(status.get("startTime")),
         finishing_since=parse_time(notes.get("finishingTime")),
         finish=_parse_finish(status, conditions),
@@ -385,6 +388,7 @@ def _build_notes(memory: Memory) -> dict[str, str | None]:
         "retryAt": _time(memory.faults.retry_at),
     }
     return {
+        "settings": memory.settings_hash,
         "imageID": memory.image_id,
         "imagePin": memory.image_pin,
         "attempts": pack_counts(memory.attempts),

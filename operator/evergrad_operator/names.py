@@ -179,7 +179,7 @@ class Reason(StrEnum):
     FINISHING = "Finishing"
     """All steps are done; the last pods write the report and end."""
     RESTARTING = "Restarting"
-    """``restartNonce`` has changed: all pods leave, then come again."""
+    """``restartNonce`` or a setting has changed: all pods leave, then come again."""
     BACKING_OFF = "BackingOff"
     """A replacement waits after failures."""
     HOST_FAULTS = "HostFaults"

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import Spec
 from evergrad_manifest.errors import Problem
-from evergrad_manifest.identity import RECIPE_SECTIONS
+from evergrad_manifest.identity import RECIPE_SECTIONS, settings_hash
 from evergrad_manifest.reading.problems import at_most
 from evergrad_manifest.reading.validation import check_run
 from evergrad_manifest.reading.view import without_nulls
@@ -47,6 +47,8 @@ class ParsedSpec:
     metrics_port: int | None
     """Port of a node's metrics; None where the run names none, 0 for any free one."""
     recipe_hash: str
+    settings_hash: str
+    """Of what nodes must have alike while they train together; empty for a script, and for a recipe that is unreadable."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
         problems=problems,
         recovery="fresh" if run is None else run.recovery,
         metrics_port=None if metrics is None else metrics.port,
+        settings_hash="" if run is None or training is None else settings_hash(run),
         recipe_hash=hash_recipe(raw_training if isinstance(raw_training, Mapping) else None, spec.script),
     )
 

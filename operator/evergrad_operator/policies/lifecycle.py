@@ -194,7 +194,10 @@ def _describe_pause(situation: Situation, reason: Reason) -> str:
 
 
 def drain_older(situation: Situation) -> Decision | None:
-    """After a change of ``restartNonce``: the pods of before leave as in a suspension; new ones come when they are gone."""
+    """After a change of ``restartNonce``, or of settings that nodes must have alike, the pods of before leave as in a suspension.
+
+    New ones come when they are gone.
+    """
     restart = situation.memory.restart
     live = [pod for pod in situation.live if pod.restart < restart]
     leaving = [pod for pod in situation.leaving if pod.restart < restart]
@@ -209,7 +212,7 @@ def drain_older(situation: Situation) -> Decision | None:
         Action.STOP,
         Phase.RESTARTING,
         Reason.RESTARTING,
-        f"spec.restartNonce has changed: {len(live) + len(leaving)} nodes save and leave",
+        f"spec.restartNonce or a setting has changed: {len(live) + len(leaving)} nodes save and leave",
         situation.memory,
         pods_to_delete=remove(chosen),
         requeue_after=earliest(situation.seconds_to_ghosts),

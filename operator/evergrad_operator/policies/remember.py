@@ -25,6 +25,8 @@ from evergrad_operator.pods import PodState
 from evergrad_operator.policies.budget import add_short_life, forgive
 from evergrad_operator.policies.ends import is_letting_go, note_nodes
 from evergrad_operator.policies.root_cause import CAUSES, note_verdict
+from evergrad_operator.raw import get_int, get_map
+from evergrad_operator.spec import TrainingRun
 
 IN_POD_CAUSES = ("worker_crash", "out_of_memory", "stuck", "setup_failed", "environment")
 """Changes of the group, as the coordinator counts them, that restarted a worker inside its pod."""
@@ -78,12 +80,35 @@ def _begin(observation: Observation, config: Config) -> Memory:
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
         )
+    elif _has_other_settings(run, memory):
+        # Nodes of old and new settings would wait for one another, at a save that only some of them make: all leave, with their
+        # state saved, and come again. Nobody asked for fresh budgets or another image.
+        memory = replace(
+            memory,
+            restart=memory.restart + 1,
+            coordinator=replace(memory.coordinator, is_recorded=True),
+            has_formed=False,
+            gang_size=0,
+            recorded=frozenset(range(len(memory.attempts))),
+        )
     return replace(
         memory,
+        settings_hash=memory.settings_hash if run.parsed.problems else run.parsed.settings_hash,
         image=memory.image or run.spec.image or config.trainer_image,
         recipe_hash=memory.recipe_hash or run.parsed.recipe_hash,
         coordinator=replace(memory.coordinator, image=memory.coordinator.image or config.operator_image),
     )
+
+
+def _has_other_settings(run: TrainingRun, memory: Memory) -> bool:
+    """Whether somebody gave a run that goes on other settings than its pods have.
+
+    Without a new generation only the operator is another, whose hash covers more or fewer fields; an older one noted none.
+    """
+    new, known = run.parsed.settings_hash, memory.settings_hash
+    is_changed = get_int(get_map(run.raw, "status"), "observedGeneration") != run.generation
+    is_other = bool(new and known and new != known)
+    return is_changed and is_other and memory.finish is None and not run.parsed.problems
 
 
 def _note_image(memory: Memory, observation: Observation, config: Config) -> Memory:

@@ -1,6 +1,7 @@
 """The life of a run: start, bounds, suspension, restart, deadline, completion, conflicts, cleaning."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -792,6 +793,44 @@ def test_a_wrong_change_of_a_run_that_trains_makes_no_pod_and_ends_none() -> Non
     assert world.live() == before
     world.set_spec(nodes={"min": 2, "max": 3})
     assert world.settle().phase == Phase.RUNNING
+
+
+def test_other_settings_bring_all_pods_back_with_their_state_and_keep_image_and_budgets() -> None:
+    world = Simulation().run()
+    image, created = world.status["image"], len(world.created)
+    world.config = replace(world.config, trainer_image="registry.example/trainer:2")
+    world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": 7}}})
+    decision = world.reconcile()
+    assert (decision.action, decision.phase) == (Action.STOP, Phase.RESTARTING)
+    assert "a setting has changed" in decision.message
+    world.leave()
+    world.settle()
+    assert len(world.created) == 2 * created
+    assert (world.status["image"], world.status["attempt"]) == (image, 1)
+    manifest = json.loads(world.children["ConfigMap", "docs-lm-config"]["data"]["trainingrun.json"])
+    assert manifest["spec"]["training"]["checkpoint"] == {"every": {"steps": 7}}
+    world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": "7"}}})
+    assert world.settle().phase != Phase.RESTARTING, "the same setting, written otherwise"
+
+
+def test_an_operator_that_hashes_settings_otherwise_restarts_no_run() -> None:
+    world = Simulation().run()
+    world.raw["status"]["memory"]["settings"] = "of another release"
+    assert world.settle().phase == Phase.RUNNING
+    assert world.status["memory"]["settings"] != "of another release"
+    del world.raw["status"]["memory"]["settings"]
+    world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": 7}}})
+    assert world.settle().phase == Phase.RUNNING, "an older release noted none"
+
+
+def test_a_wrong_setting_restarts_nothing_before_or_after_its_correction() -> None:
+    world = Simulation().run()
+    before = world.live()
+    world.set_spec(training={**TRAINING, "checkpoint": {"every": {"steps": 0}}})
+    assert world.settle().reason == Reason.INVALID_SPEC
+    world.set_spec(training=TRAINING)
+    assert world.settle().phase == Phase.RUNNING
+    assert world.live() == before
 
 
 def test_a_run_that_is_refused_can_still_be_suspended() -> None:
