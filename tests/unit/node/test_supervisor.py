@@ -173,10 +173,10 @@ def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(tmp_p
 def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
-        peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
-        await until(
-            lambda: scene.crew.was_told("change") == [(say.Plan(7, hard=False), "3 nodes are here", False)]
-        )
+        plan = Plan(7, hard=False, is_member=True, reason="3 nodes are here", cause="node_joined")
+        peer.say(plan)
+        told = (say.Plan(7, hard=False), "node_joined", "3 nodes are here", False)
+        await until(lambda: scene.crew.was_told("change") == [told])
         scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
         again = await scene.accept()

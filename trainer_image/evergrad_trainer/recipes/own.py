@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from pydantic import ValidationError
 
+from evergrad_coordinator.metrics import declare
 from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
 from evergrad_manifest.reading.problems import problems_of
 from evergrad_manifest.task_files import task_path, task_problems
@@ -101,6 +102,11 @@ def load_own(training: Training, base_directory: Path) -> tuple[Task, Code]:
     options = parse_options(made.Options, training.options)
     with code.guarding("its making"):
         task: Task = made(Setup(training, options, base_directory))
+    try:
+        declare(task.metrics)
+    except ValueError as error:
+        what, why = f"{attribute}.metrics: {error}", "a metric has a column, a label and a place of its own"
+        raise ConfigurationError(Problem(_RECIPE, what, why, "Rename it, or leave it out")) from None
     return task, code
 
 
