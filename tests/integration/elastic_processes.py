@@ -173,7 +173,7 @@ def _be_node(task: dict[str, Any]) -> int:
     from evergrad_cli.main import _build_parser
     from evergrad_coordinator.contract import ExitCode
     from evergrad_manifest.reading.arguments import load_from
-    from evergrad_trainer.cli.planning import plan_session
+    from evergrad_trainer.cli.planning import PlanRequest, plan_session
     from evergrad_trainer.cli.run_arguments import machine_and_workers
     from evergrad_trainer.node.fingerprint import fingerprint
     from evergrad_trainer.node.run import run_node
@@ -187,8 +187,10 @@ def _be_node(task: dict[str, Any]) -> int:
     standing = inspect_directory(directory, loaded.run, extend=False)
     if standing.state == "complete":
         return int(ExitCode.DONE)
-    machine, num_workers = machine_and_workers(args, loaded.run)
-    plan = plan_session(args, loaded, directory, standing, machine, num_workers)
+    machine, num_workers = machine_and_workers(args.workers, loaded.run)
+    plan = plan_session(
+        PlanRequest(loaded, directory, standing, machine, num_workers, stop_after_steps=args.stop_after_steps)
+    )
     settings = NodeSettings(
         run=plan.run.metadata.name,
         coordinator_host="127.0.0.1",

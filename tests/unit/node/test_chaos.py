@@ -1,7 +1,7 @@
 """Chaos: the plan follows from its seed, the last replica is spared, nothing stays frozen, who left comes back."""
 
-import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -9,11 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_trainer.cli.run_arguments import check_arguments_of_script
+from evergrad_manifest.reading.loader import LoadedManifest
+from evergrad_trainer.cli.run_arguments import RunRequest, check_request_of_script
 from evergrad_trainer.node.chaos import (
     DisturbedNodes,
     Tally,
@@ -116,9 +118,10 @@ def test_a_coordinator_that_does_not_answer_has_no_status() -> None:
 
 
 def test_chaos_of_a_script_is_refused_because_its_steps_are_not_known() -> None:
-    check_arguments_of_script(argparse.Namespace(stop_after_steps=None, extend=False, chaos=None))
+    request = RunRequest(cast(LoadedManifest, None), Path("runs/r"))
+    check_request_of_script(request)
     with pytest.raises(ConfigurationError, match="--chaos"):
-        check_arguments_of_script(argparse.Namespace(stop_after_steps=None, extend=False, chaos=7))
+        check_request_of_script(dataclasses.replace(request, chaos_seed=7))
 
 
 # ---- real processes --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_manifest.reading.loader import LoadedManifest
-from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
+from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import add_run_arguments, machine_and_workers, run_directory_of
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import describe_host_trouble, is_host_trouble
@@ -124,7 +124,7 @@ def _prepare_patiently(args: argparse.Namespace) -> Callable[[], int]:
 def _prepare(args: argparse.Namespace) -> Callable[[], int]:
     """All that comes before the node asks to join; what it returns serves, and gives the exit code."""
     settings, loaded = _settings(args), load_from(args)
-    directory = RunDirectory(run_directory_of(args, loaded.run))
+    directory = RunDirectory(run_directory_of(args.run_directory, loaded.run))
     directory.create()
     if args.base_directory is not None:
         loaded = dataclasses.replace(loaded, base_directory=args.base_directory.absolute())
@@ -134,7 +134,7 @@ def _prepare(args: argparse.Namespace) -> Callable[[], int]:
         print(f"{loaded.run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return lambda: int(ExitCode.DONE)
     run = loaded.run
-    machine, num_workers = machine_and_workers(args, run, forks_above=0)
+    machine, num_workers = machine_and_workers(args.workers, run, forks_above=0)
     _check_accelerators(run, machine)
     gc.disable()
     # Heavy imports, for a node that will serve; before workers are forked, so that these start warm.
@@ -172,7 +172,10 @@ def _prepare_typed(
 ) -> Callable[[], int]:
     from evergrad_trainer.node.run import choose_start_method, run_node
 
-    plan = plan_session(args, loaded, RunDirectory(settings.run_directory), standing, machine, num_workers)
+    directory = RunDirectory(settings.run_directory)
+    # This machine is one of several, so that preflight reckons with all of them.
+    asked = PlanRequest(loaded, directory, standing, machine, num_workers, is_one_of_many=True)
+    plan = plan_session(asked)
     settings = dataclasses.replace(settings, recovery=plan.run.recovery)
     method = choose_start_method(args.start_method, num_accelerators=machine.num_accelerators)
     return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)

@@ -1,6 +1,5 @@
 """``evergrad run --nodes`` and its coordinator: several elastic nodes on this machine."""
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -9,9 +8,8 @@ from typing import TYPE_CHECKING
 from evergrad_coordinator.contract import ExitCode, build_soft_limit
 from evergrad_coordinator.protocol import Recovery
 from evergrad_manifest.envelope import TrainingRun
-from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.checkpoint.generations import newest_generation
-from evergrad_trainer.cli.run_arguments import machine_and_workers, run_directory_of
+from evergrad_trainer.cli.run_arguments import RunRequest, machine_and_workers
 from evergrad_trainer.cli.script_runs import prepare_script
 from evergrad_trainer.node.chaos import DisturbedNodes, run_disturbed
 from evergrad_trainer.node.fingerprint import fingerprint
@@ -37,11 +35,9 @@ COORDINATOR = "coordinator"
 """Folder of a local coordinator's files in a run directory."""
 
 
-def run_nodes(
-    args: argparse.Namespace, plan: "SessionPlan", *, num_workers: int, num_accelerators: int
-) -> int:
-    """Train a typed run on ``args.nodes`` (default 1) nodes of this machine; returns the exit code."""
-    num_nodes = args.nodes or 1
+def run_nodes(request: RunRequest, plan: "SessionPlan", *, num_workers: int, num_accelerators: int) -> int:
+    """Train a typed run on the nodes that were asked for (default 1) of this machine; returns the exit code."""
+    num_nodes = request.num_nodes or 1
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
     directory = Path(plan.run_directory)
@@ -55,26 +51,27 @@ def run_nodes(
         settings = _node_settings(
             plan.run, plan.base_directory, directory, coordinator, index, recovery=plan.run.recovery
         )
-        settings = dataclasses.replace(settings, is_only_node=args.nodes is None)
+        settings = dataclasses.replace(settings, is_only_node=request.num_nodes is None)
         own = plan if nodes.starts[index] == 1 else started_later(plan)
         return run_node(own, settings, num_workers=num_workers, start_method=method)
 
-    if args.chaos is not None:
+    if request.chaos_seed is not None:
         nodes = disturbed = DisturbedNodes(be_node, num_nodes)
-        return run_disturbed(args.chaos, coordinator, disturbed, directory=directory)
+        return run_disturbed(request.chaos_seed, coordinator, disturbed, directory=directory)
     nodes = LocalNodes(be_node, num_nodes)
     return run_local(coordinator, nodes)
 
 
-def run_script(args: argparse.Namespace, loaded: LoadedManifest) -> int:
-    """Run a script on ``args.nodes`` (default 1) nodes of this machine; returns the exit code."""
-    run, base, num_nodes = loaded.run, loaded.base_directory, args.nodes or 1
-    directory = RunDirectory(run_directory_of(args, run))
+def run_script(request: RunRequest) -> int:
+    """Run a script on the nodes that were asked for (default 1) of this machine; returns the exit code."""
+    loaded, num_nodes = request.loaded, request.num_nodes or 1
+    run, base = loaded.run, loaded.base_directory
+    directory = RunDirectory(request.directory)
     standing = inspect_directory(directory, run, extend=False)
     if standing.state == "complete":
         print(f"{run.metadata.name} is complete, in {directory.path}. Nothing to do.")
         return int(ExitCode.DONE)
-    _, num_workers = machine_and_workers(args, run, forks_above=0)
+    _, num_workers = machine_and_workers(request.num_workers, run, forks_above=0)
     prepare_process()
 
     def serve() -> int:

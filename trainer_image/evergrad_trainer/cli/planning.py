@@ -1,11 +1,11 @@
-"""From a manifest to a session plan: preflight, preparation, and what follows from them. Shared by ``run`` and ``node``."""
+"""From a manifest to a session plan: preflight, preparation, and what follows from them."""
 
-import argparse
 import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from evergrad_manifest.errors import InputError
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """Before training SIGTERM ends the process as Ctrl-C does: by an exception, so that helpers and files are cleaned up."""
+    """End the process on SIGTERM as on Ctrl-C while it prepares.
+
+    The exception lets helpers and files be cleaned up.
+    """
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -34,15 +37,31 @@ def sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def plan_session(
-    args: argparse.Namespace,
-    loaded: LoadedManifest,
-    directory: RunDirectory,
-    standing: Standing,
-    machine: Machine,
-    num_workers: int,
-) -> "SessionPlan":
-    """Preflight and preparation, and what follows from them."""
+@dataclass(frozen=True)
+class PlanRequest:
+    """What ``run`` and ``node`` ask to have planned, read from their arguments."""
+
+    loaded: LoadedManifest
+    directory: RunDirectory
+    standing: Standing
+    """What the run directory holds already."""
+    machine: Machine
+    num_workers: int
+    """Training processes on this machine."""
+    stop_after_steps: int | None = None
+    """Steps of this process after which it stops; None: as many as the run has."""
+    ignores_preflight: bool = False
+    """Train although preflight's estimates say that it cannot work."""
+    is_one_of_many: bool = False
+    """Other nodes of the run are on machines that this one knows nothing of."""
+
+
+def plan_session(request: PlanRequest) -> "SessionPlan":
+    """Check and prepare what is asked for, and derive the rest of the plan.
+
+    Raises:
+        InputError: preflight or the run directory's state forbids it.
+    """
     from evergrad_manifest.derive import derive_steps
     from evergrad_manifest.identity import config_hash
     from evergrad_trainer.cli.prepare import prepare_with_progress
@@ -51,15 +70,20 @@ def plan_session(
     from evergrad_trainer.training.build import threads_per_worker
     from evergrad_trainer.worker.session import SessionPlan
 
+    loaded, directory, standing = request.loaded, request.directory, request.standing
     training, base = loaded.run.training, loaded.base_directory
     prepared_directory = directory.path.parent / ".prepared"
     marks = {"imports": time.time()}
-    model = _examine(args, loaded, directory, machine, num_workers)
+
+    # What a directory holds must agree with the manifest before anything is prepared for it.
+    model = _examine(request)
     check_model_unchanged(directory, standing, model.describe())
     if standing.recorded is not None:
         check_unchanged(
             standing.recorded, training, base_directory=base, prepared_directory=prepared_directory
         )
+
+    # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
     check_tokenizer_unchanged(standing, prepared)
     opened = open_recipe(training, prepared, base)
@@ -74,8 +98,8 @@ def plan_session(
         prepared=prepared,
         model=model,
         numbers=numbers,
-        threads=threads_per_worker(training, cores=machine.cores, num_workers=num_workers),
-        stop_after_steps=getattr(args, "stop_after_steps", None),
+        threads=threads_per_worker(training, cores=request.machine.cores, num_workers=request.num_workers),
+        stop_after_steps=request.stop_after_steps,
         command=tuple(sys.argv),
         process_start=process_start_time(),
         marks=marks,
@@ -83,29 +107,21 @@ def plan_session(
     )
 
 
-def _examine(
-    args: argparse.Namespace,
-    loaded: LoadedManifest,
-    directory: RunDirectory,
-    machine: Machine,
-    num_workers: int,
-) -> "ModelPlan":
-    """Preflight: errors stop, warnings are printed."""
+def _examine(request: PlanRequest) -> "ModelPlan":
+    """Look before training: errors stop, warnings are printed."""
     from evergrad_trainer.preflight import examine
 
-    nodes = loaded.run.spec.nodes
-    # Only a node of others' knows this machine alone; a local run's workers are all here.
-    is_one_of_many = getattr(args, "join", None) is not None
+    loaded, nodes = request.loaded, request.loaded.run.spec.nodes
     examination = examine(
         loaded.run,
         base_directory=loaded.base_directory,
-        run_directory=directory.path,
-        machine=machine,
-        num_workers=num_workers,
-        num_nodes=(nodes.min, nodes.max or nodes.min) if is_one_of_many else (1, 1),
+        run_directory=request.directory.path,
+        machine=request.machine,
+        num_workers=request.num_workers,
+        num_nodes=(nodes.min, nodes.max or nodes.min) if request.is_one_of_many else (1, 1),
     )
     errors = [finding.problem for finding in examination.findings if finding.level == "error"]
-    if errors and (examination.plan is None or not getattr(args, "no_preflight", False)):
+    if errors and (examination.plan is None or not request.ignores_preflight):
         raise InputError(*errors)
     for finding in examination.findings:
         if finding.level == "warning":

@@ -33,9 +33,9 @@ def execute(args: argparse.Namespace) -> int:
     from evergrad_trainer.preflight import examine
 
     loaded = load_from(args)
-    run_directory = run_directory_of(args, loaded.run)
+    run_directory = run_directory_of(args.run_directory, loaded.run)
     inspect_directory(RunDirectory(run_directory), loaded.run, extend=True)
-    machine, num_workers = machine_and_workers(args, loaded.run)
+    machine, num_workers = machine_and_workers(args.workers, loaded.run)
     findings = examine(
         loaded.run,
         base_directory=loaded.base_directory,

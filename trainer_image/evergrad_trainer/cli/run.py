@@ -8,10 +8,11 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import load_from
 from evergrad_manifest.reading.loader import LoadedManifest
-from evergrad_trainer.cli.planning import plan_session, sigterm_interrupts
+from evergrad_trainer.cli.planning import PlanRequest, plan_session, sigterm_interrupts
 from evergrad_trainer.cli.run_arguments import (
+    RunRequest,
     add_run_arguments,
-    check_arguments_of_script,
+    check_request_of_script,
     machine_and_workers,
     run_directory_of,
 )
@@ -51,15 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Check → prepare → train; the exit code says how it ended (0, 64, 70, 75, 76)."""
-    loaded = load_from(args)
-    _check_arguments(args)
+    request = _read_request(args)
+    loaded = request.loaded
     if loaded.run.spec.script is not None:
-        check_arguments_of_script(args)
+        check_request_of_script(request)
         from evergrad_trainer.cli.nodes import run_script
 
-        return run_script(args, loaded)
-    directory = RunDirectory(run_directory_of(args, loaded.run))
-    standing = inspect_directory(directory, loaded.run, extend=args.extend)
+        return run_script(request)
+
+    directory = RunDirectory(request.directory)
+    standing = inspect_directory(directory, loaded.run, extend=request.is_extension)
     if standing.state == "complete":
         _say_complete(directory, loaded)
         return int(ExitCode.DONE)
@@ -68,26 +70,37 @@ def execute(args: argparse.Namespace) -> int:
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
     from evergrad_trainer.worker.run import run_session
 
-    forks_above = None if _is_launched() else 1 if args.nodes is None else 0
-    machine, num_workers = machine_and_workers(args, loaded.run, forks_above=forks_above)
+    forks_above = None if _is_launched() else 1 if request.num_nodes is None else 0
+    machine, num_workers = machine_and_workers(request.num_workers, loaded.run, forks_above=forks_above)
+    asked = PlanRequest(
+        loaded,
+        directory,
+        standing,
+        machine,
+        num_workers * (request.num_nodes or 1),
+        stop_after_steps=request.stop_after_steps,
+        ignores_preflight=request.ignores_preflight,
+    )
     try:
         with sigterm_interrupts():
-            plan = plan_session(args, loaded, directory, standing, machine, num_workers * (args.nodes or 1))
+            plan = plan_session(asked)
     except KeyboardInterrupt:
         print(
             "stopped before the first step: there is nothing to save, and prepared data is kept",
             file=sys.stderr,
         )
         return int(ExitCode.STOPPED_SAVED)
-    if args.nodes is None and (num_workers == 1 or _is_launched()):
+    if request.num_nodes is None and (num_workers == 1 or _is_launched()):
         return run_session(plan)
     # Several processes are several members of one elastic run, whether they are on one node or on many.
     from evergrad_trainer.cli.nodes import run_nodes
 
-    return run_nodes(args, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators)
+    return run_nodes(request, plan, num_workers=num_workers, num_accelerators=machine.num_accelerators)
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
+def _read_request(args: argparse.Namespace) -> RunRequest:
+    """Check the arguments and give them their meanings. Raises ConfigurationError, and as ``load_from`` does."""
+    loaded = load_from(args)
     problems = [
         Problem(f"--{name}", f"{value} is below 1", "", "Give a positive number")
         for name, value in (
@@ -102,6 +115,16 @@ def _check_arguments(args: argparse.Namespace) -> None:
             Problem("--chaos", "needs several nodes", "there is nobody to go on", "Add --nodes 3")
         )
     raise_if(problems, ConfigurationError)
+    return RunRequest(
+        loaded,
+        directory=run_directory_of(args.run_directory, loaded.run),
+        num_workers=args.workers,
+        num_nodes=args.nodes,
+        chaos_seed=args.chaos,
+        stop_after_steps=args.stop_after_steps,
+        is_extension=args.extend,
+        ignores_preflight=args.no_preflight,
+    )
 
 
 def _is_launched() -> bool:

@@ -1,11 +1,13 @@
 """Arguments and machine facts that ``run`` and ``preflight`` share."""
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import add_manifest_arguments
+from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_trainer.machine import Machine, observe_machine
 
 
@@ -23,8 +25,27 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_arguments_of_script(args: argparse.Namespace) -> None:
-    """What only a typed run knows is refused, not passed over. Raises ConfigurationError."""
+@dataclass(frozen=True)
+class RunRequest:
+    """What ``evergrad run`` was asked for: its arguments, checked and with names for what they mean."""
+
+    loaded: LoadedManifest
+    directory: Path
+    """The run directory."""
+    num_workers: int | None = None
+    """Training processes of a node; None: as the manifest says."""
+    num_nodes: int | None = None
+    """Nodes on this machine; None: one that nobody joins."""
+    chaos_seed: int | None = None
+    """Processes are killed and frozen at random, drawn by this seed; None: they are not."""
+    stop_after_steps: int | None = None
+    is_extension: bool = False
+    """The manifest's horizon may be longer than the run's was."""
+    ignores_preflight: bool = False
+
+
+def check_request_of_script(request: RunRequest) -> None:
+    """Refuse what only a typed run knows. Raises ConfigurationError."""
     why = "the steps of a script are its own"
     problems = [
         Problem(
@@ -34,24 +55,26 @@ def check_arguments_of_script(args: argparse.Namespace) -> None:
             "Leave it out, or give the script an argument of its own",
         )
         for option, is_given in (
-            ("--stop-after-steps", args.stop_after_steps is not None),
-            ("--extend", args.extend),
-            ("--chaos", args.chaos is not None),
+            ("--stop-after-steps", request.stop_after_steps is not None),
+            ("--extend", request.is_extension),
+            ("--chaos", request.chaos_seed is not None),
         )
         if is_given
     ]
     raise_if(problems, ConfigurationError)
 
 
-def run_directory_of(args: argparse.Namespace, run: TrainingRun) -> Path:
+def run_directory_of(given: Path | None, run: TrainingRun) -> Path:
     """``--run-directory``, else ``runs/<name>`` below the current directory."""
-    return Path(args.run_directory) if args.run_directory is not None else Path("runs") / run.metadata.name
+    return given if given is not None else Path("runs") / run.metadata.name
 
 
 def machine_and_workers(
-    args: argparse.Namespace, run: TrainingRun, *, forks_above: int | None = None
+    asked: int | None, run: TrainingRun, *, forks_above: int | None = None
 ) -> tuple[Machine, int]:
-    """This machine, and how many training processes it will run: as asked for, else one an accelerator, else 1.
+    """This machine, and how many training processes it will run.
+
+    ``asked``: ``--workers``; without it the manifest decides, else one an accelerator, else 1.
 
     ``forks_above``: this process forks workers if there are more than that; it then must not touch an accelerator, not even to
     ask for its memory. None: it never does.
@@ -61,7 +84,7 @@ def machine_and_workers(
 
     wants_cpu = run.spec.training is not None and run.spec.training.runtime.device == "cpu"
     accelerators = 0 if wants_cpu else count_accelerators()
-    num_workers = int(args.workers or run.spec.workers_per_node or max(1, accelerators))
+    num_workers = asked or run.spec.workers_per_node or max(1, accelerators)
     may_touch = forks_above is None or num_workers <= forks_above
     memory = accelerator_memory_bytes() if accelerators and may_touch else None
     return observe_machine(num_accelerators=accelerators, accelerator_memory_bytes=memory), num_workers
