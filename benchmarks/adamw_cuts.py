@@ -1,8 +1,10 @@
-"""Which of torch's AdamW variants on the CPU give the same bits however a tensor is cut, on however many threads, and how fast.
+"""Which of torch's AdamW variants on the CPU give the same bits however a tensor is cut, on however many
+threads, and how fast.
 
     python benchmarks/adamw_cuts.py
 
-Measured with torch 2.13 on a processor with AVX-512 (3 updates of 1,000,003 elements, 3,000,009 results a row):
+Measured with torch 2.13 on a processor with AVX-512 (3 updates of 1,000,003 elements, 3,000,009 results a
+row):
 
 =========  ===============  ===========  =================  ====================
 variant    1 or 2 threads   cut 1, 8, 21  cut in rows of 777  whole, against loop
@@ -13,7 +15,8 @@ fused      0                4             388                 71
 in parts   0                0             0                   71
 =========  ===============  ===========  =================  ====================
 
-``in parts`` is ``evergrad_trainer.optim.parts``: the fused kernel, whose bits runs have had so far, for any cut.
+``in parts`` is ``evergrad_trainer.optim.parts``: the fused kernel, whose bits runs have had so far, for any
+cut.
 """
 
 import time
@@ -75,7 +78,8 @@ def main() -> None:
                 differ = sum(int((one != other).sum()) for one, other in zip(first, found, strict=True))
                 to_loop = sum(int((one != other).sum()) for one, other in zip(plain, found, strict=True))
                 print(
-                    f"{variant:9} threads={threads} cut={name:12} differ={differ:4} from_loop={to_loop:4} {seconds * 1e3:.0f} ms"
+                    f"{variant:9} threads={threads} cut={name:12} differ={differ:4} "
+                    f"from_loop={to_loop:4} {seconds * 1e3:.0f} ms"
                 )
 
 

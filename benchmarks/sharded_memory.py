@@ -1,9 +1,11 @@
-"""Peak memory of a process of an FSDP2 world of four, as a share of the whole fp32 state (16 bytes a parameter).
+"""Peak memory of a process of an FSDP2 world of four, as a share of the whole fp32 state (16 bytes a
+parameter).
 
-The whole state is weights, gradients and two moments in fp32. Four processes of one machine build a Llama of 1.3B
-parameters (or a smaller one), initialise it, and train some steps of two slots each. What the process held before it
-built the model (Python, torch, transformers) is not counted: at these sizes it is not small, and does not grow.
-The peak is that of the process, not of its tensors: what the allocator keeps, and buffers of collectives, count.
+The whole state is weights, gradients and two moments in fp32. Four processes of one machine build a Llama of
+1.3B parameters (or a smaller one), initialise it, and train some steps of two slots each. What the process
+held before it built the model (Python, torch, transformers) is not counted: at these sizes it is not small,
+and does not grow. The peak is that of the process, not of its tensors: what the allocator keeps, and buffers
+of collectives, count.
 """
 
 import argparse

@@ -11,7 +11,10 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Move TMPDIR. Workers of pytest-xdist have their controller's; ``tmp_path`` stays where pytest keeps it for a while."""
+    """Move TMPDIR.
+
+    Workers of pytest-xdist have their controller's; ``tmp_path`` stays where pytest keeps it for a while.
+    """
     if hasattr(config, "workerinput"):
         return
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

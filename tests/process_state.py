@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process can still do anything: a dead one that nobody has reaped cannot, though its number is still taken."""
+    """Whether a process can still do anything: a dead one that nobody has reaped cannot, though its number is
+    still taken."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -14,7 +15,8 @@ def is_alive(pid: int) -> bool:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children of a process's first thread, dead ones that are not reaped too; none where there is no such process."""
+    """The children of a process's first thread, dead ones that are not reaped too; none where there is no
+    such process."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:

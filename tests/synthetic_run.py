@@ -1,4 +1,5 @@
-"""A run directory as a run would leave it, from a plan of its processes and a clock that only moves as told."""
+"""A run directory as a run would leave it, from a plan of its processes and a clock that only
+moves as told."""
 
 import math
 from dataclasses import dataclass
@@ -49,7 +50,10 @@ def step_record(step: int, **changes: Any) -> StepRecord:
 
 @dataclass(frozen=True)
 class Process:
-    """Trains the steps after ``resumed_from`` up to ``last``. ``ended``: killed, signal, complete or failed."""
+    """Trains the steps after ``resumed_from`` up to ``last``.
+
+    ``ended``: killed, signal, complete or failed.
+    """
 
     last: int
     resumed_from: int | None = None
@@ -61,7 +65,8 @@ class Process:
 class World:
     """Training goes on in another world up to ``last``, ``forgotten`` steps before the newest row.
 
-    It stood still for ``paused_seconds`` up to its event and for ``settle_seconds`` from there to its first step.
+    It stood still for ``paused_seconds`` up to its event and for ``settle_seconds`` from there to its first
+    step.
     """
 
     last: int

@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next due time as soon as nothing is left to do now.
 
-What is tested on it takes no time and never comes too late, however slow or busy the machine is. Only for code that waits for
-nothing but the loop's own clock: an answer from a socket would arrive after years.
+What is tested on it takes no time and never comes too late, however slow or busy the machine is. Only for
+code that waits for nothing but the loop's own clock: an answer from a socket would arrive after years.
 """
 
 import asyncio
@@ -20,7 +20,10 @@ class _Selector(selectors.DefaultSelector):
         self.now = 1000.0  # a clock that has gone on for a while, as a real one has
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        """What is ready. With nothing due at all there is nothing to jump to: then it waits as any other does."""
+        """What is ready.
+
+        With nothing due at all there is nothing to jump to: then it waits as any other does.
+        """
         if timeout is None:
             return super().select(None)
         self.now += max(0.0, timeout)

@@ -1,7 +1,9 @@
-"""One vocabulary of causes, as data: why a group changed, why a save failed, what time was lost to, why a pod ended.
+"""One vocabulary of causes, as data: why a group changed, why a save failed, what time was lost to, why a pod
+ended.
 
-A cause is decided where it arises and travels as a value; its text stands here, for reports and pages. No code reads a
-cause out of a sentence. The words of a coordinator, such as ``node 2 lost``, travel beside it, for people.
+A cause is decided where it arises and travels as a value; its text stands here, for reports and pages. No
+code reads a cause out of a sentence. The words of a coordinator, such as ``node 2 lost``, travel beside it,
+for people.
 """
 
 from collections.abc import Mapping
@@ -20,7 +22,8 @@ BreakCause = Literal[
 ]
 """Why a group broke, as a node sees it. ``peer_lost`` is a consequence; a failure only where nobody was lost.
 
-``environment``: trouble of one host or one moment. ``numeric``: a value that is not finite, or replicas that differ.
+``environment``: trouble of one host or one moment. ``numeric``: a value that is not finite, or replicas that
+differ.
 """
 Planned = Literal["node_joined", "node_left", "capacity_changed"]
 """Why a group changes at a step boundary, with all of its members."""
@@ -36,7 +39,10 @@ Trouble = Literal[
 
 @dataclass(frozen=True)
 class Cause:
-    """What a report says of a cause. ``pod``: the operator's word for it in the status of a run; empty where it has none."""
+    """What a report says of a cause.
+
+    ``pod``: the operator's word for it in the status of a run; empty where it has none.
+    """
 
     text: str
     pod: str = ""
@@ -76,7 +82,8 @@ LOSSES: Final[Mapping[str, str]] = {
 
 
 def read_change(value: object) -> ChangeCause:
-    """``value`` where it is a cause of CHANGES, else ``other``: a file of an older version has a sentence in its place."""
+    """``value`` where it is a cause of CHANGES, else ``other``: a file of an older version has a sentence in
+    its place."""
     return next((cause for cause in CHANGES if cause == value), "other")
 
 

@@ -15,7 +15,10 @@ AFTER_STEP = "spec.training.stop.afterStep"
 
 @dataclass(frozen=True)
 class HorizonNumbers:
-    """The length of a run in every unit. Counts are of the whole run; ``tokens`` and ``samples`` count padding too."""
+    """The length of a run in every unit.
+
+    Counts are of the whole run; ``tokens`` and ``samples`` count padding too.
+    """
 
     total_steps: int
     samples: int
@@ -38,7 +41,8 @@ def slots_per_step(batching: Batching) -> int:
 def derive_steps(training: Training, *, num_samples: int) -> HorizonNumbers:
     """The run's length over ``num_samples`` training samples (windows of all sources together).
 
-    Raises ConfigurationError when there is no sample, or when warm-up, decay or the stop step do not fit into the horizon.
+    Raises ConfigurationError when there is no sample, or when warm-up, decay or the stop step do not fit into
+    the horizon.
     """
     if num_samples < 1:
         raise ConfigurationError(

@@ -28,7 +28,8 @@ class Metadata(Section):
     """The part of Kubernetes' object metadata that a file sets."""
 
     name: str = Field(min_length=1, max_length=LONGEST_RUN_NAME, pattern=RUN_NAME)
-    """Name of the run: lower-case letters, digits and dashes, a letter first, at most 45: what it makes is named after it."""
+    """Name of the run: lower-case letters, digits and dashes, a letter first, at most 45: what it makes is
+    named after it."""
     namespace: str | None = Field(default=None, min_length=1, max_length=LONGEST_LABEL, pattern=DNS_LABEL)
     """Kubernetes namespace; has no meaning for ``evergrad run``."""
     labels: dict[str, str] = Field(default_factory=dict)
@@ -61,7 +62,10 @@ class Resources(Section):
 
 
 class Storage(Section):
-    """The volume that holds the run directory. Either a new one (``size``) or an existing one (``claimName``)."""
+    """The volume that holds the run directory.
+
+    Either a new one (``size``) or an existing one (``claimName``).
+    """
 
     size: Quantity | None = None
     """Size of the new volume, a Kubernetes quantity such as ``20Gi``."""
@@ -70,12 +74,13 @@ class Storage(Section):
     access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany"], ...] | None = Field(
         default=None, min_length=1, max_length=2
     )
-    """Access modes of the new volume. Default: ReadWriteOnce where ``nodes.max`` is 1, else ReadWriteMany. All pods of a
-    run whose volume is ReadWriteOnce are placed on one node of the cluster."""
+    """Access modes of the new volume. Default: ReadWriteOnce where ``nodes.max`` is 1, else ReadWriteMany.
+    All pods of a run whose volume is ReadWriteOnce are placed on one node of the cluster."""
     claim_name: str | None = Field(default=None, min_length=1)
     """An existing PVC instead of a new one."""
     path: str | None = Field(default=None, min_length=1, max_length=255)
-    """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's name."""
+    """Folder inside the volume that is the run directory, relative and without ``..``; default: the run's
+    name."""
 
 
 class Template(Section):
@@ -92,7 +97,8 @@ class Template(Section):
     affinity: dict[str, Any] = Field(default_factory=dict)
     """Affinity to nodes and other pods."""
     topology_spread_constraints: tuple[dict[str, Any], ...] = ()
-    """How the pods spread over zones or hosts; a constraint without labelSelector counts the nodes' pods of this run."""
+    """How the pods spread over zones or hosts; a constraint without labelSelector counts the nodes' pods of
+    this run."""
     volumes: tuple[dict[str, Any], ...] = ()
     """Volumes besides the run directory's."""
     volume_mounts: tuple[dict[str, Any], ...] = ()
@@ -108,16 +114,19 @@ class Template(Section):
     image_pull_secrets: tuple[dict[str, Any], ...] = ()
     """Secrets that the image is pulled with: ``name`` each."""
     termination_grace_period_seconds: Whole | None = Field(default=None, ge=10, le=86400)
-    """Seconds a pod has to save and leave before it is killed; default: 30, never less than a script's gracePeriodSeconds + 5."""
+    """Seconds a pod has to save and leave before it is killed; default: 30, never less than a script's
+    gracePeriodSeconds + 5."""
 
 
 class FailurePolicy(Section):
     """When a failing run is given up. Preemption, eviction and lost nodes never count."""
 
     max_failures_without_progress: Whole = Field(default=3, ge=1, le=1000)
-    """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes never count.
+    """Failures in a row without progress that are tolerated; one more ends the run. Lost and leaving nodes
+    never count.
 
-    Progress is a newer step; where workers start afresh a newer checkpoint; of a script that reports neither, ten minutes.
+    Progress is a newer step; where workers start afresh a newer checkpoint; of a script that reports neither,
+    ten minutes.
     """
 
 
@@ -141,15 +150,22 @@ class Spec(Section):
     template: Template = Template()
     """The allowed part of a pod template; has no meaning for ``evergrad run``."""
     image: str | None = Field(default=None, min_length=1, max_length=1024)
-    """Image of the training pods; default: the operator's, kept for the whole run. No meaning for ``evergrad run``."""
+    """Image of the training pods; default: the operator's, kept for the whole run.
+
+    No meaning for ``evergrad run``.
+    """
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When a node pulls the image; default: the operator's setting. No meaning for ``evergrad run``."""
     suspend: Switch = False
     """Stop with state saved and release the nodes; false goes on."""
     restart_nonce: str | None = Field(default=None, min_length=1, max_length=64)
-    """Any text; a new one starts the pods anew from saved state, and a failed run again with fresh budgets."""
+    """Any text; a new one starts the pods anew from saved state, and a failed run again with
+    fresh budgets."""
     active_deadline_seconds: Whole | None = Field(default=None, ge=1, le=LONGEST_SECONDS)
-    """Seconds after its start at which a run that is not complete fails; default: no end. No meaning for ``evergrad run``."""
+    """Seconds after its start at which a run that is not complete fails; default: no end.
+
+    No meaning for ``evergrad run``.
+    """
     ttl_seconds_after_finished: Whole | None = Field(default=None, ge=0, le=LONGEST_SECONDS)
     """Seconds after the end until what the run made is deleted, but never its volume; default: it stays."""
     failure_policy: FailurePolicy = FailurePolicy()
@@ -190,7 +206,8 @@ class TrainingRun(Section):
 
     @property
     def recovery(self) -> Recovery:
-        """Whether workers outlive a change of the group: only state that every rank holds whole can be handed on."""
+        """Whether workers outlive a change of the group: only state that every rank holds whole can be handed
+        on."""
         training = self.spec.training
         return (
             "in-process"

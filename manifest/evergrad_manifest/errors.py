@@ -1,4 +1,7 @@
-"""Errors of input that every package raises, and the value that says what is wrong. The whole tree: evergrad_trainer.errors."""
+"""Errors of input that every package raises, and the value that says what is wrong.
+
+The whole tree: evergrad_trainer.errors.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -101,7 +101,8 @@ def choices_of(info: FieldInfo) -> tuple[str, ...]:
 
 
 def format_path(path: FieldPath) -> str:
-    """``("spec", "sources", 0, "path")`` → ``spec.sources[0].path``; keys that are no plain words are quoted."""
+    """``("spec", "sources", 0, "path")`` → ``spec.sources[0].path``; keys that are no plain words
+    are quoted."""
     text = ""
     for part in path:
         if isinstance(part, int):

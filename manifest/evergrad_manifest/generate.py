@@ -84,7 +84,7 @@ def _chapters() -> Iterator[tuple[str, list[Field]]]:
 
 
 def _row(field: Field) -> str:
-    meaning = (field.info.description or "").replace("``", "`").replace("\n", " ").replace("|", "\\|")
+    meaning = " ".join((field.info.description or "").split()).replace("``", "`").replace("|", "\\|")
     return f"| `{field.path}` | {describe_type(field)} | {describe_default(field.info)} | {meaning} |"
 
 

@@ -67,7 +67,8 @@ def _meaningless_in(
 
 
 def check_source_names(view: View) -> Iterator[Problem]:
-    """Names are unique over training and evaluation sources, since both appear in sample ids, files and metrics."""
+    """Names are unique over training and evaluation sources, since both appear in sample ids, files and
+    metrics."""
     first: dict[str, tuple[str, str]] = {}
     for where in (_SOURCES, f"{_EVALUATION}.sources"):
         for path, item in view.items(where):
@@ -114,7 +115,10 @@ def check_evaluation(view: View) -> Iterator[Problem]:
     for key in ("every", "atStart", "samples"):
         if view.is_given(f"{_EVALUATION}.{key}") and view.get(f"{_EVALUATION}.{key}") is not False:
             why = "neither evaluation.sources nor data.heldOut is set"
-            remedy = "Add data.heldOut (such as `fraction: 1%`) or a source under evaluation.sources, or remove this"
+            remedy = (
+                "Add data.heldOut (such as `fraction: 1%`) or a source under "
+                "evaluation.sources, or remove this"
+            )
             yield Problem(f"{_EVALUATION}.{key}", "there is nothing to evaluate on", why, remedy)
 
 

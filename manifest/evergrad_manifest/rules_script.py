@@ -66,7 +66,8 @@ def check_command(view: View) -> Iterator[Problem]:
 
 
 def _launcher_in(command: Sequence[str]) -> tuple[int, str] | None:
-    """Where the command names a launcher of its own: as the program, as a module, or both after ``python``."""
+    """Where the command names a launcher of its own: as the program, as a module, or both after
+    ``python``."""
     is_python = _PYTHON.fullmatch(PurePosixPath(command[0]).name) is not None
     start = 1 if is_python else 0
     while is_python and start < len(command) and command[start].startswith("-") and command[start] != MODULE:

@@ -1,4 +1,5 @@
-"""``spec.script``: a training command of the user's own, with the same nodes, volume and status as a typed run. Pure."""
+"""``spec.script``: a training command of the user's own, with the same nodes, volume and status as a typed
+run. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +17,10 @@ MODULE: Final = "-m"
 
 @dataclass(frozen=True)
 class Program:
-    """What a command starts. ``name``: a Python file's path, a module's dotted name, an executable's name or path."""
+    """What a command starts.
+
+    ``name``: a Python file's path, a module's dotted name, an executable's name or path.
+    """
 
     kind: Literal["file", "module", "executable"]
     name: str
@@ -27,11 +31,14 @@ class Script(Section):
     """A command that torchrun could start; it is started once a worker, with torchrun's variables set."""
 
     command: tuple[str, ...] = Field(min_length=1, max_length=1000)
-    """What would follow ``torchrun``, a word an item: a Python file (``train.py``), ``-m`` and a module, or an executable."""
+    """What would follow ``torchrun``, a word an item: a Python file (``train.py``), ``-m`` and a module, or
+    an executable."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment of the workers, part of the recipe; what may change between starts belongs in the shell or in template.env."""
+    """Environment of the workers, part of the recipe; what may change between starts belongs in the shell or
+    in template.env."""
     working_directory: LocalPath = Field(default=".", min_length=1)
-    """Where the workers start; relative to the manifest for ``evergrad run``, absolute inside the pod on a cluster."""
+    """Where the workers start; relative to the manifest for ``evergrad run``, absolute inside the pod on a
+    cluster."""
     grace_period_seconds: Whole = Field(default=30, ge=0, le=86400)
     """Seconds a worker has to save and leave after it was asked to stop; then it is killed."""
     metrics: Metrics = Metrics()
@@ -63,7 +70,10 @@ def program_path(program: Program, base_directory: Path) -> Path | None:
 
 
 def worker_command(script: Script, *, base_directory: Path, python: str) -> tuple[str, ...]:
-    """The words that start one worker. ``python``: the interpreter for files and modules, unbuffered as torchrun starts them."""
+    """The words that start one worker.
+
+    ``python``: the interpreter for files and modules, unbuffered as torchrun starts them.
+    """
     program = script.program
     if program.kind == "module":
         return (python, "-u", MODULE, program.name, *program.arguments)

@@ -1,4 +1,7 @@
-"""What a script run needs to find on this machine: its program and its working directory. Looks, and writes nothing."""
+"""What a script run needs to find on this machine: its program and its working directory.
+
+Looks, and writes nothing.
+"""
 
 import os
 import shutil
@@ -19,7 +22,8 @@ _RELATIVE: Final = "Check the path; it is relative to the manifest's directory"
 
 
 def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
-    """Why the script cannot start here: its file, executable or working directory is missing or cannot be used."""
+    """Why the script cannot start here: its file, executable or working directory is missing or cannot be
+    used."""
     return [
         *_program_problems(script, base_directory),
         *_directory_problems(working_directory_of(script, base_directory)),
@@ -27,7 +31,10 @@ def script_problems(script: Script, *, base_directory: Path) -> list[Problem]:
 
 
 def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
-    """What is wrong wherever the run starts: a Python file that should be beside the manifest. Absolute paths may be a pod's."""
+    """What is wrong wherever the run starts: a Python file that should be beside the manifest.
+
+    Absolute paths may be a pod's.
+    """
     program = script.program
     if program.kind != "file" or Path(program.name).is_absolute():
         return []
@@ -35,7 +42,10 @@ def portable_problems(script: Script, *, base_directory: Path) -> list[Problem]:
 
 
 def is_module_found(script: Script, *, base_directory: Path) -> bool:
-    """Whether this interpreter finds the script's module, importing nothing. What import hooks would find is not seen."""
+    """Whether this interpreter finds the script's module, importing nothing.
+
+    What import hooks would find is not seen.
+    """
     program, folder = script.program, working_directory_of(script, base_directory)
     from_env = [str(folder / entry) for entry in script.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     places: Sequence[str] = (str(folder), *from_env, *sys.path)

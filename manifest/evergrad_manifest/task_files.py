@@ -1,4 +1,5 @@
-"""Where the Python file of a task of the user's own lies: ``recipe: module:attr`` names it beside the manifest."""
+"""Where the Python file of a task of the user's own lies: ``recipe: module:attr`` names it beside the
+manifest."""
 
 from pathlib import Path
 
@@ -9,7 +10,8 @@ _FIELD = "spec.training.recipe"
 
 
 def task_path(recipe: str, base_directory: Path) -> Path | None:
-    """The file that ``recipe`` names, whether or not it is there; None for a recipe that has a name of ours."""
+    """The file that ``recipe`` names, whether or not it is there; None for a recipe that has a
+    name of ours."""
     if recipe in RECIPES:
         return None
     module = base_directory.joinpath(*recipe.partition(":")[0].split("."))

@@ -1,4 +1,5 @@
-"""Checks a run as the API server sends it: the validation of ``evergrad validate``, and what may no longer change. Pure."""
+"""Checks a run as the API server sends it: the validation of ``evergrad validate``, and what may no longer
+change. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
@@ -15,7 +16,8 @@ from evergrad_manifest.reading.validation import check_run, parse_run
 from evergrad_manifest.reading.view import without_nulls
 
 INVALID_SPEC: Final = "InvalidSpec"
-"""Value of ``status.reason`` of a run that was refused before its first pod; such a run may still change as a whole."""
+"""Value of ``status.reason`` of a run that was refused before its first pod; such a run may still change as a
+whole."""
 FIXED: Final = {
     "image": "all pods of a run have one image",
     "storage": "the run's state is there",
@@ -27,8 +29,8 @@ FIXED: Final = {
 def problems_of(document: Mapping[str, Any], *, old: Mapping[str, Any] | None = None) -> tuple[Problem, ...]:
     """Return every problem of ``document``, an object as the API server sends it; empty for a valid one.
 
-    They are those that ``evergrad validate`` prints for a file of the same content, but without lines of the file. With
-    ``old``, the object before an update, a valid ``document`` is also compared with it.
+    They are those that ``evergrad validate`` prints for a file of the same content, but without lines of the
+    file. With ``old``, the object before an update, a valid ``document`` is also compared with it.
     """
     run, found = check_run(manifest_of(document))
     if run is not None and not found and old is not None and not is_open(old):
@@ -37,12 +39,16 @@ def problems_of(document: Mapping[str, Any], *, old: Mapping[str, Any] | None = 
 
 
 def parse_object(document: Mapping[str, Any]) -> TrainingRun:
-    """Return the run that an object of the API server describes. Raises ConfigurationError with all its problems."""
+    """Return the run that an object of the API server describes.
+
+    Raises ConfigurationError with all its problems.
+    """
     return parse_run(manifest_of(document))
 
 
 def read_object(document: Mapping[str, Any]) -> TrainingRun:
-    """Return the run that an object describes, by its single fields alone: for an object known to be valid, and cheap.
+    """Return the run that an object describes, by its single fields alone: for an object known to be valid,
+    and cheap.
 
     Raises pydantic's ValidationError.
     """
@@ -50,7 +56,8 @@ def read_object(document: Mapping[str, Any]) -> TrainingRun:
 
 
 def manifest_of(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file would say of an object of the API server: no ``status``, no metadata that the cluster sets.
+    """Return what a file would say of an object of the API server: no ``status``, no metadata that the
+    cluster sets.
 
     The items of a list have neither apiVersion nor kind; both are filled in.
     """
@@ -73,7 +80,8 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
     try:
         before = read_object(old)
     except ValidationError:
-        # An older version accepted it. What cannot be read cannot be compared; the API server's own rules still hold.
+        # An older version accepted it. What cannot be read cannot be compared; the API server's own rules
+        # still hold.
         return
 
     # A run stays typed or a script: neither can read what the other saved.
@@ -92,7 +100,8 @@ def _forbidden_changes(old: Mapping[str, Any], run: TrainingRun) -> Iterator[Pro
         remedy = f"Set it back to {show_value(was)}, or make a new TrainingRun{further}"
         yield Problem(path, f"{show_value(now)} cannot replace {show_value(was)}", why, remedy)
 
-    # A longer horizon is the same run; a horizon in epochs has a length that only the data know, and the trainer compares.
+    # A longer horizon is the same run; a horizon in epochs has a length that only the data know, and the
+    # trainer compares.
     if has == "training":
         olds, news = (steps_without_data(one.training) for one in (before, run))
         if olds is not None and news is not None and news < olds:

@@ -15,7 +15,10 @@ EXIT_SETTINGS = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until asked to stop. Exit code 0: asked to; 1: to be started again; 64: settings or surroundings are wrong."""
+    """Run until asked to stop.
+
+    Exit code 0: asked to; 1: to be started again; 64: settings or surroundings are wrong.
+    """
     settings = parse_settings(sys.argv[1:] if arguments is None else arguments, os.environ)
     set_up_logging(settings.log_level, settings.log_format)
     try:

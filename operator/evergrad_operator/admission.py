@@ -1,6 +1,7 @@
 """The validating webhook's answer to one request: what ``evergrad validate`` would say of the object. Pure.
 
-A denial's causes carry one problem each, so that kubectl prints path, reason and remedy a line, as for the schema's own errors.
+A denial's causes carry one problem each, so that kubectl prints path, reason and remedy a line, as for the
+schema's own errors.
 """
 
 from collections.abc import Mapping
@@ -17,7 +18,8 @@ _LONGEST_MESSAGE: Final = 32_000
 """Longest message of a denial, in bytes; the causes beside it hold every problem that is listed at all."""
 _UNPROCESSABLE: Final = 422
 _CHANGES_AT_ANY_TIME: Final = ("suspend",)
-"""Fields of ``spec`` that may change even where the rest would be refused today: a wrong run can always be stopped."""
+"""Fields of ``spec`` that may change even where the rest would be refused today: a wrong run can always be
+stopped."""
 
 
 def find_problems(new: Mapping[str, Any], old: Mapping[str, Any] | None) -> tuple[Problem, ...]:

@@ -1,7 +1,7 @@
 """Does what a plan says, step by step, and returns what came of each step.
 
-A step that is refused, or not answered, stops neither the other steps nor the status that explains it. Only a lost lease is
-raised: nothing may be written any more then.
+A step that is refused, or not answered, stops neither the other steps nor the status that explains it. Only a
+lost lease is raised: nothing may be written any more then.
 """
 
 import asyncio
@@ -28,14 +28,23 @@ from evergrad_operator.progress import Coordinators
 from evergrad_operator.refusals import Refusals, Step
 
 APPLY_SECONDS: Final = 30.0
-"""For all steps of a plan together, so that a pass has time left to write what was not done. A webhook may take as long."""
+"""For all steps of a plan together, so that a pass has time left to write what was not done.
+
+A webhook may take as long.
+"""
 TOKEN_SECONDS: Final = 30.0
-"""Between two POSTs of the Secret of a run whose pods have a host and do not start. It exists, unless somebody deleted it."""
+"""Between two POSTs of the Secret of a run whose pods have a host and do not start.
+
+It exists, unless somebody deleted it.
+"""
 _NOT_AS_EXPECTED: Final = 412
 
 
 class Cluster(Protocol):
-    """What reconciling needs of the API server; ``Kube`` is one, the tests' fake another. All raise ApiError."""
+    """What reconciling needs of the API server; ``Kube`` is one, the tests' fake another.
+
+    All raise ApiError.
+    """
 
     async def get(self, kind: Kind, namespace: str, name: str) -> Raw | None:
         """The object, or None."""
@@ -70,11 +79,15 @@ class Cluster(Protocol):
 
 @dataclass
 class Applied:
-    """What is remembered of a run's steps between two passes. All of it may be lost: it only saves writes and tries."""
+    """What is remembered of a run's steps between two passes.
+
+    All of it may be lost: it only saves writes and tries.
+    """
 
     refusals: Refusals = field(default_factory=Refusals)
     versions: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Resource versions that our own applies led to: another one means that somebody has touched the object."""
+    """Resource versions that our own applies led to: another one means that somebody has touched
+    the object."""
     is_in_doubt: bool = False
     """Whether there may be a pod that the mirror does not have: the answer to its creation never came."""
     token_posted_at: float = float("-inf")
@@ -82,7 +95,10 @@ class Applied:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one step. ``failure``: None if it is done. ``is_tried``: False where an earlier refusal still holds."""
+    """What came of one step.
+
+    ``failure``: None if it is done. ``is_tried``: False where an earlier refusal still holds.
+    """
 
     step: Step
     failure: ApplyFailure | None = None
@@ -133,7 +149,8 @@ class Applier:
         self._cluster, self._mirror, self._coordinators, self._clock = cluster, mirror, coordinators, clock
 
     async def apply(self, key: Key, seen: Observation, plan: Plan, applied: Applied) -> list[Result]:
-        """Claim, token, other children, ends, then new pods and Services, then bounds; a result for each step that was due."""
+        """Claim, token, other children, ends, then new pods and Services, then bounds; a result for each step
+        that was due."""
         work = _Pass(key, seen, applied, asyncio.get_running_loop().time() + APPLY_SECONDS)
 
         # The claim carries the record of who uses the volume: without it, no pod may write there.
@@ -152,7 +169,8 @@ class Applier:
             results.append(
                 await self._try(work, _step_of("create", plan.token), partial(self._create_once, plan.token))
             )
-            # A quota that is used up refuses also what exists already; where pods were made before, it does, most likely.
+            # A quota that is used up refuses also what exists already; where pods were made before, it does,
+            # most likely.
             has_token = results[-1].failure is None or seen.status.coordinator.attempt >= 0
         pods = plan.create if has_record and has_token else ()
 
@@ -161,22 +179,25 @@ class Applier:
         results += await _gather(self._put(work, body) for body in children)
         results += await _gather(self._end(work, end) for end in plan.delete)
 
-        # Giving a Service its address takes the API server longer than all else, and no pod has to wait for it.
+        # Giving a Service its address takes the API server longer than all else, and no pod has to wait for
+        # it.
         later = [self._put(work, body) for body in services]
         *given, made = await _gather([*later, self._create_all(work, pods)])
         results += [*given, *made]
 
-        # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement nor an end.
+        # Bounds come last: a coordinator that does not answer must hold up neither a lost pod's replacement
+        # nor an end.
         if plan.bounds is not None:
             results.append(
                 await self._try(work, _BOUNDS_STEP, partial(self._coordinators.post_bounds, key, plan.bounds))
             )
         return results
 
-    # ---- one step -----------------------------------------------------------------------------------------------------
+    # ---- one step ------------------------------------------------------------------------------------------
 
     async def _try(self, work: _Pass, step: Step, act: Callable[[], Awaitable[Any]]) -> Result:
-        """Do it, unless it was refused a moment ago; whatever is refused or not answered is remembered and returned."""
+        """Do it, unless it was refused a moment ago; whatever is refused or not answered is remembered and
+        returned."""
         refusals, generation = work.applied.refusals, work.seen.run.generation
         held = refusals.find_waiting(step, generation=generation, now=self._clock())
         if held is not None:
@@ -199,14 +220,18 @@ class Applier:
     async def _put_claim(self, body: Raw, plan: Plan) -> None:
         metadata = body["metadata"]
         if plan.stale_records:
-            # A merge patch takes a field from whoever owns it, and with its last field its manager goes from the object.
+            # A merge patch takes a field from whoever owns it, and with its last field its manager goes from
+            # the object.
             patch = {"metadata": {"annotations": dict.fromkeys(plan.stale_records)}}
             await self._cluster.merge(CLAIM, metadata["namespace"], metadata["name"], patch)
         stored = await self._cluster.apply(body, manager=plan.claim_manager or names.FIELD_MANAGER)
         self._mirror.see(CLAIMS, {**stored, "kind": CLAIM.kind})
 
     async def _create_once(self, body: Raw) -> None:
-        """Create it; that it exists already is as well. No watch and no list shows it, so that nothing is remembered of it."""
+        """Create it; that it exists already is as well.
+
+        No watch and no list shows it, so that nothing is remembered of it.
+        """
         try:
             await self._cluster.create(body, is_brief=True)
         except ApiError as error:
@@ -214,7 +239,8 @@ class Applier:
                 raise
 
     async def _put(self, work: _Pass, body: Raw) -> Result:
-        """A child that is no pod: applied where it is known to be the run's, else created, so that nobody else loses one."""
+        """A child that is no pod: applied where it is known to be the run's, else created, so that nobody
+        else loses one."""
 
         async def put() -> None:
             stored = await self._put_or_create(work, body)
@@ -246,10 +272,11 @@ class Applier:
 
         return await self._try(work, ("delete", end.kind, end.name), delete)
 
-    # ---- pods ---------------------------------------------------------------------------------------------------------
+    # ---- pods ----------------------------------------------------------------------------------------------
 
     async def _create_all(self, work: _Pass, bodies: Sequence[Raw]) -> list[Result]:
-        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about each.
+        # The coordinator and one node alone, the others together: a quota that refuses one is not asked about
+        # each.
         results: list[Result] = []
         for body in bodies[:2]:
             results.append(await self._create(work, body))
@@ -269,7 +296,10 @@ class Applier:
         return await self._try(work, _step_of("create", body), create)
 
     async def _find_own(self, work: _Pass, body: Raw, error: ApiError) -> Raw:
-        """The run's own object that has this name, where that is why its creation was refused. Raises ApiError else."""
+        """The run's own object that has this name, where that is why its creation was refused.
+
+        Raises ApiError else.
+        """
         if error.status != 409 or error.reason != "AlreadyExists":
             raise error
         kind, name = KINDS[body["kind"]], str(body["metadata"]["name"])
@@ -299,7 +329,8 @@ def describe_failure(step: Step, error: OperatorError | TimeoutError, *, at: flo
 
 
 def _concerns_all_pods(failure: ApplyFailure) -> bool:
-    """Whether what refuses one pod refuses the others, too, as a quota or a webhook does: only a name is a pod's own."""
+    """Whether what refuses one pod refuses the others, too, as a quota or a webhook does: only a name is a
+    pod's own."""
     return failure.reason not in (NAME_TAKEN, NAME_LEAVING)
 
 

@@ -1,7 +1,8 @@
-"""The webhook's certificate: made, judged and renewed. Values in, values out; the only module that imports cryptography.
+"""The webhook's certificate: made, judged and renewed. Values in, values out; the only module that imports
+cryptography.
 
-The API server trusts what stands in the webhook's ``caBundle``, and nothing else; so the authority is our own, signs one name,
-and its key lies beside the serving key in one Secret of the operator's namespace.
+The API server trusts what stands in the webhook's ``caBundle``, and nothing else; so the authority is our
+own, signs one name, and its key lies beside the serving key in one Secret of the operator's namespace.
 """
 
 import base64
@@ -20,7 +21,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 AUTHORITY_DAYS: Final = 3650
 SERVING_DAYS: Final = 365
 _RENEWED_AT: Final = 1 / 3
-"""Share of its life that a certificate still has when it is renewed: months, in which many things may be broken."""
+"""Share of its life that a certificate still has when it is renewed: months, in which many things may be
+broken."""
 _SKEW: Final = timedelta(hours=1)
 """Clocks of other machines may be behind: a certificate is valid from a little before it was made."""
 _FIELDS: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
@@ -28,7 +30,10 @@ _FIELDS: Final = ("ca.crt", "ca.key", "tls.crt", "tls.key")
 
 @dataclass(frozen=True)
 class Bundle:
-    """PEM texts. ``authority``: what clients trust, newest first; its key is empty where another makes the certificates."""
+    """PEM texts.
+
+    ``authority``: what clients trust, newest first; its key is empty where another makes the certificates.
+    """
 
     authority: bytes
     authority_key: bytes
@@ -54,7 +59,8 @@ def write_bundle(bundle: Bundle) -> dict[str, str]:
 def renew(bundle: Bundle | None, names: Sequence[str], *, now: datetime) -> Bundle | None:
     """A bundle to take the place of this one; None while it is good for ``names``.
 
-    A new authority stands before the old one, which stays trusted: other replicas may still serve what it has signed.
+    A new authority stands before the old one, which stays trusted: other replicas may still serve what it has
+    signed.
     """
     authorities, key = _read_authority(bundle)
     is_new = key is None or _is_due(authorities[0], now)

@@ -16,7 +16,8 @@ class ClaimIndex:
         self._users: dict[Key, dict[Key, str]] = {}
 
     def update(self, key: Key, old: Raw | None, new: Raw | None) -> None:
-        """Note that the run ``key``, which was ``old``, is now ``new``; None for a run that does not exist."""
+        """Note that the run ``key``, which was ``old``, is now ``new``; None for a run that does
+        not exist."""
         before, after = (claim_of(old) if old else None), (claim_of(new) if new else None)
         if before != after and before is not None:
             users = self._users.get((key[0], before), {})

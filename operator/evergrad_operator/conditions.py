@@ -31,7 +31,10 @@ class _Said:
 def build_conditions(
     observation: Observation, decision: Decision, *, now: float, progress_timeout: float
 ) -> list[dict[str, Any]]:
-    """The list on the wire. A condition's transition time is kept as long as its status is. ``now``: seconds since 1970."""
+    """The list on the wire.
+
+    A condition's transition time is kept as long as its status is. ``now``: seconds since 1970.
+    """
     old = {get_text(one, "type"): one for one in observation.status.conditions}
     said = {
         Condition.READY: _say_ready(decision),
@@ -54,7 +57,8 @@ def build_conditions(
 
 
 def build_refused_conditions(raw: Mapping[str, Any], message: str, *, now: float) -> list[dict[str, Any]]:
-    """Conditions of a run whose spec cannot be read: it is not ready, nothing goes on, and a person must act; the rest stays."""
+    """Conditions of a run whose spec cannot be read: it is not ready, nothing goes on, and a person must act;
+    the rest stays."""
     generation = get_int(get_map(raw, "metadata"), "generation") or 0
     said = {
         Condition.READY: _Said(False, Reason.INVALID_SPEC, keep_start(message, _SHORT)),
@@ -85,7 +89,8 @@ def _build(
 
 
 def _say_ready(decision: Decision) -> _Said:
-    # A run that somebody suspended is as it was asked to be: tools that wait for Ready, such as Flux, would wait for ever.
+    # A run that somebody suspended is as it was asked to be: tools that wait for Ready, such as Flux, would
+    # wait for ever.
     is_as_asked = decision.phase == Phase.SUSPENDED and decision.reason == Reason.SUSPENDED
     is_ready = decision.phase in (Phase.RUNNING, Phase.COMPLETE) or is_as_asked
     return _Said(is_ready, decision.reason, keep_start(decision.message, _SHORT))
@@ -124,7 +129,10 @@ def _say_pods(observation: Observation, decision: Decision) -> _Said:
 def _say_progressing(
     decision: Decision, was_ready: Mapping[str, Any], *, now: float, timeout: float
 ) -> _Said:
-    """``was_ready``: the condition Ready as it stands. Time in which no group was up is no time without a step."""
+    """``was_ready``: the condition Ready as it stands.
+
+    Time in which no group was up is no time without a step.
+    """
     training = decision.memory.training
     ready_since = (
         parse_time(was_ready.get("lastTransitionTime")) if was_ready.get("status") == "True" else None

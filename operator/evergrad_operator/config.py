@@ -22,13 +22,15 @@ class Config:
     network_policies: bool = True
     """Make a NetworkPolicy for each run."""
     metrics_from: tuple[str, ...] = ()
-    """Name of a namespace whose pods may scrape nodes and coordinators; none: nodes are open to all, coordinators to none."""
+    """Name of a namespace whose pods may scrape nodes and coordinators; none: nodes are open to all,
+    coordinators to none."""
     disruption_budgets: bool = True
     """Make a PodDisruptionBudget for each run whose group has formed."""
     operator_namespace: str = ""
     """Where the operator runs, whose pods may reach the coordinator's status; empty: from any namespace."""
     cluster_domain: str = ""
-    """Appended to the coordinator's name (``svc.cluster.local``); empty: ``svc``, which the pod's search list completes."""
+    """Appended to the coordinator's name (``svc.cluster.local``); empty: ``svc``, which the pod's search list
+    completes."""
     default_storage_size: str = "10Gi"
     """Size of a new volume whose run names none."""
     default_storage_class: str | None = None
@@ -42,7 +44,8 @@ class Config:
     coordinator_memory: str = "64Mi"
     """Memory request of a coordinator."""
     coordinator_cpu_limit: str = "1"
-    """CPU limit of a coordinator: a namespace's quota may ask for limits, which a run can give for its nodes only."""
+    """CPU limit of a coordinator: a namespace's quota may ask for limits, which a run can give for its nodes
+    only."""
     coordinator_memory_limit: str = "256Mi"
     """Memory limit of a coordinator."""
     shared_memory_size: str = ""
@@ -52,16 +55,19 @@ class Config:
     group_id: int = 10001
     """Group id of a run's pods and of its volume."""
     first_backoff_seconds: float = 2.0
-    """Seconds before the second replacement after failures that count; the first is made at once, each later one after twice as
-    long."""
+    """Seconds before the second replacement after failures that count; the first is made at once, each later
+    one after twice as long."""
     longest_backoff_seconds: float = 60.0
     """Longest wait, in seconds, before a replacement."""
     longest_host_backoff_seconds: float = 300.0
-    """Longest wait, in seconds, before the next try of a node that one host after the other fails: a broken host stays so."""
+    """Longest wait, in seconds, before the next try of a node that one host after the other fails: a broken
+    host stays so."""
     short_life_seconds: float = 20.0
-    """Lifetime, in seconds, below which a pod was hardly worth its start: after three in a row replacements wait, too."""
+    """Lifetime, in seconds, below which a pod was hardly worth its start: after three in a row replacements
+    wait, too."""
     undisturbed_seconds: float = UNDISTURBED_SECONDS
-    """Lifetime, in seconds, of a pod that counts as progress for a run that reports neither steps nor checkpoints."""
+    """Lifetime, in seconds, of a pod that counts as progress for a run that reports neither steps nor
+    checkpoints."""
     finish_grace_seconds: float = 60.0
     """Seconds for the pods of a complete run to write their report and end."""
     fail_grace_seconds: float = 10.0

@@ -1,4 +1,7 @@
-"""How to reach the API server: the pod's service account, or a kubeconfig. One source for our own client and for kopf's."""
+"""How to reach the API server: the pod's service account, or a kubeconfig.
+
+One source for our own client and for kopf's.
+"""
 
 import datetime
 import os
@@ -21,7 +24,10 @@ SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 @dataclass
 class Connection:
-    """The client's configuration. Its token is read again from its file every minute, and when the API server refuses it."""
+    """The client's configuration.
+
+    Its token is read again from its file every minute, and when the API server refuses it.
+    """
 
     configuration: Configuration
     _loader: InClusterConfigLoader | None = field(default=None, repr=False)
@@ -55,10 +61,14 @@ class Connection:
 
 
 async def connect(environ: Mapping[str, str], *, service_account: Path = SERVICE_ACCOUNT) -> Connection:
-    """The connection of a pod, or, outside a cluster, of ``$KUBECONFIG`` or ~/.kube/config. Raises SettingsError."""
+    """The connection of a pod, or, outside a cluster, of ``$KUBECONFIG`` or ~/.kube/config.
+
+    Raises SettingsError.
+    """
     configuration = Configuration()
     configuration.trace_configs = [build_trace()]
-    # Else each request asks a thread for proxies and ~/.netrc; a kubeconfig's own proxy is taken all the same.
+    # Else each request asks a thread for proxies and ~/.netrc; a kubeconfig's own proxy is taken all the
+    # same.
     configuration.client_session_kwargs = {"trust_env": False}
     loader = None
     try:
@@ -71,6 +81,7 @@ async def connect(environ: Mapping[str, str], *, service_account: Path = SERVICE
             await load_kube_config(config_file=path, client_configuration=configuration, persist_config=False)
     except (ConfigException, OSError, ValueError) as error:
         raise SettingsError(
-            f"no API server is known: {error}. Run in a pod with a service account, or name a kubeconfig in $KUBECONFIG."
+            f"no API server is known: {error}. Run in a pod with a service account, or name a "
+            "kubeconfig in $KUBECONFIG."
         ) from error
     return Connection(configuration, loader)

@@ -45,8 +45,8 @@ class PodDeletion:
 class Decision:
     """What should be done and why. ``memory`` goes into the status; ``requeue_after`` in seconds.
 
-    ``record``: what the PVC shall say of the run, None to leave it. ``is_blocked``: nothing goes on before a person has done
-    what ``message`` says.
+    ``record``: what the PVC shall say of the run, None to leave it. ``is_blocked``: nothing goes on before a
+    person has done what ``message`` says.
     """
 
     action: Action

@@ -19,7 +19,8 @@ class OperatorError(Exception):
 
 
 class SpecError(OperatorError):
-    """The envelope of a TrainingRun cannot be read: no webhook was asked, and the CRD is of another version."""
+    """The envelope of a TrainingRun cannot be read: no webhook was asked, and the CRD is of
+    another version."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -27,7 +28,8 @@ class SpecError(OperatorError):
 
 
 class ApiError(OperatorError):
-    """The API server refused a request (``status``, its ``reason`` and message), or did not answer it (``status`` 0).
+    """The API server refused a request (``status``, its ``reason`` and message), or did not answer it
+    (``status`` 0).
 
     ``retry_after``: seconds it asked to wait. ``causes``: reasons of the single causes.
     """

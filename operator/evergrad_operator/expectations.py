@@ -1,4 +1,5 @@
-"""Expectations: versions that the API server has answered and a watch has yet to show, which say how far a watch is behind."""
+"""Expectations: versions that the API server has answered and a watch has yet to show, which say how far a
+watch is behind."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,9 @@ class Expectation:
 class Expectations:
     """What the watches of ``resources`` owe. A version that a watch has already shown is owed by nobody.
 
-    An answer may come before or after the watch event of the same change: a LIST that shows nothing new, an apply that changes
-    nothing and an answer that is read late must leave no mark, or the watch counts as behind for ever.
+    An answer may come before or after the watch event of the same change: a LIST that shows nothing new, an
+    apply that changes nothing and an answer that is read late must leave no mark, or the watch counts as
+    behind for ever.
     """
 
     def __init__(self, resources: Collection[str], *, clock: Callable[[], float]) -> None:
@@ -30,7 +32,8 @@ class Expectations:
     def expect(self, resource: str, uid: str, version: int) -> None:
         """Note that the API server has answered this version.
 
-        The oldest version that is owed counts: a watch that shows nothing at all is late by the first one, however many follow.
+        The oldest version that is owed counts: a watch that shows nothing at all is late by the first one,
+        however many follow.
         """
         known = resource, uid
         if (

@@ -1,4 +1,5 @@
-"""kopf's part: it watches and delivers; every handler only hands on what it got. kopf decides nothing and writes nothing."""
+"""kopf's part: it watches and delivers; every handler only hands on what it got. kopf decides nothing and
+writes nothing."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final
@@ -22,7 +23,8 @@ from evergrad_operator.names import LABEL_RUN
 OLDEST: Final = (1, 45, 2)
 NEWEST: Final = (2,)
 Sink = Callable[[str, Raw, str | None], None]
-"""Takes in one object: resource, the object, and the event's type: None for one of a list, which never says what is gone."""
+"""Takes in one object: resource, the object, and the event's type: None for one of a list, which never says
+what is gone."""
 
 
 class NoDiffBase(AnnotationsDiffBaseStorage):
@@ -52,14 +54,16 @@ def check_kopf(version: str) -> None:
 def build_settings(namespaces: Collection[str]) -> OperatorSettings:
     """kopf's settings, for all that is not its default."""
     settings = OperatorSettings()
-    # No scan of CRDs and namespaces: it needs rights that a namespaced operator lacks, and retries 403s for a minute.
+    # No scan of CRDs and namespaces: it needs rights that a namespaced operator lacks, and retries 403s for a
+    # minute.
     settings.scanning.disabled = True
     settings.posting.enabled = False
     settings.peering.standalone = True
     settings.watching.chunk_size = 500
     for resource in (PODS, CLAIMS):
         settings.watching.label_selectors["", "v1", resource] = LABEL_RUN
-    # queueing.worker_limit stays unset: an idle worker keeps its place for idle_timeout, so that a limit is one of throughput.
+    # queueing.worker_limit stays unset: an idle worker keeps its place for idle_timeout, so that a limit is
+    # one of throughput.
     settings.queueing.idle_timeout = 1.0
     settings.queueing.exit_timeout = 1.0
     settings.process.ultimate_exiting_timeout = 15.0

@@ -10,12 +10,16 @@ Check = Callable[[], str | None]
 
 
 class HealthServer:
-    """Answers 200 with ``ok``, or 503 with what is wrong. ``live``: a restart would help; ``ready``: it does its work."""
+    """Answers 200 with ``ok``, or 503 with what is wrong.
+
+    ``live``: a restart would help; ``ready``: it does its work.
+    """
 
     def __init__(
         self, *, live: Sequence[Check], ready: Sequence[Check], metrics: Callable[[], Callable[[], bytes]]
     ) -> None:
-        # ``metrics`` gathers what is needed, here on the event loop, and returns what renders it, in a thread.
+        # ``metrics`` gathers what is needed, here on the event loop, and returns what renders it, in a
+        # thread.
         self._live, self._ready, self._metrics = live, ready, metrics
         self._runner: web.AppRunner | None = None
 

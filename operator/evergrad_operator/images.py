@@ -1,4 +1,5 @@
-"""Names of images and what the kubelet says it runs: which digest a run keeps to, and whether two pods run the same. Pure.
+"""Names of images and what the kubelet says it runs: which digest a run keeps to, and whether two pods run
+the same. Pure.
 
 A tag may be moved while a run trains. What its first pod runs is what all its pods are to run:
 
@@ -10,7 +11,8 @@ A tag may be moved while a run trains. What its first pod runs is what all its p
 
 A pod that asked for a digest runs it, and is compared with nothing.
 
-An image that was imported by hand lies on hosts by its tag and is in no registry: a digest would not be found.
+An image that was imported by hand lies on hosts by its tag and is in no registry: a digest would not be
+found.
 """
 
 import re
@@ -23,7 +25,8 @@ _DOCKER_HUB: Final = "docker.io"
 
 
 def pin_image(image: str, image_id: str) -> str:
-    """The reference by digest that asks for just what ``image_id`` names; empty where there is none that can be pulled."""
+    """The reference by digest that asks for just what ``image_id`` names; empty where there is none that can
+    be pulled."""
     repository, _, digest = _SCHEME.sub("", image_id).partition("@")
     asked = _find_repository(image)
     if "@" in image or not _DIGEST.fullmatch(digest) or repository != asked:
@@ -39,7 +42,8 @@ def is_same_image(one: str, other: str) -> bool:
 
 
 def _parse_id(image_id: str) -> tuple[str, str]:
-    """What kind of ID it is (its repository, none for a bare digest) and its digest, empty for an ID of no known shape."""
+    """What kind of ID it is (its repository, none for a bare digest) and its digest, empty for an ID of no
+    known shape."""
     repository, _, digest = _SCHEME.sub("", image_id).rpartition("@")
     kind = "import" if _IMPORT.search(repository) else repository
     return kind, digest if _DIGEST.fullmatch(digest) else ""
@@ -51,7 +55,8 @@ def _strip_tag(image: str) -> str:
 
 
 def _find_repository(image: str) -> str:
-    """The repository in full, as container runtimes write it: with registry, and ``library`` where Docker Hub means it."""
+    """The repository in full, as container runtimes write it: with registry, and ``library`` where Docker Hub
+    means it."""
     repository = _strip_tag(image.partition("@")[0])
     first, slash, rest = repository.partition("/")
     if not slash:

@@ -1,6 +1,8 @@
-"""The only module that talks to the API server: few verbs, dictionaries in and out, bounded, retried, counted, fenced.
+"""The only module that talks to the API server: few verbs, dictionaries in and out, bounded, retried,
+counted, fenced.
 
-Through the official client's asyncio ApiClient. Where each kind lives is a table, so no request is spent on discovery.
+Through the official client's asyncio ApiClient. Where each kind lives is a table, so no request is spent on
+discovery.
 """
 
 import asyncio
@@ -125,7 +127,8 @@ def check_gate(gate: Gate) -> float:
 
 
 async def _check_fence(*_: Any) -> None:
-    # The last moment before a request is sent, after waiting for a connection: a process that was stopped goes no further.
+    # The last moment before a request is sent, after waiting for a connection: a process that was stopped
+    # goes no further.
     gate = _fence.get()
     if gate is not None:
         check_gate(gate)
@@ -140,7 +143,10 @@ def build_trace() -> aiohttp.TraceConfig:
 
 
 class Kube:
-    """Verbs on objects. All raise ApiError for what is refused or not answered; writes that are fenced off, LeaseLostError."""
+    """Verbs on objects.
+
+    All raise ApiError for what is refused or not answered; writes that are fenced off, LeaseLostError.
+    """
 
     def __init__(
         self,
@@ -195,7 +201,10 @@ class Kube:
             query["continue"] = metadata["continue"]
 
     async def create(self, body: Raw, *, is_fenced: bool = True, is_brief: bool = False) -> Raw:
-        """A new object, as it was stored; ``is_brief``: only its metadata. ApiError 409: one of that name exists."""
+        """A new object, as it was stored; ``is_brief``: only its metadata.
+
+        ApiError 409: one of that name exists.
+        """
         kind, namespace = _locate(body)
         path, accept = kind.path(namespace), _METADATA if is_brief else _JSON
         query = {"fieldManager": FIELD_MANAGER}
@@ -206,7 +215,8 @@ class Kube:
     async def apply(
         self, body: Raw, *, subresource: str = "", manager: str = FIELD_MANAGER, is_brief: bool = False
     ) -> Raw:
-        """The complete intent of ``manager`` by server-side apply, by force; the object as it was stored, or its metadata."""
+        """The complete intent of ``manager`` by server-side apply, by force; the object as it was stored, or
+        its metadata."""
         kind, namespace = _locate(body)
         path, accept = (
             kind.path(namespace, body["metadata"]["name"], subresource),
@@ -235,7 +245,10 @@ class Kube:
     async def delete(
         self, kind: Kind, namespace: str, name: str, *, uid: str | None = None, grace: int | None = None
     ) -> bool:
-        """End one object, and no other of the same name; False if it was gone. ``grace``: seconds, None for the object's own."""
+        """End one object, and no other of the same name; False if it was gone.
+
+        ``grace``: seconds, None for the object's own.
+        """
         options: dict[str, Any] = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -275,7 +288,7 @@ class Kube:
         """Close the connections."""
         await self._client.close()
 
-    # ---- one request --------------------------------------------------------------------------------------------------
+    # ---- one request ---------------------------------------------------------------------------------------
 
     async def _request(  # noqa: PLR0913
         self,
@@ -343,7 +356,8 @@ class Kube:
                 codes.append(str(answer.status))
                 data = await answer.read()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                # A write that was not answered in the lease's time may have been done: what follows observes anew.
+                # A write that was not answered in the lease's time may have been done: what follows observes
+                # anew.
                 raise ApiError(0, "Unreachable", f"{method} {url}: {_describe(error)}") from error
             finally:
                 _fence.reset(reset)

@@ -1,8 +1,9 @@
-"""A gate before all writes: only the holder of one Lease may write, and only for as long as nobody else can have taken it.
+"""A gate before all writes: only the holder of one Lease may write, and only for as long as nobody else can
+have taken it.
 
-The holder counts from before its last renewal was sent; a candidate takes over only after it has itself seen the lease
-unchanged for the whole duration. No clock is compared with another machine's. A process that was stopped meanwhile finds its time
-run out.
+The holder counts from before its last renewal was sent; a candidate takes over only after it has itself seen
+the lease unchanged for the whole duration. No clock is compared with another machine's. A process that was
+stopped meanwhile finds its time run out.
 """
 
 import asyncio
@@ -27,7 +28,10 @@ def monotonic() -> float:
 
 @dataclass(frozen=True)
 class LeaseSettings:
-    """Which lease, who asks for it, and for how many seconds a renewal is good. Renewed every third of that."""
+    """Which lease, who asks for it, and for how many seconds a renewal is good.
+
+    Renewed every third of that.
+    """
 
     namespace: str
     name: str

@@ -1,4 +1,5 @@
-"""What the operator knows of a run only from the run's own status: counters and decisions that are not taken twice. Pure."""
+"""What the operator knows of a run only from the run's own status: counters and decisions that are not taken
+twice. Pure."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -53,8 +54,9 @@ class Finish:
 class Budget:
     """Failures in a row without progress. Times in seconds since 1970.
 
-    ``step`` and ``checkpoint_step``: newest when the last one was counted; beyond them is progress. ``short_lives``: free ends in
-    a row of pods that had hardly begun. Until ``retry_at`` no replacement is made.
+    ``step`` and ``checkpoint_step``: newest when the last one was counted; beyond them is progress.
+    ``short_lives``: free ends in a row of pods that had hardly begun. Until ``retry_at`` no replacement is
+    made.
     """
 
     failures: int = 0
@@ -69,9 +71,9 @@ class Budget:
 class HostFaults:
     """Ends that speak against a host or a moment, not against the run. Times in seconds since 1970.
 
-    ``hosts``: how often each had one; the host of the last one comes last. ``nodes``: those that have not been well since; until
-    ``retry_at`` they get no pod. ``in_a_row``: how often some node had one since all were well. ``at``: when the youngest pod
-    was made that was there as the last one was counted.
+    ``hosts``: how often each had one; the host of the last one comes last. ``nodes``: those that have not
+    been well since; until ``retry_at`` they get no pod. ``in_a_row``: how often some node had one since all
+    were well. ``at``: when the youngest pod was made that was there as the last one was counted.
     """
 
     hosts: tuple[tuple[str, int], ...] = ()
@@ -98,7 +100,8 @@ class InputError:
 class Coordinator:
     """The newest coordinator pod that was made (-1: none so far), and what it has already told.
 
-    ``is_recorded``: its end is counted. ``restarts`` and ``lost_seconds``: its counters as last read, which begin at 0 with each.
+    ``is_recorded``: its end is counted. ``restarts`` and ``lost_seconds``: its counters as last read, which
+    begin at 0 with each.
     """
 
     attempt: int = -1
@@ -112,7 +115,8 @@ class Coordinator:
 class Training:
     """What was last known of the training itself. Times in seconds since 1970.
 
-    ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first told of.
+    ``updated_at``: when the step last changed; ``checkpoint_at``: when the newest checkpoint was first told
+    of.
     """
 
     generation: int | None = None
@@ -131,14 +135,14 @@ class Training:
 class Memory:
     """The part of a run's status that decisions rest on. Times in seconds since 1970.
 
-    ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's end is counted.
-    ``restart``: how often ``restartNonce`` or other settings have restarted the run; ``restart_nonce``, ``settings_hash``: those
-    acted upon.
-    ``stop_reason``: why the run itself has stopped, empty if it has not. ``has_formed``: a group has been up since the run was
-    started, resumed or restarted. ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits
-    together, 0 before the first pod; ``gang``: which such group. ``phase``, ``reason`` and ``message``: what people were told
-    last. ``image``: what was asked for; ``image_id``: what the first pod of this restart ran, as its kubelet names it;
-    ``image_pin``: the same by digest, where later pods ask for that.
+    ``attempts[i]``: highest attempt made of node i, -1 for none. ``recorded``: nodes whose newest attempt's
+    end is counted. ``restart``: how often ``restartNonce`` or other settings have restarted the run;
+    ``restart_nonce``, ``settings_hash``: those acted upon. ``stop_reason``: why the run itself has stopped,
+    empty if it has not. ``has_formed``: a group has been up since the run was started, resumed or restarted.
+    ``input_errors``: the exit codes 64 before that. ``gang_size``: nodes that a queue admits together, 0
+    before the first pod; ``gang``: which such group. ``phase``, ``reason`` and ``message``: what people were
+    told last. ``image``: what was asked for; ``image_id``: what the first pod of this restart ran, as its
+    kubelet names it; ``image_pin``: the same by digest, where later pods ask for that.
     """
 
     is_known: bool = False
@@ -188,7 +192,10 @@ class Memory:
 
 
 def parse_memory(status: Mapping[str, Any]) -> Memory:
-    """The memory in a run's ``status``. What is missing or not understood counts as unknown: a status may be lost."""
+    """The memory in a run's ``status``.
+
+    What is missing or not understood counts as unknown: a status may be lost.
+    """
     conditions = tuple(get_maps(status, "conditions"))
     notes, gang = get_map(status, "memory"), unpack_counts(get_text(get_map(status, "memory"), "gang"))
     return Memory(
@@ -339,11 +346,12 @@ def _parse_counters(raw: Mapping[str, Any]) -> dict[str, int]:
     return dict([(key, value) for key, value in pairs if value is not None][:MAX_CAUSES])
 
 
-# ---- to the wire -----------------------------------------------------------------------------------------------------
+# ---- to the wire -------------------------------------------------------------------------------------------
 
 
 def build_memory(memory: Memory) -> dict[str, Any]:
-    """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a default.
+    """The parts of the status that ``parse_memory`` reads, but for what people read too. Nothing that is a
+    default.
 
     What means nothing to people is kept apart, as texts under ``memory``.
     """

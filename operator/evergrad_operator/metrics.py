@@ -1,4 +1,7 @@
-"""The operator's own metrics, ``evergrad_operator_…``. Those of runs are read off the mirror, so none outlives its run."""
+"""The operator's own metrics, ``evergrad_operator_…``.
+
+Those of runs are read off the mirror, so none outlives its run.
+"""
 
 import platform
 from collections.abc import Iterable, Mapping

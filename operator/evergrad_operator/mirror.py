@@ -1,7 +1,8 @@
-"""The operator's informer cache: runs, their pods, claims and other children as last seen. A hint, never proof.
+"""The operator's informer cache: runs, their pods, claims and other children as last seen. A hint, never
+proof.
 
-Fed by watch events, by what the API server answered to our own writes, and by resync lists, which also prune it: a watch that was
-restarted after 410 never tells what vanished meanwhile.
+Fed by watch events, by what the API server answered to our own writes, and by resync lists, which also prune
+it: a watch that was restarted after 410 never tells what vanished meanwhile.
 """
 
 import sys
@@ -36,7 +37,7 @@ class Mirror:
         self._tombstones: dict[str, float] = {}
         self.expectations = Expectations((RUNS, PODS), clock=clock)
 
-    # ---- what is asked of it ------------------------------------------------------------------------------------------
+    # ---- what is asked of it -------------------------------------------------------------------------------
 
     def run(self, key: Key) -> Raw | None:
         """The run, or None."""
@@ -84,7 +85,7 @@ class Mirror:
             CHILDREN: sum(map(len, self._children.values())),
         }
 
-    # ---- what it is told ----------------------------------------------------------------------------------------------
+    # ---- what it is told -----------------------------------------------------------------------------------
 
     def see(
         self, resource: str, raw: Raw, *, is_deleted: bool = False, is_watched: bool = False
@@ -119,7 +120,8 @@ class Mirror:
     def replace(
         self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]
     ) -> set[Key]:
-        """Take in a whole list that is as of ``version``; what it lacks goes. ``covers``: whether it spans a namespace.
+        """Take in a whole list that is as of ``version``; what it lacks goes. ``covers``: whether it spans a
+        namespace.
 
         The runs that something has changed for. Objects that are newer than the list stay.
         """
@@ -139,7 +141,10 @@ class Mirror:
     def prune(
         self, resource: str, raws: Iterable[Raw], *, version: int, covers: Callable[[str], bool]
     ) -> set[Key]:
-        """Drop what a list as of ``version`` lacks; of what it has, only metadata are needed. The runs that this concerns."""
+        """Drop what a list as of ``version`` lacks; of what it has, only metadata are needed.
+
+        The runs that this concerns.
+        """
         changed: set[Key] = set()
         for known in find_vanished(self._all(resource), raws, version=version):
             metadata = known["metadata"]
@@ -166,7 +171,7 @@ class Mirror:
         if known is not None and known["metadata"].get("uid") == uid:
             self._remove(resource, known)
 
-    # ---- how it is kept -----------------------------------------------------------------------------------------------
+    # ---- how it is kept ------------------------------------------------------------------------------------
 
     def _note(
         self, resource: str, identity: str, version: int, *, is_deleted: bool, is_watched: bool
@@ -288,7 +293,10 @@ def slim_run(raw: Raw) -> Raw:
 
 
 def find_vanished(known: Iterable[Raw], listed: Iterable[Raw], *, version: int) -> list[Raw]:
-    """Those of ``known`` that a list as of ``version`` lacks. What is newer than the list may have come since."""
+    """Those of ``known`` that a list as of ``version`` lacks.
+
+    What is newer than the list may have come since.
+    """
     uids = {raw["metadata"].get("uid") for raw in listed}
     return [
         raw

@@ -1,4 +1,7 @@
-"""Names that others see: labels, annotations, children, ports, paths, conditions, reasons, phases and causes. Pure."""
+"""Names that others see: labels, annotations, children, ports, paths, conditions, reasons, phases and causes.
+
+Pure.
+"""
 
 import hashlib
 from enum import StrEnum
@@ -10,7 +13,7 @@ __all__ = ["API_VERSION", "KIND", "TOKEN_PATH"]
 Key = tuple[str, str]
 """Namespace and name of a run (or of a claim)."""
 
-# ---- labels and annotations ------------------------------------------------------------------------------------------
+# ---- labels and annotations --------------------------------------------------------------------------------
 
 LABEL_RUN: Final = f"{LABEL_PREFIX}run"
 LABEL_INDEX: Final = f"{LABEL_PREFIX}index"
@@ -41,7 +44,7 @@ LABEL_GANG: Final = "scheduling.x-k8s.io/pod-group"
 PROPAGATED_LABELS: Final = (LABEL_QUEUE, LABEL_QUEUE_PRIORITY)
 """Labels of a run that its node pods get; no others do."""
 
-# ---- places ----------------------------------------------------------------------------------------------------------
+# ---- places ------------------------------------------------------------------------------------------------
 
 JOIN_PORT: Final = 29400
 STATUS_PORT: Final = 29401
@@ -81,7 +84,10 @@ def config_name(run: str) -> str:
 
 
 def token_secret_name(run: str, token: str) -> str:
-    """The Secret with a run's token. The name follows the token, so that a namesake's Secret is never taken for this one."""
+    """The Secret with a run's token.
+
+    The name follows the token, so that a namesake's Secret is never taken for this one.
+    """
     return f"{run}-token-{hashlib.sha256(token.encode()).hexdigest()[:8]}"
 
 
@@ -95,7 +101,7 @@ def claim_field_manager(run: str) -> str:
     return f"{FIELD_MANAGER}-{run}"
 
 
-# ---- status ----------------------------------------------------------------------------------------------------------
+# ---- status ------------------------------------------------------------------------------------------------
 
 
 class Condition(StrEnum):
@@ -133,7 +139,10 @@ class Cause(StrEnum):
     DONE = "Done"
     """Exit code 0: the run is complete."""
     USER_ERROR = "UserError"
-    """Exit code 64: wrong configuration or data. Final once it is confirmed and no group has formed, else free."""
+    """Exit code 64: wrong configuration or data.
+
+    Final once it is confirmed and no group has formed, else free.
+    """
     WORKER_CRASH = "WorkerCrash"
     """Any other exit code. Counts."""
     OUT_OF_MEMORY = "OutOfMemory"
@@ -254,7 +263,8 @@ class Reason(StrEnum):
     STOPPED = "StoppedOnRequest"
     """The recipe or its stop file asked for a stop; state is saved."""
     NON_FINITE = "NonFinite"
-    """A loss or a gradient was not finite; the state before that step is saved, and a person decides how to go on."""
+    """A loss or a gradient was not finite; the state before that step is saved, and a person decides how to
+    go on."""
     # Of single conditions.
     NOT_COMPLETE = "NotComplete"
     """The run has not come to its end."""

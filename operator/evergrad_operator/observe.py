@@ -34,7 +34,8 @@ MAX_RECORD: Final = 4096
 
 @dataclass(frozen=True)
 class ApplyFailure:
-    """What the API server refused at the last reconcile that tried. ``status``: HTTP, 0 without an answer. ``at``: seconds since
+    """What the API server refused at the last reconcile that tried. ``status``: HTTP, 0 without an answer.
+    ``at``: seconds since
     1970. ``verb``: create, apply, delete, get, list, or post for what the coordinator is told."""
 
     kind: str
@@ -61,7 +62,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """A coordinator's /status. ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step."""
+    """A coordinator's /status.
+
+    ``attempt``: of the pod that was asked; ``updated_seconds_ago``: the last report of a step.
+    """
 
     attempt: int
     phase: str
@@ -93,11 +97,13 @@ UNREACHABLE_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class Silence:
-    """A followed coordinator that does not answer. ``seconds``: since the first poll that failed after its last answer.
+    """A followed coordinator that does not answer. ``seconds``: since the first poll that failed after its
+    last answer.
 
-    ``attempt``: of its pod. ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: it did before.
-    ``has_timed_out``: nothing came back; where a connection was refused, its host is alive and the kubelet starts it again.
-    ``is_alone``: most coordinators answer, so that it is not the operator that is cut off.
+    ``attempt``: of its pod. ``reason``: a Reason. ``message``: how the last poll failed. ``has_answered``: it
+    did before. ``has_timed_out``: nothing came back; where a connection was refused, its host is alive and
+    the kubelet starts it again. ``is_alone``: most coordinators answer, so that it is not the operator that
+    is cut off.
     """
 
     attempt: int
@@ -113,7 +119,10 @@ class Silence:
         """What is said of it, with what to do."""
         if self.reason == names.Reason.COORDINATOR_UNAUTHORIZED:
             return self.message
-        remedy = "See its pod's log, and which network policies or service mesh keep the operator from the pod's address"
+        remedy = (
+            "See its pod's log, and which network policies or service mesh keep the operator from "
+            "the pod's address"
+        )
         return f"{self.message}, for a minute and more. {remedy}; it is asked again"
 
 
@@ -132,7 +141,10 @@ class Record:
 
 @dataclass(frozen=True)
 class ClaimState:
-    """The run's PVC. ``records``: by name of the run. ``spec``: what we would apply again, as it stands there."""
+    """The run's PVC.
+
+    ``records``: by name of the run. ``spec``: what we would apply again, as it stands there.
+    """
 
     name: str
     phase: str
@@ -144,7 +156,10 @@ class ClaimState:
 
 @dataclass(frozen=True)
 class Other:
-    """Another run whose folder on the same PVC overlaps. ``is_out``: it was refused, so it keeps nothing there."""
+    """Another run whose folder on the same PVC overlaps.
+
+    ``is_out``: it was refused, so it keeps nothing there.
+    """
 
     name: str
     uid: str
@@ -197,7 +212,8 @@ def observe(
     progress: Progress | None = None,
     failures: Sequence[ApplyFailure] = (),
 ) -> Observation:
-    """One Observation. ``others``: runs of the namespace. ``children``: live objects by kind and name, the PVC among them.
+    """One Observation. ``others``: runs of the namespace. ``children``: live objects by kind and name, the
+    PVC among them.
 
     Pods of other owners, runs on other PVCs and records that cannot be read are passed over.
     """
@@ -238,11 +254,14 @@ def build_record(record: Record) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-# ---- the coordinator -------------------------------------------------------------------------------------------------
+# ---- the coordinator ---------------------------------------------------------------------------------------
 
 
 def parse_progress(raw: Mapping[str, Any], *, attempt: int) -> Progress:
-    """``GET /status`` of the coordinator pod of ``attempt``. Raises ProgressError for what no coordinator says."""
+    """``GET /status`` of the coordinator pod of ``attempt``.
+
+    Raises ProgressError for what no coordinator says.
+    """
     nodes = raw.get("nodes")
     if not isinstance(nodes, Mapping) or not isinstance(raw.get("phase"), str):
         raise ProgressError(
@@ -289,7 +308,7 @@ def _parse_failure(raw: Mapping[str, Any]) -> Failure:
     )
 
 
-# ---- claims, others --------------------------------------------------------------------------------------------------
+# ---- claims, others ----------------------------------------------------------------------------------------
 
 
 def _parse_claim(raw: Mapping[str, Any]) -> ClaimState:
@@ -335,7 +354,10 @@ def _parse_record(run: str, text: str) -> Record | None:
 
 
 def _parse_other(raw: Mapping[str, Any], run: TrainingRun) -> Other | None:
-    """Only names, place and age are needed, so that another run's mistakes are not this one's. None: out of this one's way."""
+    """Only names, place and age are needed, so that another run's mistakes are not this one's.
+
+    None: out of this one's way.
+    """
     metadata = get_map(raw, "metadata")
     name = get_text(metadata, "name")
     claim, path = find_place(raw)
@@ -362,12 +384,16 @@ def overlap(one: str, other: str) -> bool:
 
 
 def owns(uid: str, raw: Mapping[str, Any]) -> bool:
-    """Whether the object belongs to the run of this uid. One that only bears the right name is somebody else's."""
+    """Whether the object belongs to the run of this uid.
+
+    One that only bears the right name is somebody else's.
+    """
     return any(one.get("uid") == uid for one in get_maps(get_map(raw, "metadata"), "ownerReferences"))
 
 
 def _is_owned(raw: Mapping[str, Any], run: TrainingRun) -> bool:
-    """Whether the pod is this run's: by its label and its owner, so that the pods of an older namesake are not taken over."""
+    """Whether the pod is this run's: by its label and its owner, so that the pods of an older namesake are
+    not taken over."""
     metadata = get_map(raw, "metadata")
     if get_map(metadata, "labels").get(names.LABEL_RUN) != run.name:
         return False

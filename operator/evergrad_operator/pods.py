@@ -53,7 +53,8 @@ _NOT_STARTED: Final = frozenset(
     {"StartError", "ContainerCannotRun", "RunContainerError", "CreateContainerError"}
 )
 _NOT_WITNESSED: Final = frozenset({"ContainerStatusUnknown", "Unknown"})
-"""How the container ended is lost, as after its node's reboot: the kubelet's word, and the container runtime's."""
+"""How the container ended is lost, as after its node's reboot: the kubelet's word, and the container
+runtime's."""
 _NO_SPACE: Final = re.compile(
     r"no space left on device|disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|GiB are free and", re.IGNORECASE
 )
@@ -64,7 +65,10 @@ _BY_ITSELF: Final = frozenset({ExitCode.USER_ERROR, ExitCode.INTERNAL})
 
 @dataclass(frozen=True)
 class PodEnd:
-    """How a pod's container ended; ``exit_code`` is None where nobody saw it. ``at``: seconds since 1970, if known."""
+    """How a pod's container ended; ``exit_code`` is None where nobody saw it.
+
+    ``at``: seconds since 1970, if known.
+    """
 
     cause: Cause
     exit_code: int | None
@@ -86,11 +90,12 @@ class _LastWords:
 class PodState:
     """One pod of a run. Times in seconds since 1970.
 
-    ``started_at``: when its own container began to run; None where it does not. ``gone_by``: for a pod that is being
-    deleted, when its grace is over. ``end`` is set once its own container has ended for good, whatever the pod's phase.
-    ``has_sidecar``: a container still runs in a pod that is over: one that somebody has injected, or one of a wrong image.
-    ``waiting_reason`` and ``waiting_message``: why its container does not run, as the kubelet or the scheduler says.
-    ``image``: what was asked for; ``image_id``: what its container runs, as the kubelet names it.
+    ``started_at``: when its own container began to run; None where it does not. ``gone_by``: for a pod that
+    is being deleted, when its grace is over. ``end`` is set once its own container has ended for good,
+    whatever the pod's phase. ``has_sidecar``: a container still runs in a pod that is over: one that somebody
+    has injected, or one of a wrong image. ``waiting_reason`` and ``waiting_message``: why its container does
+    not run, as the kubelet or the scheduler says. ``image``: what was asked for; ``image_id``: what its
+    container runs, as the kubelet names it.
     """
 
     name: str
@@ -176,9 +181,11 @@ def parse_pod(raw: Mapping[str, Any]) -> PodState | None:
 def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
     """The pod; one that runs another image than the others of its ``restart`` counts as over, and goes.
 
-    ``image_id``: what the first of them ran, empty where nobody knows. A group of two images would train two programs.
+    ``image_id``: what the first of them ran, empty where nobody knows. A group of two images would train two
+    programs.
     """
-    # A pod that asked for a digest runs it. Its host may name the image by another: one image can have several manifests.
+    # A pod that asked for a digest runs it. Its host may name the image by another: one image can have
+    # several manifests.
     is_by_digest = "@" in pod.image
     if (
         not image_id
@@ -202,7 +209,10 @@ def judge_image(pod: PodState, image_id: str, *, restart: int) -> PodState:
 
 
 def describe_cause(pod: PodState) -> Cause:
-    """Why a pod that is over ended. One that was deleted without a sign of anybody's hand was deleted by somebody."""
+    """Why a pod that is over ended.
+
+    One that was deleted without a sign of anybody's hand was deleted by somebody.
+    """
     if pod.end is not None:
         return pod.end.cause
     return pod.disruption or Cause.DELETED
@@ -214,8 +224,9 @@ def _find_end(
     phase = status.get("phase")
     terminated = get_map(container, "state", "terminated")
     code = terminated.get("exitCode")
-    # A container that fails is started again where the policy says so, as the coordinator's; a node's never is. The phase says
-    # nothing of ours where a sidecar was injected: the pod is Running for as long as that one runs.
+    # A container that fails is started again where the policy says so, as the coordinator's; a node's never
+    # is. The phase says nothing of ours where a sidecar was injected: the pod is Running for as long as that
+    # one runs.
     is_for_good = bool(terminated) and (
         container.get("name") != names.CONTAINERS[names.ROLE_COORDINATOR] or code == 0
     )
@@ -286,7 +297,8 @@ def _why_waiting(status: Mapping[str, Any], container: Mapping[str, Any]) -> tup
 
 
 def _find_container(status: Mapping[str, Any], role: str) -> Mapping[str, Any]:
-    """The status of our own container: a mesh or an agent may have injected others, and the kubelet sorts them by name."""
+    """The status of our own container: a mesh or an agent may have injected others, and the kubelet sorts
+    them by name."""
     ours = names.CONTAINERS[role]
     return next((one for one in get_maps(status, "containerStatuses") if one.get("name") == ours), NOTHING)
 

@@ -11,7 +11,8 @@ _ROOM_FOR_COUNT: Final = 96
 
 
 def list_problems(problems: Sequence[Problem], *, most: int = LONGEST_LIST) -> str:
-    """Write the problems after each other, as many whole ones as ``most`` bytes hold, then how many were left out."""
+    """Write the problems after each other, as many whole ones as ``most`` bytes hold, then how many were left
+    out."""
     texts = [str(problem) for problem in problems]
     kept, size = 0, 0
     for text in texts:

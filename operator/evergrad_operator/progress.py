@@ -1,6 +1,8 @@
-"""Asks the coordinators of running runs how far they are, and tells them new bounds. Over plain HTTP to the pods' addresses.
+"""Asks the coordinators of running runs how far they are, and tells them new bounds. Over plain HTTP to the
+pods' addresses.
 
-Whatever answers there is not trusted: size, time and number are bounded, and what cannot be read counts as no answer.
+Whatever answers there is not trusted: size, time and number are bounded, and what cannot be read counts as no
+answer.
 """
 
 import asyncio
@@ -27,14 +29,16 @@ _FAST_CHANGES = ("step", "loss", "tokensPerSecond", "etaSeconds", "updatedSecond
 
 
 SILENCES: Final = (10.0, 15.0, 30.0, UNREACHABLE_SECONDS, 120.0, 240.0, 480.0)
-"""Seconds of silence at which a run is looked at: it may be that its coordinator is gone, and no watch has told of it."""
+"""Seconds of silence at which a run is looked at: it may be that its coordinator is gone, and no watch has
+told of it."""
 _JUST_AFTER: Final = 0.1
 _NO_WAY: Final = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 @dataclass(frozen=True)
 class PollSettings:
-    """Seconds between two questions to one coordinator, for one answer; how many are asked at a time, and in a second at most."""
+    """Seconds between two questions to one coordinator, for one answer; how many are asked at a time, and in
+    a second at most."""
 
     every: float = 5.0
     timeout: float = 3.0
@@ -45,7 +49,8 @@ class PollSettings:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a coordinator said last: its JSON, of which attempt it was, and when (the clock of ``Coordinators``)."""
+    """What a coordinator said last: its JSON, of which attempt it was, and when (the clock of
+    ``Coordinators``)."""
 
     raw: Mapping[str, Any]
     attempt: int
@@ -61,14 +66,20 @@ class _Followed:
     has_answered: bool = False
     failures: int = 0
     silent_since: float | None = None
-    """When the first poll failed after the last answer. Between two polls of many coordinators minutes may pass."""
+    """When the first poll failed after the last answer.
+
+    Between two polls of many coordinators minutes may pass.
+    """
     told: float = 0.0
     """The last of ``SILENCES`` that was news."""
     error: OperatorError | None = None
 
 
 class Coordinators:
-    """The coordinators that are followed, and their answers. ``on_news`` hears of each, and if it is more than progress."""
+    """The coordinators that are followed, and their answers.
+
+    ``on_news`` hears of each, and if it is more than progress.
+    """
 
     def __init__(
         self,
@@ -85,7 +96,10 @@ class Coordinators:
         self._queue: WorkQueue[Key] = WorkQueue(backoff=Backoff(1.0, 30.0), clock=clock)
 
     def follow(self, key: Key, address: str, attempt: int, *, token: str) -> None:
-        """Ask the coordinator at this address from now on, and no other one of the run. ``token``: the run's."""
+        """Ask the coordinator at this address from now on, and no other one of the run.
+
+        ``token``: the run's.
+        """
         known = self._followed.get(key)
         if known is None or (known.address, known.attempt) != (address, attempt):
             self._followed[key] = _Followed(address, attempt, token)
@@ -141,7 +155,10 @@ class Coordinators:
                 self._take_answer(followed, await self._read_status(key, followed))
 
     async def post_bounds(self, key: Key, bounds: Bounds) -> None:
-        """Tell the run's coordinator how many nodes may train, and how many failures are borne. Raises OperatorError."""
+        """Tell the run's coordinator how many nodes may train, and how many failures are borne.
+
+        Raises OperatorError.
+        """
         followed = self._followed.get(key)
         if followed is None:
             raise OperatorError(
@@ -151,7 +168,8 @@ class Coordinators:
         status, answer = await self._request(followed, "POST", "/bounds", body)
         if status != 200:
             raise OperatorError(
-                f"{key[0]}/{key[1]}: the coordinator refuses the new bounds: {answer[:200].decode('utf-8', 'replace').strip()}"
+                f"{key[0]}/{key[1]}: the coordinator refuses the new bounds: "
+                f"{answer[:200].decode('utf-8', 'replace').strip()}"
             )
         self._queue.add(key)
 
@@ -162,7 +180,8 @@ class Coordinators:
         try:
             answer = await self._read_status(key, followed)
         except OperatorError as error:
-            # One that was left meanwhile, as its run was deleted, is not asked again, and its silence is no news.
+            # One that was left meanwhile, as its run was deleted, is not asked again, and its silence is no
+            # news.
             return self._note_failure(key, followed, error) if self._followed.get(key) is followed else None
         if self._followed.get(key) is not followed:
             return None
@@ -178,7 +197,8 @@ class Coordinators:
         followed.failures, followed.silent_since, followed.told, followed.error = 0, None, 0.0, None
 
     def _note_failure(self, key: Key, followed: _Followed, error: OperatorError) -> float:
-        """Remember the silence, tell of it when it reaches another of ``SILENCES``; seconds until the next question."""
+        """Remember the silence, tell of it when it reaches another of ``SILENCES``; seconds until the next
+        question."""
         log.debug("%s", error)
         self.on_failure(_name_cause(error))
         now = self._clock()
@@ -196,7 +216,8 @@ class Coordinators:
 
         if followed.failures == 1:
             return 1.0
-        # Those that fell silent together are not asked together again and again, but none is found unreachable late.
+        # Those that fell silent together are not asked together again and again, but none is found
+        # unreachable late.
         pause = max(min(30.0, 2.0 ** min(followed.failures - 1, 5)), self._slowest) * random.uniform(0.7, 1.3)
         return min((pause, *(one - silence + _JUST_AFTER for one in SILENCES if one > silence)))
 
@@ -238,8 +259,10 @@ class Coordinators:
                 status = int(answer.split(" ", 2)[1])
                 if status == HTTPStatus.UNAUTHORIZED:
                     raise UnauthorizedError(
-                        f"the coordinator at {address} does not take the token that the operator derives for its run: the key of "
-                        "the installation was another when it was started. Set spec.restartNonce to a new text."
+                        f"the coordinator at {address} does not take the token that the operator "
+                        "derives for its run: the key of "
+                        "the installation was another when it was started. Set spec.restartNonce "
+                        "to a new text."
                     )
                 return status, await reader.readexactly(_content_length(answer))
         except (TimeoutError, OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:

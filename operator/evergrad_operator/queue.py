@@ -1,4 +1,5 @@
-"""Work queue of keys: deduplicating, one worker at a time per key, exponential back-off with jitter, delayed re-queue."""
+"""Work queue of keys: deduplicating, one worker at a time per key, exponential back-off with jitter, delayed
+re-queue."""
 
 import asyncio
 import contextlib
@@ -12,12 +13,16 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 _SPARE_ENTRIES = 64
 Process = Callable[[K], Awaitable[float | None]]
-"""Works on one key; seconds after which the key shall come again, or None. Raises to be tried again after a back-off."""
+"""Works on one key; seconds after which the key shall come again, or None.
+
+Raises to be tried again after a back-off.
+"""
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """Delay after the n-th failure in a row: ``first`` · 2ⁿ⁻¹, at most ``longest``, less up to half of it by chance. Seconds."""
+    """Delay after the n-th failure in a row: ``first`` · 2ⁿ⁻¹, at most ``longest``, less up to half of it by
+    chance. Seconds."""
 
     first: float = 0.5
     longest: float = 60.0
@@ -29,7 +34,8 @@ class Backoff:
 
 @dataclass(frozen=True)
 class QueueState:
-    """What the queue looks like: keys that are due, seconds that the oldest of them waits and that the slowest worker works."""
+    """What the queue looks like: keys that are due, seconds that the oldest of them waits and that the
+    slowest worker works."""
 
     depth: int
     oldest_age: float
@@ -39,9 +45,11 @@ class QueueState:
 
 
 class WorkQueue(Generic[K]):
-    """Keys that are due, or will be. ``spacing``: seconds between the end of work on a key and its next start.
+    """Keys that are due, or will be. ``spacing``: seconds between the end of work on a key and its next
+    start.
 
-    A key that is added while it is worked on comes again afterwards; of several due times the earliest counts.
+    A key that is added while it is worked on comes again afterwards; of several due times the earliest
+    counts.
     """
 
     def __init__(
@@ -76,7 +84,10 @@ class WorkQueue(Generic[K]):
                 self._push(key, due)
 
     def drop(self, key: K) -> None:
-        """Forget everything about a key that does not exist any more. Work on it that has begun goes on to its end."""
+        """Forget everything about a key that does not exist any more.
+
+        Work on it that has begun goes on to its end.
+        """
         self._due.pop(key, None)
         self._failures.pop(key, None)
         self._last_end.pop(key, None)
@@ -125,7 +136,8 @@ class WorkQueue(Generic[K]):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, process: Process[K], key: K) -> None:
-        # Whatever goes wrong with one key is that key's own: it comes again later. ``process`` reports its errors itself.
+        # Whatever goes wrong with one key is that key's own: it comes again later. ``process`` reports its
+        # errors itself.
         delay: float | None = None
         try:
             delay = await process(key)
@@ -155,8 +167,9 @@ class WorkQueue(Generic[K]):
     def _push(self, key: K, due: float) -> None:
         self._num_pushed += 1
         heapq.heappush(self._heap, (due, self._num_pushed, key))
-        # An entry that an earlier time has superseded leaves only at the heap's head. One that is due in a week, pushed anew
-        # by each pass of a run with a deadline, would stay for that week: at most as many as there are keys may be superseded.
+        # An entry that an earlier time has superseded leaves only at the heap's head. One that is due in a
+        # week, pushed anew by each pass of a run with a deadline, would stay for that week: at most as many
+        # as there are keys may be superseded.
         if len(self._heap) > 2 * len(self._due) + _SPARE_ENTRIES:
             kept = [
                 entry
@@ -169,7 +182,10 @@ class WorkQueue(Generic[K]):
             self._wake.set()
 
     def _pop(self) -> K | None:
-        """The next key that is due and not worked on. What was superseded by an earlier time is passed over."""
+        """The next key that is due and not worked on.
+
+        What was superseded by an earlier time is passed over.
+        """
         now = self._clock()
         while self._heap:
             due, _, key = self._heap[0]

@@ -65,7 +65,8 @@ def get_float(
 
 
 def keep_end(text: str, most: int) -> str:
-    """The end of ``text``, where the cause of a failure stands, within so many bytes of UTF-8; what is no text becomes ``?``."""
+    """The end of ``text``, where the cause of a failure stands, within so many bytes of UTF-8; what is no
+    text becomes ``?``."""
     data = text.encode("utf-8", errors="replace")
     return data.decode() if len(data) <= most else data[-most:].decode("utf-8", errors="ignore")
 

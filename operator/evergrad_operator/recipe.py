@@ -10,7 +10,8 @@ from evergrad_manifest.script import Script
 
 
 def hash_recipe(training: Mapping[str, Any] | None, script: Script | None) -> str:
-    """SHA-256 of the recipe or script as the run says it, 64 hex digits: equal for what may share a run directory.
+    """SHA-256 of the recipe or script as the run says it, 64 hex digits: equal for what may share a run
+    directory.
 
     It stands in the records of runs on their volumes, so that it must not change between versions.
     """

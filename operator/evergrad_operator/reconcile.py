@@ -1,4 +1,7 @@
-"""One run, level-triggered: observe → decide → plan → apply → one status write. Nothing here knows which event came."""
+"""One run, level-triggered: observe → decide → plan → apply → one status write.
+
+Nothing here knows which event came.
+"""
 
 import asyncio
 import logging
@@ -41,7 +44,8 @@ RECONCILE_SECONDS: Final = 60.0
 CLAIM_SECONDS: Final = 30.0
 """So long an existing claim, which no watch shows, is taken to be as it was seen."""
 SILENCE_SECONDS: Final = 15.0
-"""A coordinator that has been silent for so long is looked for: what vanishes in a gap of a watch is told by nobody."""
+"""A coordinator that has been silent for so long is looked for: what vanishes in a gap of a watch is told by
+nobody."""
 READ_SECONDS: Final = 15.0
 """For what is looked at before pods are made: a pass has time left to write why it could not."""
 _STATUS_RETRY_SECONDS: Final = 5.0
@@ -51,7 +55,10 @@ _NEW_POD: Final = ("create", POD.kind)
 
 @dataclass
 class Memory:
-    """What is remembered of a run between two reconciles. All of it may be lost: it only saves writes and tries."""
+    """What is remembered of a run between two reconciles.
+
+    All of it may be lost: it only saves writes and tries.
+    """
 
     applied: Applied = field(default_factory=Applied)
     progress_written_at: float | None = None
@@ -88,7 +95,10 @@ class Reconciler:
         self._applier = Applier(cluster, mirror=mirror, coordinators=coordinators, clock=self._now)
 
     async def reconcile(self, key: Key) -> float | None:
-        """Work on one run; seconds until it has to be looked at again. Raises for what a later try may mend."""
+        """Work on one run; seconds until it has to be looked at again.
+
+        Raises for what a later try may mend.
+        """
         started = time.perf_counter()
         result = "success"
         try:
@@ -122,20 +132,23 @@ class Reconciler:
         if await self._hear_verdict(key, seen, memory):
             seen, decision, plan = self._think(key, raw, memory)
 
-        # The mirror is a hint. Before anything is created or ended, what there is, is what the API server says. A pass in
-        # which nothing is tried, such as one of a run that waits for its quota, asks for nothing.
+        # The mirror is a hint. Before anything is created or ended, what there is, is what the API server
+        # says. A pass in which nothing is tried, such as one of a run that waits for its quota, asks for
+        # nothing.
         is_due = is_pod_work_due(
             plan, memory.applied.refusals, generation=seen.run.generation, now=self.clock()
         )
         is_due |= _is_silence_to_be_looked_into(seen, memory)
-        # A list that was refused is tried again also where nothing asks for it any more, or its refusal would stand for ever.
+        # A list that was refused is tried again also where nothing asks for it any more, or its refusal would
+        # stand for ever.
         is_due |= memory.applied.refusals.has(_step_of_list(key))
         is_confirmed = await self._confirm(key, raw, memory, plan) if is_due else False
         if is_confirmed:
             raw = self._mirror.run(key) or raw
             seen, decision, plan = self._think(key, raw, memory)
 
-        # What is refused is told in this same pass, and tried again after a pause of its own; the rest goes on.
+        # What is refused is told in this same pass, and tried again after a pause of its own; the rest goes
+        # on.
         steps = frozenset(list_steps(plan))
         doable = plan if is_confirmed else replace(plan, create=(), delete=())
         results = await self._applier.apply(key, seen, doable, memory.applied)
@@ -154,7 +167,7 @@ class Reconciler:
         delays.append(await self._write_status(key, raw, seen, decision, Outcome(created=created)))
         return min((delay for delay in delays if delay is not None), default=None)
 
-    # ---- thinking: values in, values out ------------------------------------------------------------------------------
+    # ---- thinking: values in, values out -------------------------------------------------------------------
 
     def _think(self, key: Key, raw: Raw, memory: Memory) -> tuple[Observation, Decision, Plan]:
         """What is seen now, and what follows from it."""
@@ -172,7 +185,8 @@ class Reconciler:
         return seen, decision, plan_children(seen, decision, self._config, token=self.token_of(seen.run.uid))
 
     def _children(self, key: Key, raw: Raw, memory: Memory) -> Mapping[tuple[str, str], Raw]:
-        """The run's claim and other children; one that somebody else has changed since loses the mark that spares it."""
+        """The run's claim and other children; one that somebody else has changed since loses the mark that
+        spares it."""
         found: dict[tuple[str, str], Raw] = {}
         claim = self._mirror.claim(key[0], claim_of(raw))
         if claim is not None:
@@ -207,7 +221,8 @@ class Reconciler:
             self._coordinators.leave(key)
 
     async def _hear_verdict(self, key: Key, seen: Observation, memory: Memory) -> bool:
-        """Whether the coordinator was asked anew: when nodes end by themselves, it knows the cause and the last step."""
+        """Whether the coordinator was asked anew: when nodes end by themselves, it knows the cause and the
+        last step."""
         ends = frozenset(
             pod.uid for pod in seen.nodes if pod.end is not None and pod.end.exit_code in _BY_ITSELF
         )
@@ -218,12 +233,15 @@ class Reconciler:
             await self._coordinators.ask(key)
         return is_new
 
-    # ---- looking again ------------------------------------------------------------------------------------------------
+    # ---- looking again -------------------------------------------------------------------------------------
 
     async def _read(
         self, key: Key, raw: Raw, memory: Memory, step: Step, look: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Whether the API server let itself be asked. If not, that is told like a refused write, and asked again later."""
+        """Whether the API server let itself be asked.
+
+        If not, that is told like a refused write, and asked again later.
+        """
         refusals, generation = memory.applied.refusals, int(raw["metadata"].get("generation") or 0)
         if refusals.find_waiting(step, generation=generation, now=self.clock()) is not None:
             return False
@@ -273,7 +291,10 @@ class Reconciler:
                 self._mirror.forget_child(key, kind.kind, child["metadata"]["name"], child["metadata"]["uid"])
 
     async def _look_at_claim(self, key: Key, raw: Raw, memory: Memory, *, oldest: float) -> bool:
-        """Fetch the existing claim that the run names, for all runs that name it: no watch shows it. False if that failed."""
+        """Fetch the existing claim that the run names, for all runs that name it: no watch shows it.
+
+        False if that failed.
+        """
         name = existing_claim(raw)
         if name is None:
             return True
@@ -292,7 +313,7 @@ class Reconciler:
 
         return await self._read(key, raw, memory, step, look)
 
-    # ---- what came of it ----------------------------------------------------------------------------------------------
+    # ---- what came of it -----------------------------------------------------------------------------------
 
     def _note_results(self, key: Key, seen: Observation, plan: Plan, results: Sequence[Result]) -> None:
         pods = {str(body["metadata"]["name"]): body for body in plan.create}
@@ -345,15 +366,18 @@ class Reconciler:
         return write.after
 
     async def _store_status(self, key: Key, raw: Raw, status: Raw) -> tuple[float | None, bool]:
-        """Seconds after which it is to be tried again, if at all, and whether it is stored. Raises ApiError."""
+        """Seconds after which it is to be tried again, if at all, and whether it is stored.
+
+        Raises ApiError.
+        """
         metadata = {"name": key[1], "namespace": key[0], "uid": raw["metadata"]["uid"]}
         body = {"apiVersion": names.API_VERSION, "kind": names.KIND, "metadata": metadata, "status": status}
         try:
             stored = await self._cluster.apply(body, subresource="status", is_brief=True)
         except ApiError as error:
             if error.status == 404:
-                # Gone, perhaps in a gap of the watch: then no event comes of it. A list tells, which this answer does not:
-                # an API server that has just started knows no custom resources for a moment.
+                # Gone, perhaps in a gap of the watch: then no event comes of it. A list tells, which this
+                # answer does not: an API server that has just started knows no custom resources for a moment.
                 self.on_missing()
                 return None, False
             if error.status == 409:
@@ -366,7 +390,10 @@ class Reconciler:
         return None, True
 
     async def _refuse_spec(self, key: Key, raw: Raw, memory: Memory, error: SpecError) -> float | None:
-        """Tell of what cannot be read: once as an event, and in the status. A new generation comes with its own event."""
+        """Tell of what cannot be read: once as an event, and in the status.
+
+        A new generation comes with its own event.
+        """
         text = str(error)
         if text not in memory.told:
             memory.told.add(text)
@@ -391,12 +418,16 @@ class Reconciler:
 
 def _refuse_token(uid: str) -> str:
     raise OperatorError(
-        f"run {uid}: the installation's key has not been read. This is a defect of the operator; please report it."
+        f"run {uid}: the installation's key has not been read. This is a defect of the operator; "
+        "please report it."
     )
 
 
 def _is_silence_to_be_looked_into(seen: Observation, memory: Memory) -> bool:
-    """Whether pods are listed because the coordinator is silent: it may be gone, and its watch had a gap. Again at the double."""
+    """Whether pods are listed because the coordinator is silent: it may be gone, and its watch had a gap.
+
+    Again at the double.
+    """
     seconds = seen.silence.seconds if seen.silence is not None else 0.0
     if seconds < SILENCE_SECONDS:
         memory.silence_listed = 0.0

@@ -1,4 +1,5 @@
-"""Kubernetes events about runs: what repeats is counted on one object, and a crash loop stays below fifteen."""
+"""Kubernetes events about runs: what repeats is counted on one object, and a crash loop stays
+below fifteen."""
 
 import hashlib
 import logging
@@ -18,7 +19,8 @@ COMPONENT: Final = "evergrad-operator"
 MAX_MESSAGE: Final = 1024
 MAX_REMEMBERED: Final = 4096
 _DISTINCT = 2
-"""Different messages of one reason that get events of their own; further ones share one, whose message is the newest."""
+"""Different messages of one reason that get events of their own; further ones share one, whose message is the
+newest."""
 
 
 class Poster(Protocol):

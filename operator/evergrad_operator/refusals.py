@@ -1,4 +1,5 @@
-"""What the API server has refused a run: each refused step is tried again after a pause of its own, the rest goes on."""
+"""What the API server has refused a run: each refused step is tried again after a pause of its own, the rest
+goes on."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ LONGEST_RETRY: Final = 60.0
 """Seconds between two tries of a step that is refused again and again."""
 _CONFLICT: Final = 409
 _LONGEST_CONFLICT_SECONDS: Final = 5.0
-"""For an object of an older run of the same name, which is about to go: nothing announces that the name is free."""
+"""For an object of an older run of the same name, which is about to go: nothing announces that the name is
+free."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class Refusal:
 
 
 class Refusals:
-    """The steps of one run that the API server, or the run's coordinator, has refused. Times: seconds since 1970.
+    """The steps of one run that the API server, or the run's coordinator, has refused. Times: seconds since
+    1970.
 
     A new generation of the run is tried at once: what was refused may be what was changed.
     """
@@ -75,9 +78,9 @@ class Refusals:
     def seconds_to_next(self, now: float) -> float | None:
         """Until the next refused step is tried again; None if nothing is refused.
 
-        A step whose time has come and that this pass has not tried stands behind another one, which has its own time: the pods
-        beyond a quota behind the first of them, all pods behind the claim. It causes no pass by itself, or there would be no end
-        of passes.
+        A step whose time has come and that this pass has not tried stands behind another one, which has its
+        own time: the pods beyond a quota behind the first of them, all pods behind the claim. It causes no
+        pass by itself, or there would be no end of passes.
         """
         if not self._refusals:
             return None

@@ -1,4 +1,7 @@
-"""The running operator: what is built of what, what runs beside what, and the end. All wiring, no decision."""
+"""The running operator: what is built of what, what runs beside what, and the end.
+
+All wiring, no decision.
+"""
 
 import asyncio
 import contextlib
@@ -116,10 +119,13 @@ class Service:
             log.error("ends: %s", str(self._fault) or type(self._fault).__name__)
         return 0 if self._fault is None else 1
 
-    # ---- the parts in time --------------------------------------------------------------------------------------------
+    # ---- the parts in time ---------------------------------------------------------------------------------
 
     async def _check_access(self) -> None:
-        """Fail at once for missing rights or a missing CRD, which would look like a hang later. Raises SettingsError."""
+        """Fail at once for missing rights or a missing CRD, which would look like a hang later.
+
+        Raises SettingsError.
+        """
         needed: list[tuple[str, Kind, str]] = [
             ("list", RUN, ""),
             ("watch", RUN, ""),
@@ -143,7 +149,8 @@ class Service:
             if lacking:
                 where = f"namespace {scope}" if scope else "the whole cluster"
                 raise SettingsError(
-                    f"the operator may not {', '.join(lacking)} in {where}. Install the chart's roles for this scope."
+                    f"the operator may not {', '.join(lacking)} in {where}. Install the chart's "
+                    "roles for this scope."
                 )
             try:
                 await self.kube.list_all(RUN, scope, metadata_only=True)
@@ -199,7 +206,8 @@ class Service:
                 stop_flag=self._stop,
             )
         except Exception as error:  # noqa: BLE001
-            # A watch that died, a login that failed: the process ends, and the next start lists everything anew.
+            # A watch that died, a login that failed: the process ends, and the next start lists everything
+            # anew.
             self._fault = self._fault or error
 
     async def _start(self) -> None:
@@ -225,7 +233,7 @@ class Service:
         await self.kube.close()
         await self._lease_kube.close()
 
-    # ---- news ---------------------------------------------------------------------------------------------------------
+    # ---- news ----------------------------------------------------------------------------------------------
 
     def take(self, resource: str, raw: Raw, kind: str | None) -> None:
         """What a watch shows. ``kind``: None where kopf has listed anew, at the start and after a gap."""
@@ -260,7 +268,8 @@ class Service:
             self.queue.add(key)
 
     async def _keep_pruned(self) -> None:
-        """Drop what vanished in a gap of a watch, also of the one at the start: kopf lists anew and tells only what is left.
+        """Drop what vanished in a gap of a watch, also of the one at the start: kopf lists anew and tells
+        only what is left.
 
         All resources are looked at whatever list was new: one that is empty by now shows nothing at all.
         """
@@ -301,12 +310,15 @@ class Service:
             for key in self.mirror.known():
                 self.queue.add(key, after=random.uniform(0.0, self._settings.resync_seconds / 4))
 
-    # ---- how it goes --------------------------------------------------------------------------------------------------
+    # ---- how it goes ---------------------------------------------------------------------------------------
 
     def _find_stall(self) -> str | None:
         state = self.queue.observe()
         if max(state.longest_work, state.oldest_age) > STALLED_SECONDS:
-            return f"work stands still: {state.longest_work:.0f} s on one run, {state.oldest_age:.0f} s waiting for a turn"
+            return (
+                f"work stands still: {state.longest_work:.0f} s on one run, {state.oldest_age:.0f} s "
+                "waiting for a turn"
+            )
         late = {
             resource: lag for resource, lag in self.mirror.expectations.lag().items() if lag > STALLED_SECONDS
         }
@@ -341,7 +353,7 @@ class Service:
             runs=read_runs(self.mirror.runs(), now=time.time()),
         )
 
-    # ---- helpers ------------------------------------------------------------------------------------------------------
+    # ---- helpers -------------------------------------------------------------------------------------------
 
     def _build_kube(self, limits: Limits) -> Kube:
         is_for_lease = limits.in_flight == 2

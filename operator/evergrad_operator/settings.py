@@ -72,7 +72,8 @@ def parse_settings(arguments: Sequence[str], environ: Mapping[str, str]) -> Sett
         parser.error(
             "--lease-namespace: say where the lease is, or set POD_NAMESPACE; --no-lease does without"
         )
-    # Without a lease, as in a trial outside of a cluster, it is a namespace in which there are rights, if any is named.
+    # Without a lease, as in a trial outside of a cluster, it is a namespace in which there are rights, if any
+    # is named.
     key_namespace = parsed.key_namespace or lease_namespace or (*namespaces, "default")[0]
     config = {field.name: getattr(parsed, field.name) for field in dataclasses.fields(Config)}
     config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
@@ -149,7 +150,10 @@ def build_parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _describe_fields(kind: type) -> dict[str, str]:
-    """Docstring of each field of a dataclass, which Python keeps in the source alone. Raises KeyError where one is missing."""
+    """Docstring of each field of a dataclass, which Python keeps in the source alone.
+
+    Raises KeyError where one is missing.
+    """
     [definition] = ast.parse(inspect.getsource(kind)).body
     found = {}
     for statement, following in itertools.pairwise(getattr(definition, "body", ())):

@@ -1,6 +1,7 @@
 """A raw TrainingRun, as the API server has it → the manifest's own models, and every problem it has. Pure.
 
-The models, their defaults and their rules are the manifest's, as everywhere; here stands only what Kubernetes adds to a run.
+The models, their defaults and their rules are the manifest's, as everywhere; here stands only what Kubernetes
+adds to a run.
 """
 
 from collections.abc import Mapping
@@ -34,13 +35,17 @@ _OUT_OF_THE_VOLUME: Final = "spec.storage.path"
 
 @dataclass(frozen=True)
 class ParsedSpec:
-    """What one generation of a run asks for, without its typed recipe, which is the nodes' alone, and large."""
+    """What one generation of a run asks for, without its typed recipe, which is the nodes' alone,
+    and large."""
 
     spec: Spec
     """``training`` is always None; ``is_typed`` tells which kind of run it is."""
     is_typed: bool
     is_whole: bool
-    """Whether every field could be read. Of a run that is not whole, something in the recipe is unreadable."""
+    """Whether every field could be read.
+
+    Of a run that is not whole, something in the recipe is unreadable.
+    """
     problems: tuple[Problem, ...]
     """All that ``evergrad validate`` would find."""
     recovery: Recovery
@@ -53,7 +58,8 @@ class ParsedSpec:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One TrainingRun. ``uid``, ``generation`` and ``created_at`` are empty and 0 for an object that no API server has seen.
+    """One TrainingRun. ``uid``, ``generation`` and ``created_at`` are empty and 0 for an object that no API
+    server has seen.
 
     ``created_at``: seconds since 1970.
     """
@@ -89,8 +95,8 @@ class TrainingRun:
     def find_obstacles(self, *, has_begun: bool) -> tuple[Problem, ...]:
         """Problems for which no pod is made. ``has_begun``: a generation of the run was found valid before.
 
-        What a run keeps once it has begun cannot be corrected any more, so that a rule which came with a later version of the
-        operator is not held against it.
+        What a run keeps once it has begun cannot be corrected any more, so that a rule which came with a
+        later version of the operator is not held against it.
         """
         if not has_begun or not self.parsed.is_whole:
             return self.parsed.problems
@@ -122,7 +128,10 @@ def parse_run(raw: Mapping[str, Any], parsed: ParsedSpec | None = None) -> Train
 
 
 def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
-    """Read and validate the whole of a run. Raises SpecError, with all problems, where its envelope is unreadable."""
+    """Read and validate the whole of a run.
+
+    Raises SpecError, with all problems, where its envelope is unreadable.
+    """
     run, found = check_run(manifest_of(raw))
     problems, raw_spec = at_most(found), get_map(raw, "spec")
     training, raw_training = None if run is None else run.spec.training, raw_spec.get("training")
@@ -149,7 +158,10 @@ def parse_spec(raw: Mapping[str, Any]) -> ParsedSpec:
 
 
 class SpecCache:
-    """Parsed specs by run: one is parsed anew only when its uid or generation is another. At most one a run is kept."""
+    """Parsed specs by run: one is parsed anew only when its uid or generation is another.
+
+    At most one a run is kept.
+    """
 
     def __init__(self) -> None:
         self._parsed: dict[Key, tuple[str, int, ParsedSpec]] = {}

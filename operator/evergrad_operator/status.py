@@ -1,4 +1,5 @@
-"""The status of a run: observation, decision and what came of it → the object on the wire, and when to write it. Pure."""
+"""The status of a run: observation, decision and what came of it → the object on the wire, and when to write
+it. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -77,7 +78,10 @@ def _longest_message(decision: Decision) -> int:
 
 
 def build_refused_status(raw: Mapping[str, Any], message: str, now: float) -> dict[str, Any]:
-    """The status of a run whose spec cannot be read: what stands there, with the reason. A run that is over stays as it is."""
+    """The status of a run whose spec cannot be read: what stands there, with the reason.
+
+    A run that is over stays as it is.
+    """
     old = get_map(raw, "status")
     if get_text(old, "phase") in (names.Phase.COMPLETE, names.Phase.FAILED):
         return dict(old)
@@ -135,7 +139,8 @@ def _build_progress(training: Training, *, is_running: bool) -> dict[str, Any]:
 def should_write(
     old: Mapping[str, Any], new: Mapping[str, Any], *, now: float, last_progress_write: float | None
 ) -> WriteDecision:
-    """Whether ``new`` goes out now. Only progress differs: at most every 10 s; only counts of pods: every second.
+    """Whether ``new`` goes out now. Only progress differs: at most every 10 s; only counts of pods: every
+    second.
 
     ``last_progress_write``: when a status was written last, in seconds since 1970.
     """

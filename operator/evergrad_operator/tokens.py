@@ -1,7 +1,7 @@
 """The tokens of runs, and the installation's key that they are derived from.
 
-A run's token is HMAC-SHA256(key, uid of the run), so an operator that starts anew knows every token without reading the Secrets
-of runs, for which it has no right.
+A run's token is HMAC-SHA256(key, uid of the run), so an operator that starts anew knows every token without
+reading the Secrets of runs, for which it has no right.
 """
 
 import base64
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 KEY_BYTES: Final = 32
 _FIELD: Final = "key"
 _TRIES: Final = 3
-"""Another operator may create the key, or a person delete it, between a look and a write; more often than this is no race."""
+"""Another operator may create the key, or a person delete it, between a look and a write; more often than
+this is no race."""
 
 
 class KeyStore(Protocol):
@@ -41,7 +42,8 @@ def derive_token(key: bytes, uid: str) -> str:
 async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
     """The installation's key, from its Secret, which is created where there is none.
 
-    Replicas that start together agree: the first Secret counts. Raises SettingsError for a Secret that holds no key, ApiError.
+    Replicas that start together agree: the first Secret counts. Raises SettingsError for a Secret that holds
+    no key, ApiError.
     """
     for _ in range(_TRIES):
         try:
@@ -52,12 +54,16 @@ async def load_key(store: KeyStore, namespace: str, name: str) -> bytes:
             log.info("made the installation's key, Secret %s/%s", namespace, name)
         except ApiError as error:
             if error.status == 403:
-                text = f"it may not be read or created; {error.message}. Install the chart's roles for this namespace."
+                text = (
+                    f"it may not be read or created; {error.message}. Install the chart's roles for "
+                    "this namespace."
+                )
                 raise SettingsError(f"Secret {namespace}/{name}: {text}") from error
             if error.status != 409:
                 raise
     raise SettingsError(
-        f"Secret {namespace}/{name}: it can neither be read nor created; somebody deletes it again and again. Leave it alone."
+        f"Secret {namespace}/{name}: it can neither be read nor created; somebody deletes it "
+        "again and again. Leave it alone."
     )
 
 
@@ -68,14 +74,17 @@ def _parse_key(raw: Raw, namespace: str, name: str) -> bytes:
         key = b""
     if len(key) < KEY_BYTES:
         raise SettingsError(
-            f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, from which the tokens of runs are "
-            "derived. Delete it, so that the operator makes one; runs at work then need a new spec.restartNonce."
+            f"Secret {namespace}/{name}: it has no {_FIELD!r} of at least {KEY_BYTES} bytes, "
+            "from which the tokens of runs are "
+            "derived. Delete it, so that the operator makes one; runs at work then need a new "
+            "spec.restartNonce."
         )
     return key
 
 
 def _build_key_secret(namespace: str, name: str) -> Raw:
-    """A Secret that nobody owns: the tokens of runs at work rest on it, also while the operator is being installed anew."""
+    """A Secret that nobody owns: the tokens of runs at work rest on it, also while the operator is being
+    installed anew."""
     return {
         "apiVersion": SECRET.version,
         "kind": SECRET.kind,

@@ -1,12 +1,12 @@
 """The validating webhook: a server of its own port, and the certificate that the API server trusts.
 
-It is registered twice. As a validating webhook it has the last word. As a mutating one, which never changes anything, it is asked
-before the API server checks types and bounds itself, so that all problems of a file are told at once, in the words of ``evergrad
-validate``.
+It is registered twice. As a validating webhook it has the last word. As a mutating one, which never changes
+anything, it is asked before the API server checks types and bounds itself, so that all problems of a file are
+told at once, in the words of ``evergrad validate``.
 
-Every replica serves, also one that waits for the lease: an answer needs no right to write. Only the holder of the lease makes the
-certificate and tells the API server of it. Nothing here ends the operator: without its webhook a run is checked before its first
-pod.
+Every replica serves, also one that waits for the lease: an answer needs no right to write. Only the holder of
+the lease makes the certificate and tells the API server of it. Nothing here ends the operator: without its
+webhook a run is checked before its first pod.
 """
 
 import asyncio
@@ -46,8 +46,8 @@ _FIRST_LOOKS_SECONDS: Final = 2.0
 class WebhookSettings:
     """Where it serves, and how it is called.
 
-    ``files``: a folder with tls.crt and tls.key that another, such as cert-manager, keeps. ``is_early``: it is registered as a
-    mutating webhook, too.
+    ``files``: a folder with tls.crt and tls.key that another, such as cert-manager, keeps. ``is_early``: it
+    is registered as a mutating webhook, too.
     """
 
     host: str
@@ -123,7 +123,7 @@ class Webhook:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # ---- the certificate ----------------------------------------------------------------------------------------------
+    # ---- the certificate -----------------------------------------------------------------------------------
 
     async def _read_files(self) -> tuple[bytes, bytes] | None:
         folder = Path(self._settings.files)
@@ -133,7 +133,10 @@ class Webhook:
         return certificate.read_bytes(), key.read_bytes()
 
     async def _keep_secret(self) -> tuple[bytes, bytes] | None:
-        """The certificate of the Secret. The holder of the lease makes it, renews it in time, and says whom to trust."""
+        """The certificate of the Secret.
+
+        The holder of the lease makes it, renews it in time, and says whom to trust.
+        """
         # Its import takes 12 MiB, which an operator without a webhook does not need.
         from evergrad_operator import certificates
 
@@ -173,7 +176,8 @@ class Webhook:
             await self._store.replace(body)
 
     async def _tell_api_server(self, authority: bytes) -> None:
-        """Nothing but one field is ours: the chart's others are not touched, and Helm leaves this one alone."""
+        """Nothing but one field is ours: the chart's others are not touched, and Helm leaves this
+        one alone."""
         name, wanted = self._settings.configuration, base64.b64encode(authority).decode()
         for kind in (WEBHOOK, EARLY_WEBHOOK) if self._settings.is_early else (WEBHOOK,):
             raw = await self._store.get(kind, "", name)
@@ -199,7 +203,7 @@ class Webhook:
             private.write_bytes(key)
             self._context.load_cert_chain(chain, private)
 
-    # ---- the server ---------------------------------------------------------------------------------------------------
+    # ---- the server ----------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         app = web.Application(client_max_size=MAX_REQUEST_BYTES)

@@ -1,4 +1,5 @@
-"""A real two-node Kubernetes on this machine, for tests: two kubelets with containerd in namespaces, brought up in seconds.
+"""A real two-node Kubernetes on this machine, for tests: two kubelets with containerd in namespaces, brought
+up in seconds.
 
 The product knows nothing of it. How it is used: docs/testing-on-kubernetes.md.
 """

@@ -57,7 +57,8 @@ def _status() -> int:
     for box in (boxes.CONTROL, *(node.name for node in NODES)):
         if boxes.is_up(box):
             print(
-                f"{box}: up, {len(cgroups.pids_below(box))} processes{', frozen' if cgroups.is_frozen(box) else ''}"
+                f"{box}: up, {len(cgroups.pids_below(box))} "
+                f"processes{', frozen' if cgroups.is_frozen(box) else ''}"
             )
         else:
             print(f"{box}: not up")

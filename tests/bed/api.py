@@ -1,4 +1,5 @@
-"""A small client of the API server from the standard library alone: JSON in, JSON out, watches as generators."""
+"""A small client of the API server from the standard library alone: JSON in, JSON out, watches as
+generators."""
 
 import base64
 import http.client
@@ -59,7 +60,10 @@ class Api:
     def request(
         self, method: str, path: str, body: Any = None, *, kind: str = "application/json", timeout: float = 30
     ) -> Any:
-        """One exchange; the decoded answer (text where it is no JSON). Raises ApiError, OSError where nobody answers."""
+        """One exchange; the decoded answer (text where it is no JSON).
+
+        Raises ApiError, OSError where nobody answers.
+        """
         connection = self._connection(timeout)
         try:
             data = None if body is None else json.dumps(body)
@@ -94,7 +98,10 @@ class Api:
         return self.patch(f"{path}?{query}", body, kind="application/apply-patch+yaml")
 
     def delete(self, path: str, **options: Any) -> None:
-        """Delete; what is gone already is as wanted. `options` as in DeleteOptions, for instance gracePeriodSeconds=0."""
+        """Delete; what is gone already is as wanted.
+
+        `options` as in DeleteOptions, for instance gracePeriodSeconds=0.
+        """
         try:
             self.request("DELETE", path, options or None)
         except ApiError as error:
@@ -110,7 +117,8 @@ class Api:
         return True
 
     def watch(self, path: str, *, seconds: int = 300) -> Iterator[tuple[str, Object]]:
-        """("ADDED" | "MODIFIED" | "DELETED", object): what exists first, then what changes; starts anew after every break."""
+        """("ADDED" | "MODIFIED" | "DELETED", object): what exists first, then what changes; starts anew after
+        every break."""
         while True:
             try:
                 listed = self.get(path)
@@ -158,7 +166,8 @@ def _error(status: int, text: str) -> ApiError:
 
 
 def _text(section: Object, name: str, folder: Path) -> str:
-    """The content of `name`, given in the kubeconfig itself or as a file beside it; empty when it is not given."""
+    """The content of `name`, given in the kubeconfig itself or as a file beside it; empty when it is not
+    given."""
     data = section.get(f"{name}-data")
     if data:
         return base64.b64decode(data).decode()

@@ -1,7 +1,7 @@
 """Boxes: sets of namespaces that stand for machines, the links between them, and the processes inside.
 
-A box's first process holds a pid namespace. Killing it makes the kernel end everything inside at once, mounts and links
-included, as when a machine loses power.
+A box's first process holds a pid namespace. Killing it makes the kernel end everything inside at once, mounts
+and links included, as when a machine loses power.
 """
 
 import os
@@ -28,8 +28,12 @@ _IDLE = "trap '' TERM; while :; do sleep 3600 & wait $!; done"
 
 
 def start(box: str, script: str) -> int:
-    """Start a box whose first process runs `script` and then only waits. Returns its pid, which is the box."""
-    # A machine that boots has no cgroups of its last life; a kubelet looks for the container behind each, for seconds.
+    """Start a box whose first process runs `script` and then only waits.
+
+    Returns its pid, which is the box.
+    """
+    # A machine that boots has no cgroups of its last life; a kubelet looks for the container behind each, for
+    # seconds.
     cgroups.remove_below(box)
     cgroups.make(box)
     cgroups.make(cgroups.HOST)
@@ -47,7 +51,8 @@ def start(box: str, script: str) -> int:
     def is_there() -> bool:
         if process.poll() is not None:
             raise BedError(
-                f"box {box}: ended while it started, exit code {process.returncode}; see {logs()}/{box}-init.log"
+                f"box {box}: ended while it started, exit code {process.returncode}; see "
+                f"{logs()}/{box}-init.log"
             )
         return (folder / "ready").exists()
 
@@ -101,7 +106,8 @@ def spawn(
     """Start a daemon in the box, with its log and its pid (as seen from outside) under the bed's scratch."""
     shown = work() / box / f"{name}.pid"
     shown.unlink(missing_ok=True)
-    # $$ would be the pid inside; /proc of the outside is not there either. The cgroup file, read from outside, knows both.
+    # $$ would be the pid inside; /proc of the outside is not there either. The cgroup file, read from
+    # outside, knows both.
     before = cgroups.pids_below(box, "sys")
     enter = f'echo 0 > {cgroups.entrance(box)}; exec "$@"'
     words = [
@@ -169,7 +175,8 @@ def connect_control() -> None:
         pid,
         [
             "link set lo up",
-            # An address of its own: a bridge otherwise takes its ports' lowest, and is unknown to all when that node dies.
+            # An address of its own: a bridge otherwise takes its ports' lowest, and is unknown to all when
+            # that node dies.
             f"link add br0 address {_hardware_address(0)} type bridge",
             f"addr add {CONTROL_ADDRESS}/24 dev br0",
             "link set br0 up",
@@ -196,7 +203,10 @@ def connect_control() -> None:
 
 
 def connect_node(node: Node) -> None:
-    """A node's cable to the bridge, and its routes to the other nodes' pods. No default route: pods reach nothing else."""
+    """A node's cable to the bridge, and its routes to the other nodes' pods.
+
+    No default route: pods reach nothing else.
+    """
     control, pid = pid_of(CONTROL), pid_of(node.name)
     here = f"/proc/{control}/net/dev"  # the cable of the node's former life goes a moment after it
     wait_until(

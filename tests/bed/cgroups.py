@@ -1,7 +1,8 @@
 """The cgroups of the bed, `/bed/BOX` in every v1 hierarchy: the one list of everything that belongs to it.
 
-Every process of the bed enters its freezer cgroup before it becomes what it is; children inherit it. So nothing has to
-remember a pid: whoever wants to end the bed kills what is in there, whichever `up` began it and however that ended.
+Every process of the bed enters its freezer cgroup before it becomes what it is; children inherit it. So
+nothing has to remember a pid: whoever wants to end the bed kills what is in there, whichever `up` began it
+and however that ended.
 """
 
 import os
@@ -85,7 +86,10 @@ def kill(pids: set[int]) -> None:
 
 
 def end_everything(seconds: float = 60) -> int:
-    """Thaw and kill until nothing is left; how many processes that were. Raises BedError when some do not go."""
+    """Thaw and kill until nothing is left; how many processes that were.
+
+    Raises BedError when some do not go.
+    """
     deadline = time.monotonic() + seconds
     killed: set[int] = set()
     while True:

@@ -134,7 +134,10 @@ def lint(values: dict[str, Any]) -> None:
 
 
 def conform(files: Sequence[Path]) -> str:
-    """kubeconform -strict with Kubernetes' schemas and ours; its summary. Raises BedError with its findings."""
+    """kubeconform -strict with Kubernetes' schemas and ours; its summary.
+
+    Raises BedError with its findings.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         ours = schemas.of_ours(Path(scratch))
         locations = [

@@ -17,12 +17,16 @@ from bed.requirements import unavailable
 from bed.shell import BedError, last_lines, run, wait_until
 
 PROFILES = ("full", "kwok")
-# Kubelets renew their leases every second, but have to wait on a machine whose cores are all taken. Those of kwok do every 40 s.
+# Kubelets renew their leases every second, but have to wait on a machine whose cores are all taken. Those of
+# kwok do every 40 s.
 _NODE_GRACE = {"full": 12, "kwok": 50}
 
 
 class Bed:
-    """The bed as a test uses it. `up` and `down` are processes of their own, so that the caller is no part of the bed."""
+    """The bed as a test uses it.
+
+    `up` and `down` are processes of their own, so that the caller is no part of the bed.
+    """
 
     kubeconfig = KUBECONFIG
 
@@ -61,7 +65,10 @@ def _command(*words: str) -> None:
 
 
 def prepare() -> str:
-    """Build whatever a bed of any profile needs, so that no test waits for a compiler. Returns where it lies."""
+    """Build whatever a bed of any profile needs, so that no test waits for a compiler.
+
+    Returns where it lies.
+    """
     for name in dict.fromkeys(name for names in toolbox.NEEDED.values() for name in names):
         toolbox.build(name)
     _make_images()
@@ -140,7 +147,8 @@ def _start(profile: str) -> None:
         wait_until(f"{entry.name} Ready", lambda entry=entry: node.is_ready(api, entry), seconds=180)  # type: ignore[misc]
     wait_until("ServiceAccount default", lambda: control_plane.has_default_account(api), seconds=120)
     _say(
-        f"{'both nodes ready' if nodes else 'control plane ready'} {time.monotonic() - begun:.1f} s after the first process"
+        f"{'both nodes ready' if nodes else 'control plane ready'} "
+        f"{time.monotonic() - begun:.1f} s after the first process"
     )
 
 
@@ -191,7 +199,8 @@ def _clear() -> int:
 
 
 def _is_link_gone() -> bool:
-    """Ask for it too: the kernel takes it away a moment after its other end, but not where that never came into its box."""
+    """Ask for it too: the kernel takes it away a moment after its other end, but not where that never came
+    into its box."""
     link = Path("/sys/class/net", BRIDGE_END)
     if link.exists():
         run(["ip", "link", "delete", BRIDGE_END], check=False)
@@ -213,7 +222,8 @@ def _say_that_it_is_up(profile: str) -> None:
     current = state.read().profile
     if current != profile:
         raise BedError(
-            f"A bed of the profile {current} is up, and there is one bed at a time. Take it down first: make cluster-down"
+            f"A bed of the profile {current} is up, and there is one bed at a time. Take it down "
+            "first: make cluster-down"
         )
     api = Api(KUBECONFIG)
     if not api.is_there("/readyz"):

@@ -8,7 +8,8 @@ from bed.places import CONTROL_ADDRESS, SERVICES, SINGLE_CLASS, STORAGE_CLASS, l
 from bed.shell import wait_until
 
 BOX = boxes.CONTROL
-# What ServiceAccounts of workloads ask for: the proof of which rights an operator uses. Nobody else's requests are kept.
+# What ServiceAccounts of workloads ask for: the proof of which rights an operator uses. Nobody else's
+# requests are kept.
 AUDIT = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy

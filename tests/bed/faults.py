@@ -1,4 +1,5 @@
-"""What can go wrong with a cluster, done on purpose: containers, nodes, links, kubelets, API server and etcd."""
+"""What can go wrong with a cluster, done on purpose: containers, nodes, links, kubelets, API
+server and etcd."""
 
 import os
 import signal as signals
@@ -37,7 +38,10 @@ class Faults:
     # Containers
 
     def processes(self, namespace: str, pod: str, container: str | None = None) -> list[Process]:
-        """The processes of a pod's container (by default its first), the main one first. BedError where none runs."""
+        """The processes of a pod's container (by default its first), the main one first.
+
+        BedError where none runs.
+        """
         found = self._api.get(f"/api/v1/namespaces/{namespace}/pods/{pod}")
         statuses = found["status"].get("containerStatuses", []) + found["status"].get(
             "initContainerStatuses", []
@@ -56,7 +60,8 @@ class Faults:
         return [Process(pid, _command(pid)) for pid in pids]
 
     def kill_container(self, namespace: str, pod: str, container: str | None = None) -> None:
-        """SIGKILL of a container's main process, as the kernel or an operator of the node would: exit code 137."""
+        """SIGKILL of a container's main process, as the kernel or an operator of the node would: exit code
+        137."""
         self.processes(namespace, pod, container)[0].kill()
 
     # Nodes
@@ -66,7 +71,10 @@ class Faults:
         boxes.kill(node_named(name).name)
 
     def start_node(self, name: str, *, wait: bool = True) -> None:
-        """Power on: the same disk, nothing running. Returns when the node is Ready, unless told not to wait."""
+        """Power on: the same disk, nothing running.
+
+        Returns when the node is Ready, unless told not to wait.
+        """
         entry = node_named(name)
         node.start_box(entry)
         storage.mount_all(name)
@@ -101,7 +109,8 @@ class Faults:
             self.wait_ready(name)
 
     def free_pods(self, name: str) -> None:
-        """Say that a dead node stays dead (taint out-of-service), so that its pods are removed; see unfree_pods."""
+        """Say that a dead node stays dead (taint out-of-service), so that its pods are removed; see
+        unfree_pods."""
         self._set_taints(
             name,
             lambda taints: [*taints, {"key": OUT_OF_SERVICE, "value": "nodeshutdown", "effect": "NoExecute"}],
@@ -167,7 +176,8 @@ class Faults:
     # Afterwards
 
     def wait_ready(self, name: str, *, seconds: float = 120) -> float:
-        """Until the node is Ready by a word it said after this call, and its taints of trouble are gone; the seconds it took."""
+        """Until the node is Ready by a word it said after this call, and its taints of trouble are gone; the
+        seconds it took."""
         entry, now = node_named(name), datetime.now(UTC)
 
         def is_well() -> bool:
@@ -176,7 +186,8 @@ class Faults:
         return wait_until(f"{name} Ready", is_well, seconds=seconds)
 
     def restore(self) -> None:
-        """Everything back: what was killed is started, thawed, connected, untainted, uncordoned; both nodes Ready."""
+        """Everything back: what was killed is started, thawed, connected, untainted, uncordoned; both nodes
+        Ready."""
         _start_if_dead(boxes.CONTROL, "etcd", control_plane.start_etcd)
         if not _is_running(boxes.CONTROL, "kube-apiserver"):
             self.start_apiserver()

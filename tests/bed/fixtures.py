@@ -1,4 +1,5 @@
-"""Fixtures for tests on a cluster: `from bed.fixtures import cluster, faults` in the conftest of a room that needs them."""
+"""Fixtures for tests on a cluster: `from bed.fixtures import cluster, faults` in the conftest of a room that
+needs them."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,8 @@ class Cluster:
         return toolbox.binary("kubectl")
 
     def product_images(self) -> tuple[str, str]:
-        """The operator's and the trainer's image: built and loaded into the bed; elsewhere those that are named."""
+        """The operator's and the trainer's image: built and loaded into the bed; elsewhere those that are
+        named."""
         if self.is_bed:
             operator, trainer = product_images.ensure()
         else:
@@ -55,7 +57,8 @@ class Cluster:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up already."""
+    """The cluster named by EVERGRAD_E2E_KUBECONFIG; else the bed, brought up and taken down unless it was up
+    already."""
     named = os.environ.get(OTHER_CLUSTER)
     if named and Path(named).resolve() != KUBECONFIG.resolve():
         file = Path(named)

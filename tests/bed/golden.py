@@ -1,4 +1,5 @@
-"""The golden root: a containerd folder with every wanted image unpacked, which nodes clone in under a second."""
+"""The golden root: a containerd folder with every wanted image unpacked, which nodes clone in
+under a second."""
 
 import fcntl
 import json
@@ -50,13 +51,15 @@ def _import(home: Path, todo: dict[str, str]) -> None:
             run([*ctr, "images", "import", "--snapshotter", "overlayfs", archive])
             archive.unlink()
             print(
-                f"{time.strftime('%T')}  {image}: kept for every bed, {size / 1e6:.1f} MB in {time.monotonic() - begun:.1f} s"
+                f"{time.strftime('%T')}  {image}: kept for every bed, {size / 1e6:.1f} MB in "
+                f"{time.monotonic() - begun:.1f} s"
             )
 
 
 @contextmanager
 def _containerd(home: Path) -> Iterator[None]:
-    """A containerd on the golden root, in a mount namespace of its own: what it mounts ends with it, however it ends."""
+    """A containerd on the golden root, in a mount namespace of its own: what it mounts ends with it, however
+    it ends."""
     cni = home / "cni"
     cni.mkdir(exist_ok=True)
     (home / "root").mkdir(exist_ok=True)

@@ -1,8 +1,8 @@
 """Container images without a registry: base and pause image, builds, and their way into nodes layer by layer.
 
-An image leaves the bed's own storage as an OCI layout whose blobs all layouts share, uncompressed, so that a layer's
-digest is the same everywhere: a node is sent only the layers it does not hold. What was loaded once is put into a
-"golden" containerd folder too, which later beds clone.
+An image leaves the bed's own storage as an OCI layout whose blobs all layouts share, uncompressed, so that a
+layer's digest is the same everywhere: a node is sent only the layers it does not hold. What was loaded once
+is put into a "golden" containerd folder too, which later beds clone.
 """
 
 import fcntl
@@ -63,7 +63,8 @@ def identity(image: str) -> str | None:
 
 
 def ensure_base() -> str:
-    """The name of the base image (Debian with Python and the public certificates); made by debootstrap where it is missing."""
+    """The name of the base image (Debian with Python and the public certificates); made by debootstrap where
+    it is missing."""
     command = ["podman", "image", "inspect", "--format", '{{index .Labels "evergrad.recipe"}}', BASE]
     if run(command, environment=environment(), check=False).strip() != _BASE_RECIPE:
         with tempfile.TemporaryDirectory(dir=_scratch()) as scratch:
@@ -146,8 +147,9 @@ def build(
 ) -> str:
     """buildah's build of a Dockerfile on the base image; returns `tag`.
 
-    The build reaches the package index as this process does; the certificates for it are mounted at /run/ca.crt while it
-    runs (also the build arguments PIP_CERT and SSL_CERT_FILE) and are no part of the image.
+    The build reaches the package index as this process does; the certificates for it are mounted at
+    /run/ca.crt while it runs (also the build arguments PIP_CERT and SSL_CERT_FILE) and are no part of the
+    image.
     """
     ensure_base()
     command: list[object] = ["buildah", "bud", "--pull-never", "--layers", "--network", "host", "--tag", tag]
@@ -167,11 +169,15 @@ def build(
 
 
 def archive(image: str) -> Path:
-    """The image's OCI layout; only layers that no earlier layout brought are written. BedError where there is no such image."""
+    """The image's OCI layout; only layers that no earlier layout brought are written.
+
+    BedError where there is no such image.
+    """
     current = identity(image)
     if current is None:
         raise BedError(
-            f"{image}: no such image in {folder() / 'storage'}. Build it first, in the environment of bed.images."
+            f"{image}: no such image in {folder() / 'storage'}. Build it first, in the "
+            "environment of bed.images."
         )
     with _lock():
         return _export(image, current)
@@ -235,7 +241,8 @@ def pack(layout: Path, held: set[str], target: Path) -> None:
         Path(scratch, "index.json").write_text(json.dumps(index))
         Path(scratch, "blobs", "sha256").mkdir(parents=True)
         for digest in blobs:
-            # No hard links: another process that packs the same blob would change it under tar's eyes (its number of links).
+            # No hard links: another process that packs the same blob would change it under tar's eyes (its
+            # number of links).
             Path(scratch, "blobs", *digest.split(":")).symlink_to(_blob(digest))
         run(["tar", "-C", scratch, "--dereference", "-cf", target, "oci-layout", "index.json", "blobs"])
 

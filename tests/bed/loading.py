@@ -12,8 +12,9 @@ from bed.places import NODES, Node, work
 def load(items: Sequence[str | Path]) -> None:
     """Load images by name, or archives by path, into every running node.
 
-    Images by name are kept for later beds too (at once where no bed is up, else when the next one starts). A path is either
-    what `images.archive` returned, which counts as the name, or a tar of an image, which goes to the running nodes only.
+    Images by name are kept for later beds too (at once where no bed is up, else when the next one starts). A
+    path is either what `images.archive` returned, which counts as the name, or a tar of an image, which goes
+    to the running nodes only.
     """
     running = [entry for entry in NODES if boxes.is_up(entry.name)]
     for item in items:

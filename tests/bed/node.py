@@ -43,7 +43,10 @@ oom_score = 0
 
 
 def init_script(node: Node) -> str:
-    """What the box does first. Own /run, /var/lib and /var/log: default paths stay, and the machine's own are not touched."""
+    """What the box does first.
+
+    Own /run, /var/lib and /var/log: default paths stay, and the machine's own are not touched.
+    """
     home = work() / node.name
     return f"""mount --make-rshared /
 mount -t tmpfs -o mode=755 tmpfs /run
@@ -58,7 +61,10 @@ sysctl -qw net.bridge.bridge-nf-call-iptables=1"""
 
 
 def containerd_configuration(root: Path, state: str, socket: str, cni: Path) -> str:
-    """containerd's config.toml. The settings for out-of-memory scores are what a machine without CAP_SYS_RESOURCE needs."""
+    """containerd's config.toml.
+
+    The settings for out-of-memory scores are what a machine without CAP_SYS_RESOURCE needs.
+    """
     kinds = [f'"io.containerd.snapshotter.v1.{name}"' for name in _OFF]
     runc = shutil.which("runc") or "/usr/sbin/runc"
     values = {
@@ -91,7 +97,8 @@ def prepare(node: Node, golden: Path | None) -> None:
 
 
 def clone(golden: Path, target: Path) -> None:
-    """A node's copy of the golden root: hard links, for nobody writes a committed layer; only the databases are copied."""
+    """A node's copy of the golden root: hard links, for nobody writes a committed layer; only the databases
+    are copied."""
     run(["cp", "-al", golden, target])
     for database in golden.rglob("*.db"):
         copy = target / database.relative_to(golden)
@@ -109,7 +116,10 @@ def start_box(node: Node) -> None:
 
 
 def start_kubelet(node: Node) -> None:
-    """The kubelet, which registers the node. It would end at once if it came before containerd can answer it."""
+    """The kubelet, which registers the node.
+
+    It would end at once if it came before containerd can answer it.
+    """
     begun = int((work() / node.name / "containerd.begun").read_text())
     log = log_of(node, "containerd")
     wait_until(f"containerd of {node.name}", lambda: READY in log.read_bytes()[begun:], seconds=180)

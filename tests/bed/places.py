@@ -1,10 +1,12 @@
-"""Where everything of the bed lies, and the addresses it uses: all fixed, but for the number of the bed (EVERGRAD_BED)."""
+"""Where everything of the bed lies, and the addresses it uses: all fixed, but for the number of the bed
+(EVERGRAD_BED)."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-# Beds of other numbers stand beside the first, with other names and addresses: its own tests need one of theirs.
+# Beds of other numbers stand beside the first, with other names and addresses: its own tests need one of
+# theirs.
 NUMBER = int(os.environ.get("EVERGRAD_BED", "0"))
 NAME = f"bed{NUMBER or ''}"
 
@@ -12,7 +14,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = REPOSITORY / f".cluster{NUMBER or ''}"
 KUBECONFIG = CLUSTER / "kubeconfig"
 
-# Of the machine and not of a clone: bridges, cgroups and sysctls are too. The nodes have a /run of their own and do not see it.
+# Of the machine and not of a clone: bridges, cgroups and sysctls are too. The nodes have a /run of their own
+# and do not see it.
 STATES = Path("/run/evergrad-beds")
 STATE = STATES / NAME
 
@@ -60,7 +63,10 @@ def node_named(name: str) -> Node:
 
 
 def cache() -> Path:
-    """The folder outside the tree for what is made once: binaries, images. Also the bed's scratch, which must share its disk."""
+    """The folder outside the tree for what is made once: binaries, images.
+
+    Also the bed's scratch, which must share its disk.
+    """
     named = os.environ.get("EVERGRAD_CACHE")
     if named:
         return Path(named).resolve()

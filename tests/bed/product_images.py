@@ -1,9 +1,11 @@
-"""Evergrad's two images from the repository's Dockerfile: built where something changed, tagged, loaded into the bed.
+"""Evergrad's two images from the repository's Dockerfile: built where something changed, tagged, loaded into
+the bed.
 
     python -m bed.product_images [operator] [trainer]     `make images`
 
-An image is named after what it is made of: localhost/evergrad-TARGET:CONTENT, and the same under `dev` and under the
-version. The dependencies are a layer of their own below the code, so after a change of code only that layer is new.
+An image is named after what it is made of: localhost/evergrad-TARGET:CONTENT, and the same under `dev` and
+under the version. The dependencies are a layer of their own below the code, so after a change of code only
+that layer is new.
 """
 
 import argparse
@@ -59,13 +61,17 @@ def version() -> str:
 
 
 def settings() -> Settings:
-    """From the environment: BASE_IMAGE, TORCH_WHEELS. Without a folder of wheels torch is the index's build, for CUDA."""
+    """From the environment: BASE_IMAGE, TORCH_WHEELS.
+
+    Without a folder of wheels torch is the index's build, for CUDA.
+    """
     given = os.environ.get("TORCH_WHEELS")
     wheels = Path(given).resolve() if given else None
     has_cpu_build = wheels is not None and any(wheels.glob("torch-*+cpu-*.whl"))
     if not has_cpu_build:
         print(
-            "TORCH_WHEELS names no folder with a CPU build of torch: the trainer gets the index's build, CUDA and gigabytes."
+            "TORCH_WHEELS names no folder with a CPU build of torch: the trainer gets the "
+            "index's build, CUDA and gigabytes."
         )
     base = os.environ.get("BASE_IMAGE") or images.ensure_base()
     return Settings(
@@ -103,7 +109,10 @@ def content_of(target: str, chosen: Settings) -> str:
 
 
 def build(target: str, chosen: Settings) -> str:
-    """Build where the storage has no image of this content; returns the name with the content in it. Raises BedError."""
+    """Build where the storage has no image of this content; returns the name with the content in it.
+
+    Raises BedError.
+    """
     name = name_of(target, content_of(target, chosen))
     if images.identity(name) is None:
         begun = time.monotonic()
@@ -170,7 +179,8 @@ def _build(target: str, name: str, chosen: Settings, scratch: Path) -> None:
 
 
 def _pip_secrets(scratch: Path) -> list[str]:
-    """This machine's way to its package index, as secrets of the build: no layer and no history holds them."""
+    """This machine's way to its package index, as secrets of the build: no layer and no history
+    holds them."""
     found = dict(
         re.findall(
             r"^(?:global|install|:env:)\.([\w-]+)='(.*)'$",
@@ -195,7 +205,10 @@ def _pip_secrets(scratch: Path) -> list[str]:
 
 
 def ensure(targets: Sequence[str] = TARGETS, *, is_loaded: bool = True) -> tuple[str, ...]:
-    """The images' names (`dev`), built where something changed and, if wanted, in the bed's nodes. Raises BedError."""
+    """The images' names (`dev`), built where something changed and, if wanted, in the bed's nodes.
+
+    Raises BedError.
+    """
     images.folder().mkdir(parents=True, exist_ok=True)
     with open(images.folder() / "product.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # two at once would build the same twice

@@ -42,7 +42,10 @@ def unavailable() -> str | None:
             f"The bed needs Linux; this is {sys.platform}. Name another cluster with EVERGRAD_E2E_KUBECONFIG."
         )
     if os.geteuid() != 0:
-        return "The bed needs root (namespaces, cgroups, mounts). Name another cluster with EVERGRAD_E2E_KUBECONFIG."
+        return (
+            "The bed needs root (namespaces, cgroups, mounts). Name another cluster with "
+            "EVERGRAD_E2E_KUBECONFIG."
+        )
     absent = [name for name in HIERARCHIES if not (CGROUPS / name / "cgroup.procs").exists()]
     if absent:
         kind = (

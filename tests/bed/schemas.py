@@ -1,4 +1,5 @@
-"""JSON schemas for kubeconform, made here: Kubernetes' own from the module the bed is built from, ours from the CRD."""
+"""JSON schemas for kubeconform, made here: Kubernetes' own from the module the bed is built from, ours from
+the CRD."""
 
 import json
 import shutil
@@ -16,10 +17,14 @@ _REFERENCE = "#/definitions/"
 
 
 def of_kubernetes() -> Path:
-    """The folder of KIND-GROUP-VERSION.json for every kind of the pinned Kubernetes; converted once. Raises BedError."""
+    """The folder of KIND-GROUP-VERSION.json for every kind of the pinned Kubernetes; converted once.
+
+    Raises BedError.
+    """
     if shutil.which("go") is None:
         raise BedError(
-            "Kubernetes' schemas come from its Go module, and there is no `go` to fetch it. Install Go 1.24 or newer."
+            "Kubernetes' schemas come from its Go module, and there is no `go` to fetch it. "
+            "Install Go 1.24 or newer."
         )
     module = json.loads(
         run(["go", "mod", "download", "-json", "k8s.io/kubernetes"], directory=SOURCES / "kubernetes")
@@ -40,7 +45,8 @@ def of_kubernetes() -> Path:
 
 
 def of_ours(folder: Path) -> Path:
-    """Write the CRD's schema into `folder`, as strict as the API server is under `--validate=strict`; returns the folder."""
+    """Write the CRD's schema into `folder`, as strict as the API server is under `--validate=strict`; returns
+    the folder."""
     crd = yaml.safe_load((REPOSITORY / "crds/trainingrun.yaml").read_text())["spec"]
     for version in crd["versions"]:
         schema = strict(version["schema"]["openAPIV3Schema"], is_top=True)
@@ -50,14 +56,16 @@ def of_ours(folder: Path) -> Path:
 
 
 def file_name(*, group: str, version: str, kind: str) -> str:
-    """As kubeconform's `{{ .ResourceKind }}{{ .KindSuffix }}.json` has it: the first part of the group only."""
+    """As kubeconform's `{{ .ResourceKind }}{{ .KindSuffix }}.json` has it: the first part of the
+    group only."""
     return (
         "-".join(part for part in (kind.lower(), group.partition(".")[0], version.lower()) if part) + ".json"
     )
 
 
 def strict(schema: Any, *, is_top: bool = False, is_rule: bool = False) -> Any:
-    """The schema with unknown fields refused wherever fields are listed, and with what JSON Schema calls differently.
+    """The schema with unknown fields refused wherever fields are listed, and with what JSON Schema calls
+    differently.
 
     ``is_rule``: a part of allOf, anyOf, oneOf or not, which lists only the fields it is about.
     """

@@ -20,7 +20,10 @@ def run(
     timeout: float = 600,
     check: bool = True,
 ) -> str:
-    """Run and return stdout. `environment` is added to ours. Raises BedError with the last lines of what it printed."""
+    """Run and return stdout.
+
+    `environment` is added to ours. Raises BedError with the last lines of what it printed.
+    """
     words = [str(word) for word in command]
     try:
         result = subprocess.run(

@@ -1,4 +1,5 @@
-"""What is known of the bed beyond the process that began it: who works on it now, its profile, what `down` must put back."""
+"""What is known of the bed beyond the process that began it: who works on it now, its profile, what `down`
+must put back."""
 
 import fcntl
 import json
@@ -60,7 +61,8 @@ def exists() -> bool:
 
 
 def restore_sysctls() -> None:
-    """Put the machine's settings back; where another bed found those of this one, it is told what to put back instead."""
+    """Put the machine's settings back; where another bed found those of this one, it is told what to put back
+    instead."""
     if not exists():
         return
     own = read()
@@ -80,7 +82,10 @@ def forget() -> None:
 
 @contextmanager
 def lock() -> Iterator[None]:
-    """Only one `up` or `down` of the machine at a time; BedError says who is at work. The kernel lets go when he dies."""
+    """Only one `up` or `down` of the machine at a time; BedError says who is at work.
+
+    The kernel lets go when he dies.
+    """
     STATE.mkdir(parents=True, exist_ok=True)
     with open(STATE / "lock", "a+") as file:
         try:

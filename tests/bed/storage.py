@@ -1,7 +1,8 @@
 """The provisioner behind the classes `shared` and `single`: one directory per claim, the same in both nodes.
 
 Runs as a process of the bed, for as long as the bed does. Volumes are of type `local`, for which
-the kubelet applies fsGroup. A small or annotated claim gets a file system of its own size, so that it can be full.
+the kubelet applies fsGroup. A small or annotated claim gets a file system of its own size, so that it can be
+full.
 """
 
 import shutil
@@ -70,7 +71,8 @@ def provision(api: Api, claim: Object) -> None:
         return
     if storage_class == SINGLE_CLASS and spec["accessModes"] != ["ReadWriteOnce"]:
         print(
-            f"{time.strftime('%T')} {metadata['namespace']}/{metadata['name']}: {spec['accessModes']} refused",
+            f"{time.strftime('%T')} {metadata['namespace']}/{metadata['name']}: "
+            f"{spec['accessModes']} refused",
             flush=True,
         )
         return
@@ -89,7 +91,8 @@ def provision(api: Api, claim: Object) -> None:
     try:
         api.create("/api/v1/persistentvolumes", _volume(name, path, claim))
         print(
-            f"{time.strftime('%T')} {metadata['namespace']}/{metadata['name']}: {name}{' limited' if is_limited else ''}",
+            f"{time.strftime('%T')} {metadata['namespace']}/{metadata['name']}: "
+            f"{name}{' limited' if is_limited else ''}",
             flush=True,
         )
     except ApiError as error:
@@ -121,7 +124,8 @@ def delete_if_released(api: Api, volume: Object) -> None:
 
 
 def mount(box: str, name: str) -> None:
-    """Mount a limited volume in a box: every box has its own mounts, and all of them must share one loop device."""
+    """Mount a limited volume in a box: every box has its own mounts, and all of them must share one loop
+    device."""
     if f" {volumes() / name} " in Path(f"/proc/{boxes.pid_of(box)}/mountinfo").read_text():
         return
     listed = run(["losetup", "--noheadings", "--output", "NAME", "--associated", _image(name)]).split()

@@ -57,7 +57,8 @@ def tool_of(name: str) -> str:
 
 
 def binary(name: str) -> Path:
-    """The path of a binary, for instance `kubectl` or `helm`; built first where the cache does not have it."""
+    """The path of a binary, for instance `kubectl` or `helm`; built first where the cache does
+    not have it."""
     return build(tool_of(name)) / name
 
 
@@ -67,7 +68,10 @@ def missing(names: tuple[str, ...]) -> list[str]:
 
 
 def build(name: str) -> Path:
-    """The folder of the tool's binaries; built where the cache does not have it. Raises BedError with the compiler's words."""
+    """The folder of the tool's binaries; built where the cache does not have it.
+
+    Raises BedError with the compiler's words.
+    """
     found = _built(name)
     if found is not None:
         return found

@@ -1,4 +1,5 @@
-"""What a bed could leave behind on the machine, as sets that can be compared; printed as JSON for the bed EVERGRAD_BED names.
+"""What a bed could leave behind on the machine, as sets that can be compared; printed as JSON for the bed
+EVERGRAD_BED names.
 
 Other beds may be up meanwhile and start pods; what belongs to them is left out.
 """
@@ -54,7 +55,8 @@ def _processes() -> set[str]:
 
 
 def _waits_for_reaping(folder: Path) -> bool:
-    """Whether it was the first process of a namespace of process ids, is killed, and only outlives those that are not reaped."""
+    """Whether it was the first process of a namespace of process ids, is killed, and only outlives those that
+    are not reaped."""
     try:
         return (folder / "wchan").read_text() == "zap_pid_ns_processes"
     except OSError:

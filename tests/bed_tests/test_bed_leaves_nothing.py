@@ -1,4 +1,7 @@
-"""The bed comes and goes without a trace, however it ends. Shown on a bed of its own: another may be up beside it."""
+"""The bed comes and goes without a trace, however it ends.
+
+Shown on a bed of its own: another may be up beside it.
+"""
 
 import json
 import os
@@ -43,7 +46,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 setattr(import_module(module), name, stand_still)
 sys.exit(main())
 """
-# The place where nothing runs yet, those where some of it does, and the last before the bed counts as complete.
+# The place where nothing runs yet, those where some of it does, and the last before the bed counts as
+# complete.
 PLACES = ("bed.pki:write", "bed.control_plane:start_apiserver", "bed.node:start_kubelet", "bed.node:is_ready")
 
 Found = dict[str, set[str]]
@@ -52,7 +56,8 @@ _STARTED: list["subprocess.Popen[str]"] = []
 
 @pytest.fixture
 def _no_bed() -> Iterator[None]:
-    """No bed before a test and none after it, even if it failed half-way: a bed that is left would fail the next test."""
+    """No bed before a test and none after it, even if it failed half-way: a bed that is left would fail the
+    next test."""
     reason = bed.unavailable()
     if reason:
         pytest.skip(reason)

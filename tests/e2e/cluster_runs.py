@@ -1,4 +1,5 @@
-"""Runs on a cluster: apply a TrainingRun, watch it, look into its volume, compare it with an undisturbed local run."""
+"""Runs on a cluster: apply a TrainingRun, watch it, look into its volume, compare it with an undisturbed
+local run."""
 
 import copy
 import json
@@ -18,7 +19,8 @@ from bed.api import ApiError
 ROOT = Path(__file__).resolve().parents[2]
 QUICKSTART = ROOT / "examples/quickstart"
 PATIENCE = 240.0
-"""Longest wait for anything that should happen at once, in seconds; machines are shared, and some are slow."""
+"""Longest wait for anything that should happen at once, in seconds; machines are shared, and some
+are slow."""
 GROUP = "evergrad.dev"
 RESOURCE = f"trainingruns.{GROUP}"
 _STARTS = {
@@ -30,7 +32,8 @@ _WITHOUT_NAMESPACE = ("persistentvolumes",)
 Rows = dict[int, dict[str, Any]]
 
 ENDLESS = 100_000
-"""Steps of a run that must not be complete before its test has seen what it waits for, however quick the machine is."""
+"""Steps of a run that must not be complete before its test has seen what it waits for, however quick the
+machine is."""
 CHECKPOINT_INTERVAL = 50
 WARMUP_STEPS = 25
 """Steps, not a share: a run and its reference train alike whatever their horizons are."""
@@ -109,7 +112,10 @@ def last_rows(rows: list[dict[str, Any]]) -> Rows:
 
 
 class Reference:
-    """The same endless run, undisturbed, on this machine, as one process. It stands still unless its next steps are asked for."""
+    """The same endless run, undisturbed, on this machine, as one process.
+
+    It stands still unless its next steps are asked for.
+    """
 
     def __init__(self, folder: Path) -> None:
         manifest = make_manifest("reference", steps=ENDLESS)
@@ -164,7 +170,10 @@ def documents() -> str:
 
 
 def wait_for(is_so: Callable[[], Any], what: str, *, seconds: float = PATIENCE, every: float = 0.2) -> Any:
-    """The first true answer. Fails after ``seconds``, naming ``what`` and, if it is a function's, its last answer."""
+    """The first true answer.
+
+    Fails after ``seconds``, naming ``what`` and, if it is a function's, its last answer.
+    """
     until, answer = time.monotonic() + seconds, None
     while time.monotonic() < until:
         if answer := is_so():
@@ -221,7 +230,10 @@ class Runs:
         self.kubectl("delete", "namespace", self.namespace, "--wait=false", check=False)
 
     def volume(self, claim: str) -> Path:
-        """Where this machine sees what a PVC holds. The bed's volumes are folders here; those of another cluster are copied."""
+        """Where this machine sees what a PVC holds.
+
+        The bed's volumes are folders here; those of another cluster are copied.
+        """
         if self.cluster.is_bed:
             bound = (self.get("persistentvolumeclaims", claim) or {}).get("spec", {}).get("volumeName")
             if bound is None:
@@ -242,7 +254,8 @@ class Runs:
 
     @property
     def _kubectl(self) -> list[str]:
-        # What kubectl knows of a server it keeps for minutes; other tests bring and take away resources of the same name.
+        # What kubectl knows of a server it keeps for minutes; other tests bring and take away resources of
+        # the same name.
         cache = ("--cache-dir", str(self.scratch / "kubectl"))
         return [
             str(self.cluster.kubectl),
@@ -369,7 +382,10 @@ class Run:
         return self.condition(kind).get("status") == "True"
 
     def wait_for_phase(self, *phases: str, seconds: float = PATIENCE) -> dict[str, Any]:
-        """The status once it is in one of ``phases``. Fails at once in a final phase that was not asked for."""
+        """The status once it is in one of ``phases``.
+
+        Fails at once in a final phase that was not asked for.
+        """
 
         def reached() -> dict[str, Any] | None:
             status = self.status()
@@ -388,7 +404,7 @@ class Run:
         """Until this step stands in the run's own records."""
         wait_for(lambda: self.newest_step() >= step, f"{self.name}: step {step}", seconds=seconds)
 
-    # ---- pods ----------------------------------------------------------------------------------------------------------
+    # ---- pods ----------------------------------------------------------------------------------------------
 
     def pods(self, *, role: str = "node") -> list[dict[str, Any]]:
         """Its pods, by index and attempt."""
@@ -435,7 +451,7 @@ class Run:
             seconds=seconds,
         )
 
-    # ---- the volume ----------------------------------------------------------------------------------------------------
+    # ---- the volume ----------------------------------------------------------------------------------------
 
     def directory(self) -> Path:
         """The run directory, as this machine sees it."""
@@ -468,7 +484,7 @@ class Run:
         """The step of the newest complete checkpoint."""
         return max(int(name.split("-")[1]) for name in self.checkpoints())
 
-    # ---- what must hold ------------------------------------------------------------------------------------------------
+    # ---- what must hold ------------------------------------------------------------------------------------
 
     def repeated_steps(self) -> int:
         """Rows of steps that were trained again."""

@@ -1,5 +1,5 @@
-"""What all end-to-end tests share: a cluster, the operator installed by Helm, a namespace each, an undisturbed local run,
-and a look at the operator after every test."""
+"""What all end-to-end tests share: a cluster, the operator installed by Helm, a namespace each, an
+undisturbed local run, and a look at the operator after every test."""
 
 import contextlib
 import importlib.util
@@ -70,7 +70,10 @@ _IS_UNWATCHED = pytest.StashKey[bool]()
 
 @pytest.fixture(autouse=True)
 def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
-    """After every test: no container of the operator restarted, no unexpected error in its log. See operator_watch.py."""
+    """After every test: no container of the operator restarted, no unexpected error in its log.
+
+    See operator_watch.py.
+    """
     if "operator" not in request.fixturenames:
         yield
         # Tests of the bed itself kill its API server, whether or not an operator is there to see it.
@@ -91,7 +94,8 @@ def _operator_stays_well(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def runs(cluster: Any, operator: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:  # noqa: F811
-    """A namespace of this test's own that enforces the restricted Pod Security profile, with documents to train on."""
+    """A namespace of this test's own that enforces the restricted Pod Security profile, with documents to
+    train on."""
     import cluster_runs
 
     del operator

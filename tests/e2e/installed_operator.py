@@ -104,7 +104,8 @@ class Operator:
         wait_for(self.is_ready, "the operator's readiness")
 
     def kill(self, faults: Any) -> None:
-        """SIGKILL, and a new one as soon as there can be: a container that is killed often is restarted ever later."""
+        """SIGKILL, and a new one as soon as there can be: a container that is killed often is restarted ever
+        later."""
         pod = self.pod()["metadata"]
         faults.kill_container(self.namespace, pod["name"])
         self.kubectl("delete", "pod", pod["name"], "--grace-period=0", "--force", "--wait=false")
@@ -150,7 +151,8 @@ def install(cluster: Any) -> Operator:
     operator_image, trainer_image = cluster.product_images()
     one = Operator(cluster, operator_image, trainer_image)
     one.upgrade()
-    # The same tag may stand for another image than the one that an operator of an earlier session was started with.
+    # The same tag may stand for another image than the one that an operator of an earlier session was started
+    # with.
     one.kubectl("delete", "pods", "-l", SELECTOR, "--now")
     one.wait_until_ready()
     return one

@@ -1,7 +1,9 @@
-"""What must hold of the operator after every test: no container of it has restarted, and its log holds no unexpected error.
+"""What must hold of the operator after every test: no container of it has restarted, and its log holds no
+unexpected error.
 
-A test that ends the operator on purpose is marked ``operator_ends``. A test that makes the operator meet errors names them:
-``operator_errors("pattern", ...)``, regular expressions that are searched for in a record of its log.
+A test that ends the operator on purpose is marked ``operator_ends``. A test that makes the operator meet
+errors names them: ``operator_errors("pattern", ...)``, regular expressions that are searched for in a record
+of its log.
 """
 
 import re
@@ -54,7 +56,8 @@ class OperatorWatch:
         pods = [pod for pod in self.operator.pods() if _is_there(pod)]
         restarts = {pod["metadata"]["name"]: count_restarts(pod) for pod in pods}
 
-        # A pod that is away, or takes the place of one, means that the operator ended as much as a restart does.
+        # A pod that is away, or takes the place of one, means that the operator ended as much as a restart
+        # does.
         ended = [f"{name}: the operator's pod is gone" for name in self._restarts if name not in restarts]
         texts = []
         for name, count in restarts.items():

@@ -1,6 +1,7 @@
 """Tries everything that could change or read a run, without its token. Prints one JSON object for each try.
 
-It runs in a pod that is no part of the run: ``python stranger.py RUN TARGETS``, where TARGETS is a JSON list of address and port.
+It runs in a pod that is no part of the run: ``python stranger.py RUN TARGETS``, where TARGETS is a JSON list
+of address and port.
 """
 
 import json
@@ -70,7 +71,10 @@ def requests() -> Iterator[tuple[str, bytes]]:
             ("PUT", "/bounds", bounds),
             ("GET", "/", ""),
         ):
-            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = (
+                f"{method} {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+                f"{token}\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
             yield f"{method} {path}", (head + body).encode()
 
 

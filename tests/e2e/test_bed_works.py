@@ -1,4 +1,5 @@
-"""The bed is a cluster as others are: volumes shared between nodes, names, devices; and its faults are what they say."""
+"""The bed is a cluster as others are: volumes shared between nodes, names, devices; and its faults are what
+they say."""
 
 import time
 import uuid

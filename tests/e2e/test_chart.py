@@ -1,4 +1,7 @@
-"""The Helm chart on a cluster: installed, tested, upgraded, uninstalled. What it renders: tests/unit/repository/test_chart.py."""
+"""The Helm chart on a cluster: installed, tested, upgraded, uninstalled.
+
+What it renders: tests/unit/repository/test_chart.py.
+"""
 
 import json
 import shutil

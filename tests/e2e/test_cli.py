@@ -1,4 +1,5 @@
-"""The commands for a cluster on a real one: a run from its submission to its end, with everything a user asks on the way."""
+"""The commands for a cluster on a real one: a run from its submission to its end, with everything a user asks
+on the way."""
 
 import json
 import re

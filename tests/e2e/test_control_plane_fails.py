@@ -1,4 +1,7 @@
-"""The operator, the API server and etcd fail; runs are deleted; the operator is upgraded. Training never notices."""
+"""The operator, the API server and etcd fail; runs are deleted; the operator is upgraded.
+
+Training never notices.
+"""
 
 import time
 from typing import Any

@@ -1,6 +1,8 @@
-"""The CRD on an API server alone: structure, types and bounds are held there, what is right is taken, what is fixed stays.
+"""The CRD on an API server alone: structure, types and bounds are held there, what is right is taken, what is
+fixed stays.
 
-The same schema stands under another group, so that no operator of the cluster acts on what these tests create.
+The same schema stands under another group, so that no operator of the cluster acts on what these tests
+create.
 """
 
 import copy
@@ -390,7 +392,8 @@ def _until(holds: Callable[[], bool]) -> None:
 
 
 def test_a_server_that_reckons_with_the_longest_texts_takes_the_definition(server: Server) -> None:
-    # Before 1.34 the length of an int-or-string counts as three megabytes in the budget of rules, whatever its maxLength.
+    # Before 1.34 the length of an int-or-string counts as three megabytes in the budget of rules, whatever
+    # its maxLength.
     older = copy.deepcopy(definition())
     older["metadata"]["name"] = f"older{NAME}"
     older["spec"]["names"] = {

@@ -1,4 +1,5 @@
-"""Each way to fail has its condition, its reason and a message that says what to do; and nothing is tried in a storm."""
+"""Each way to fail has its condition, its reason and a message that says what to do; and nothing is tried in
+a storm."""
 
 import json
 import time
@@ -12,7 +13,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
 
 
 def expect_failed(run: Run, reason: str, *words: str) -> None:
-    """The run has failed with this reason; each of ``words`` stands in the message; nothing is left that trains."""
+    """The run has failed with this reason; each of ``words`` stands in the message; nothing is left that
+    trains."""
     run.wait_for_phase("Failed", seconds=600)
     run.runs.kubectl("wait", "--for=condition=Failed", f"{RESOURCE}/{run.name}", "--timeout=100s")
     condition = run.condition("Failed")
@@ -117,7 +119,10 @@ def test_12_a_full_volume_fails_with_the_size_in_the_message(runs: Runs) -> None
 
 
 def test_12_a_script_that_raises_in_one_rank_names_the_rank_and_its_last_words(runs: Runs) -> None:
-    text = "import os, sys\nif os.environ['RANK'] == '1':\n    raise ValueError('the eighth sin')\nimport time\ntime.sleep(600)\n"
+    text = (
+        "import os, sys\nif os.environ['RANK'] == '1':\n    raise ValueError('the eighth "
+        "sin')\nimport time\ntime.sleep(600)\n"
+    )
     runs.kubectl("create", "configmap", "script", f"--from-literal=bad.py={text}")
     run = runs.start(
         "raises",

@@ -1,4 +1,7 @@
-"""Both images as a cluster would run them: any user, read-only root, no network. In containers here, without a cluster."""
+"""Both images as a cluster would run them: any user, read-only root, no network.
+
+In containers here, without a cluster.
+"""
 
 import json
 import subprocess
@@ -187,7 +190,8 @@ def test_an_image_holds_no_compiler_no_cache_and_nothing_of_the_machine_it_was_b
 ) -> None:
     look = (
         "for tool in gcc cc g++ clang make pip; do command -v $tool; done;"
-        " find / -xdev \\( -name pip.conf -o -name .netrc -o -path '/*/.cache' -o -path '/tmp/*' -o -path '/run/secrets/*' \\)"
+        " find / -xdev \\( -name pip.conf -o -name .netrc -o -path '/*/.cache' -o -path '/tmp/*' "
+        "-o -path '/run/secrets/*' \\)"
         " 2>/dev/null; env | grep -iE 'proxy|cert|pip_' ; true"
     )
     assert told_by(request.getfixturevalue(image), "-c", look, entrypoint="sh") == ""
@@ -203,8 +207,10 @@ def test_everything_in_an_image_is_compiled_and_nothing_may_be_changed(
     image: str, request: pytest.FixtureRequest
 ) -> None:
     program = (
-        "import evergrad_coordinator, pathlib, sys; p = pathlib.Path(evergrad_coordinator.__cached__); assert p.is_file(), p;"
-        "flags = int.from_bytes(p.read_bytes()[4:8], 'little'); assert flags == 1, flags; assert sys.flags.safe_path"
+        "import evergrad_coordinator, pathlib, sys; p = "
+        "pathlib.Path(evergrad_coordinator.__cached__); assert p.is_file(), p;"
+        "flags = int.from_bytes(p.read_bytes()[4:8], 'little'); assert flags == 1, flags; assert "
+        "sys.flags.safe_path"
     )
     told_by(request.getfixturevalue(image), "-c", program, entrypoint="python")
     look = "find /opt/evergrad ! -type l -perm /022 | head"

@@ -60,7 +60,8 @@ def test_17_both_nodes_lost_at_once_cost_the_steps_after_the_last_checkpoint(
     run.wait_for_step(110)
     for node in ("n1", "n2"):
         faults.kill_node(node)
-    # Nothing trains now. A checkpoint may have been in flight, which has cost the steps since the one before it.
+    # Nothing trains now. A checkpoint may have been in flight, which has cost the steps since the one before
+    # it.
     before, saved = run.newest_step(), run.newest_checkpoint()
     assert saved >= before - 2 * CHECKPOINT_INTERVAL
     faults.restore()

@@ -1,4 +1,5 @@
-"""Runs from their beginning to their end: the quickstart, a finished run, a script, two runs that want one directory."""
+"""Runs from their beginning to their end: the quickstart, a finished run, a script, two runs that want one
+directory."""
 
 import json
 import subprocess
@@ -168,7 +169,8 @@ def _claim(name: str, storage_class: str) -> dict[str, Any]:
 
 
 def test_kubectl_tells_how_a_run_goes(runs: Runs) -> None:
-    """The rows of what users expect of kubectl: wait for Failed, logs by label, get -w with few lines, events in their order."""
+    """The rows of what users expect of kubectl: wait for Failed, logs by label, get -w with few lines, events
+    in their order."""
     run = runs.start("watched", steps=150)
     watch = subprocess.Popen(
         [

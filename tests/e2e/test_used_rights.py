@@ -1,4 +1,7 @@
-"""What the operator asked of the API server while the other tests ran, against what the chart grants it. Named to run last."""
+"""What the operator asked of the API server while the other tests ran, against what the chart grants it.
+
+Named to run last.
+"""
 
 import json
 from collections.abc import Iterator
@@ -12,8 +15,8 @@ pytestmark = pytest.mark.timeout(300)
 ACCOUNT = "system:serviceaccount:evergrad-system:evergrad"
 ENOUGH = 6
 """With this many rooms of end-to-end tests run before, every right must have been used."""
-# Asked for inside of other requests: server-side apply of a PVC that does not exist yet needs create, and is recorded as patch;
-# owner references are checked against finalizers, where the cluster does that.
+# Asked for inside of other requests: server-side apply of a PVC that does not exist yet needs create, and is
+# recorded as patch; owner references are checked against finalizers, where the cluster does that.
 UNSEEN = {("persistentvolumeclaims", "create"), ("trainingruns/finalizers", "update")}
 # Changed where a run's smallest number of nodes changes, or where another release builds them otherwise.
 UNSEEN |= {(resource, "patch") for resource in ("poddisruptionbudgets", "networkpolicies")}
@@ -69,7 +72,8 @@ def test_the_operator_was_refused_nothing_but_for_a_moment(used: set[tuple[str, 
         for event in requests()
         if (event.get("annotations") or {}).get("authorization.k8s.io/decision") == "forbid"
     }
-    # An API server that has just started may refuse what it allows a second later: it has yet to read the roles.
+    # An API server that has just started may refuse what it allows a second later: it has yet to read the
+    # roles.
     assert refused - used == set()
 
 

@@ -1,4 +1,7 @@
-"""The Store over HTTP, as kopf and the official client ask it. ``python -m fake_kubernetes.server PORT`` runs one."""
+"""The Store over HTTP, as kopf and the official client ask it.
+
+``python -m fake_kubernetes.server PORT`` runs one.
+"""
 
 import asyncio
 import json
@@ -22,7 +25,8 @@ class FakeServer:
         self.delay = 0.0
         self.requests: list[tuple[str, str]] = []
         self.writers: list[tuple[str, str]] = []
-        """Token and path of each request that was meant to change something, but for leases and questions about rights."""
+        """Token and path of each request that was meant to change something, but for leases and questions
+        about rights."""
         self.refused: set[str] = set()
         """Resources that are answered with 403."""
         self.answers: list[Callable[[], web.Response]] = []
@@ -53,7 +57,8 @@ class FakeServer:
             queue.put_nowait(None)
 
     def expire_watches(self) -> None:
-        """All watches end, and what has happened before is too old to be told: who watches has to list anew."""
+        """All watches end, and what has happened before is too old to be told: who watches has to
+        list anew."""
         self._oldest = self.store.version
         self.drop_watches()
 

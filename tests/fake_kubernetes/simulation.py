@@ -1,4 +1,5 @@
-"""One operator's core over a Store: what the API server, the kubelets and the coordinators do is done by the test."""
+"""One operator's core over a Store: what the API server, the kubelets and the coordinators do is done by the
+test."""
 
 import asyncio
 import contextlib
@@ -40,7 +41,8 @@ class Crash(BaseException):
 
 
 class FakeCoordinators(Coordinators):
-    """Answers are set by the test: those that are known, and those that asking anew would bring; bounds are kept."""
+    """Answers are set by the test: those that are known, and those that asking anew would bring; bounds are
+    kept."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +88,8 @@ class Simulation:
         self.config = config
         self.coordinators = FakeCoordinators()
         self.is_watch_late = False
-        """Whether a watch shows a change only at ``deliver``, not before the write that caused it is answered."""
+        """Whether a watch shows a change only at ``deliver``, not before the write that caused it is
+        answered."""
         self.shown_later: list[tuple[str, str, Any]] = []
         self.start_operator()
 
@@ -144,7 +147,10 @@ class Simulation:
             self.deliver()
 
     def settle(self, key: Key = KEY, *, most: int = 20) -> float | None:
-        """Until nothing more is written. Fails if that does not come. What is refused is tried again for a few seconds."""
+        """Until nothing more is written.
+
+        Fails if that does not come. What is refused is tried again for a few seconds.
+        """
         delay: float | None = None
         for _ in range(most):
             before = len(self.store.writes)
@@ -164,7 +170,7 @@ class Simulation:
         failures = memory.applied.refusals.failures() if memory is not None else ()
         return [(failure.verb, failure.name, failure.reason) for failure in failures]
 
-    # ---- what others do -----------------------------------------------------------------------------------------------
+    # ---- what others do ------------------------------------------------------------------------------------
 
     def create_run(self, name: str = "run", **spec: Any) -> None:
         body = {
@@ -258,11 +264,12 @@ class Simulation:
             del self.store.writes[before:]
             self.store.before, self.store.after = hook
 
-    # ---- what is seen -------------------------------------------------------------------------------------------------
+    # ---- what is seen --------------------------------------------------------------------------------------
 
     @property
     def watch_lag(self) -> float:
-        """Seconds that the operator takes a watch to be behind: beyond a hundred, /healthz fails and it is restarted."""
+        """Seconds that the operator takes a watch to be behind: beyond a hundred, /healthz fails and it is
+        restarted."""
         return max(self.mirror.expectations.lag().values())
 
     @property

@@ -96,7 +96,8 @@ class Store:
         return self._store("ADDED", place, body, write)
 
     def apply(self, plural: str, raw: Mapping[str, Any], subresource: str = "", verb: str = "patch") -> Raw:
-        """Server-side apply by one manager: what the intent says is so; what it said before and says no more goes."""
+        """Server-side apply by one manager: what the intent says is so; what it said before and says no more
+        goes."""
         body = copy.deepcopy(dict(raw))
         metadata = body["metadata"]
         place = plural, metadata.get("namespace", ""), metadata["name"]
@@ -158,7 +159,7 @@ class Store:
         self._end(write)
         return known
 
-    # ---- what others do: not counted as writes ------------------------------------------------------------------------
+    # ---- what others do: not counted as writes -------------------------------------------------------------
 
     def remove(self, plural: str, namespace: str, name: str, *, is_silent: bool = False) -> None:
         """It is gone, and what it owns, too. ``is_silent``: no watch is told."""
@@ -180,7 +181,7 @@ class Store:
             new["metadata"]["generation"] = known["metadata"].get("generation", 1) + 1
         return self._store("MODIFIED", (plural, namespace, name), new, None)
 
-    # ---- inside -------------------------------------------------------------------------------------------------------
+    # ---- inside --------------------------------------------------------------------------------------------
 
     def _begin(self, verb: str, place: Place) -> Write:
         write = Write(verb, place[0], place[2])

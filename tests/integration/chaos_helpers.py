@@ -1,4 +1,5 @@
-"""What the chaos test looks at: the processes of a disturbed run while it lasts, and what it has left behind."""
+"""What the chaos test looks at: the processes of a disturbed run while it lasts, and what it has
+left behind."""
 
 import contextlib
 import json
@@ -21,7 +22,8 @@ PACE_SECONDS = 0.04
 MIN_SAMPLES = 45
 """Of a process that is old enough to tell anything."""
 BURIED = 22, 10
-"""Descriptors and threads of the groups of one world that a worker has to keep until their last operation has ended."""
+"""Descriptors and threads of the groups of one world that a worker has to keep until their last operation has
+ended."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def descendants(pid: int, *, depth: int = 0) -> list[tuple[int, int]]:
 
 
 def growth(samples: list[Sample], what: str) -> float:
-    """By how much the least that a process held in the last third of its life exceeds the most of its second third.
+    """By how much the least that a process held in the last third of its life exceeds the most of its second
+    third.
 
     In the first third it still makes what it will keep.
     """
@@ -143,7 +146,8 @@ class Disturbed:
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of chaos. ``environment``: what it is chosen by; ``training``: how its recipe differs; ``faults``: beside its pace.
+    """A kind of chaos. ``environment``: what it is chosen by; ``training``: how its recipe differs;
+    ``faults``: beside its pace.
 
     ``calm``: how the same run is started undisturbed. ``most``: events for `make test`.
     """

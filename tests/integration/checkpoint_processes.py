@@ -1,7 +1,9 @@
-"""Worlds of real gloo processes for the checkpoint tests, forked from one warm process so that torch is imported once.
+"""Worlds of real gloo processes for the checkpoint tests, forked from one warm process so that torch is
+imported once.
 
-Test side: ``run_world(function, size=2, directory=...)`` runs a module-level function of a test file in every rank.
-Started as a script, this file is the warm process: it forks a child for each line it reads and reports exit statuses.
+Test side: ``run_world(function, size=2, directory=...)`` runs a module-level function of a test file in every
+rank. Started as a script, this file is the warm process: it forks a child for each line it reads and reports
+exit statuses.
 """
 
 import atexit
@@ -78,7 +80,8 @@ def warm_process() -> WarmProcess:
 def start_world(
     function: Callable[..., Any], *, size: int, directory: Path, scratch: Path, **params: Any
 ) -> list[int]:
-    """Start ``function(world, directory, **params)`` in ``size`` ranks of a fresh generation; their process ids.
+    """Start ``function(world, directory, **params)`` in ``size`` ranks of a fresh generation; their process
+    ids.
 
     With ``finalizes=True`` the ranks leave through the interpreter's own shutdown instead of at once.
     """
@@ -179,7 +182,8 @@ def _reap(pid: int, seconds: float) -> int:
 
 
 def _run_rank(task: dict[str, Any]) -> None:
-    """A forked child: call the test file's function, leave its result in a file, end (by default without clean-up)."""
+    """A forked child: call the test file's function, leave its result in a file, end (by default without
+    clean-up)."""
     scratch, rank = Path(task["scratch"]), task["rank"]
     errors = os.open(scratch / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -56,7 +56,8 @@ def make_experiment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callab
 
 @pytest.fixture
 def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Starts a coordinator with these arguments; all processes of its cluster end with the test, also when it fails."""
+    """Starts a coordinator with these arguments; all processes of its cluster end with the test, also when it
+    fails."""
     import rendezvous_cluster
 
     made: list[Any] = []
@@ -74,7 +75,8 @@ def make_cluster(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The experiment of the elastic tests: its run directory ``undisturbed`` was trained by one process in peace."""
+    """The experiment of the elastic tests: its run directory ``undisturbed`` was trained by one process in
+    peace."""
     import elastic_helpers
     import run_helpers
 

@@ -171,7 +171,10 @@ def read_until_closed(connection: socket.socket) -> bytes:
 
 
 class Node:
-    """A node that answers as it should. ``step`` grows while its group is whole only because nobody stops it."""
+    """A node that answers as it should.
+
+    ``step`` grows while its group is whole only because nobody stops it.
+    """
 
     def __init__(
         self, port: int, name: str, *, incarnation: str = "", host: str = "127.0.0.1", **changes: Any

@@ -1,6 +1,8 @@
-"""Elastic runs for the tests: a coordinator and nodes of tiny models as processes to kill, freeze and start one by one.
+"""Elastic runs for the tests: a coordinator and nodes of tiny models as processes to kill, freeze and start
+one by one.
 
-Every step that a worker finishes is in ``Cluster.trace``; ``Cluster.check`` holds the invariants of every run.
+Every step that a worker finishes is in ``Cluster.trace``; ``Cluster.check`` holds the invariants of every
+run.
 """
 
 import atexit
@@ -52,11 +54,13 @@ def fault(
     is_repeated: bool = False,
     seconds: float = SECONDS,
 ) -> Fault:
-    """In the workers that match: do ``action`` at ``place`` (see elastic_processes) from the ``call``-th time on, once.
+    """In the workers that match: do ``action`` at ``place`` (see elastic_processes) from the ``call``-th time
+    on, once.
 
-    ``action``: a signal, to the worker (``self``) or its ``node``; ``raise``; ``full`` (as if its volume were); ``lose`` (as if
-    a peer were lost); ``exit``; ``flip`` (a bit of a weight, only at ``step``); or ``hold``: stand still until
-    ``Cluster.release(name)``. ``step`` and ``slot`` are those that were begun last.
+    ``action``: a signal, to the worker (``self``) or its ``node``; ``raise``; ``full`` (as if its volume
+    were); ``lose`` (as if a peer were lost); ``exit``; ``flip`` (a bit of a weight, only at ``step``); or
+    ``hold``: stand still until ``Cluster.release(name)``. ``step`` and ``slot`` are those that were begun
+    last.
     """
     fields = {
         "node": node,
@@ -185,7 +189,7 @@ class Cluster:
         """The run's own, beside those of other clusters: they share prepared data."""
         return self.experiment.at(f"{self.path.parent.name}-{self.path.name}")
 
-    # ---- processes ---------------------------------------------------------------------------------------------------
+    # ---- processes -----------------------------------------------------------------------------------------
 
     def start_coordinator(self) -> Process:
         """Start it, or start it again where it was."""
@@ -293,7 +297,7 @@ class Cluster:
             lambda: any(line["reason"] == reason for line in self.log("plan")), f"a plan because of: {reason}"
         )
 
-    # ---- what happened -----------------------------------------------------------------------------------------------
+    # ---- what happened -------------------------------------------------------------------------------------
 
     def trace(self) -> list[dict[str, Any]]:
         """Every step that any worker has finished, in the order of their ends."""
@@ -352,10 +356,13 @@ class Cluster:
         ]
         return "\n".join([*parts, f"last steps (generation, size, step, node, rank, pid): {rows}"])
 
-    # ---- invariants --------------------------------------------------------------------------------------------------
+    # ---- invariants ----------------------------------------------------------------------------------------
 
     def check(self, reference: Path, *, is_exact: bool = True, is_state_lost: bool = False) -> None:
-        """The invariants of a complete run. ``is_state_lost``: no replica lived at some moment, so that steps may be repeated."""
+        """The invariants of a complete run.
+
+        ``is_state_lost``: no replica lived at some moment, so that steps may be repeated.
+        """
         try:
             check_generations(self.trace())
             if not is_state_lost:
@@ -443,7 +450,8 @@ def check_generations(trace: Sequence[Mapping[str, Any]]) -> None:
 
 
 def check_nothing_repeated(trace: Sequence[Mapping[str, Any]]) -> None:
-    """No worker trains a step that somebody in its group has finished before: whoever holds it feeds the others."""
+    """No worker trains a step that somebody in its group has finished before: whoever holds it feeds the
+    others."""
     finished: dict[int, int] = {}
     generations = sorted({row["generation"] for row in trace})
     for generation in generations:

@@ -1,7 +1,9 @@
-"""The warm process of the elastic tests: forks coordinators, nodes and commands, and puts planned faults into nodes' workers.
+"""The warm process of the elastic tests: forks coordinators, nodes and commands, and puts planned faults into
+nodes' workers.
 
-Started as a script it answers one JSON request a line (``spawn``, ``poll``) and kills what is left when its input ends. A node
-that it forks writes down every finished step of its workers (``trace.jsonl`` of its cluster), whoever wrote the metrics.
+Started as a script it answers one JSON request a line (``spawn``, ``poll``) and kills what is left when its
+input ends. A node that it forks writes down every finished step of its workers (``trace.jsonl`` of its
+cluster), whoever wrote the metrics.
 """
 
 import contextlib
@@ -45,7 +47,8 @@ PLACES = {
     "publish": ("evergrad_trainer.checkpoint.saving", "_publish"),
     "published": ("evergrad_trainer.checkpoint.saving", "_settle"),
 }
-"""Where a fault may be planned: before the call of this function; ``reducing`` is behind it, with the sum under way."""
+"""Where a fault may be planned: before the call of this function; ``reducing`` is behind it, with the sum
+under way."""
 
 
 @dataclass
@@ -210,7 +213,7 @@ def _be_node(task: dict[str, Any]) -> int:
     return run_node(plan, settings, num_workers=num_workers, start_method="fork")
 
 
-# ---- in the workers --------------------------------------------------------------------------------------------------
+# ---- in the workers ----------------------------------------------------------------------------------------
 
 
 def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:

@@ -51,7 +51,7 @@ class Cluster:
         self._processes: list[subprocess.Popen[bytes]] = []
         directory.mkdir(exist_ok=True)
 
-    # ---- coordinator -------------------------------------------------------------------------------------------------
+    # ---- coordinator ---------------------------------------------------------------------------------------
 
     def start_coordinator(self, *more: str) -> None:
         """Start it, or start it again at the same address."""
@@ -109,7 +109,7 @@ class Cluster:
     def endpoint(self) -> str:
         return f"127.0.0.1:{self._ports['port']}"
 
-    # ---- agents ------------------------------------------------------------------------------------------------------
+    # ---- agents --------------------------------------------------------------------------------------------
 
     def start_agent(
         self,
@@ -177,7 +177,7 @@ class Cluster:
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text(errors="replace")
 
-    # ---- what happened -----------------------------------------------------------------------------------------------
+    # ---- what happened -------------------------------------------------------------------------------------
 
     def steps(self) -> list[Step]:
         found: list[Step] = []
@@ -194,7 +194,8 @@ class Cluster:
             time.sleep(0.02)
 
     def until_world(self, world_size: int, *, above: int = 0) -> int:
-        """Until every rank of a group of ``world_size`` made a step in a generation above ``above``; returns that generation."""
+        """Until every rank of a group of ``world_size`` made a step in a generation above ``above``; returns
+        that generation."""
 
         def find() -> int:
             ranks: dict[int, set[int]] = {}
@@ -211,7 +212,10 @@ class Cluster:
         (self.directory / "finish").touch()
 
     def check(self, *, is_thaw: bool = False) -> None:
-        """The invariants. ``is_thaw``: one last step of an old generation may be let out by a process that was frozen."""
+        """The invariants.
+
+        ``is_thaw``: one last step of an old generation may be let out by a process that was frozen.
+        """
         steps = self.steps()
         assert steps
         places: dict[tuple[int, int], tuple[str, int]] = {}

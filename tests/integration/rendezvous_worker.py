@@ -1,4 +1,5 @@
-"""The worker of the rendezvous tests: sums ones over all ranks and writes a line a step, until it is told to finish.
+"""The worker of the rendezvous tests: sums ones over all ranks and writes a line a step, until it is told to
+finish.
 
 It runs in the interpreter of the torch that is tested, so it imports nothing that only tests have.
 """

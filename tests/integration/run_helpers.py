@@ -1,7 +1,9 @@
-"""Runs of ``evergrad`` for the tests, each in a process of its own, forked from a warm one so that torch is imported once.
+"""Runs of ``evergrad`` for the tests, each in a process of its own, forked from a warm one so that torch is
+imported once.
 
-Test side: an ``Experiment`` is a directory with a manifest and documents; ``experiment.run(...)`` is ``evergrad run``.
-Started as a script, this file is the warm process: it forks a child for each line it reads and reports exit statuses.
+Test side: an ``Experiment`` is a directory with a manifest and documents; ``experiment.run(...)`` is
+``evergrad run``. Started as a script, this file is the warm process: it forks a child for each line it reads
+and reports exit statuses.
 """
 
 import atexit
@@ -67,12 +69,13 @@ WORDS = [
 def fault(
     at: str, *, call: int, action: str, rank: int | None = 0, to: str = "self", seconds: float = 0.05
 ) -> Fault:
-    """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …), ``sleep``, or
-    ``hold``: stand still until the file ``go-on`` is in the experiment's folder.
+    """At the ``call``-th call (from 1) of ``at`` in ``rank`` (None: any): send a signal (``SIGTERM`` …),
+    ``sleep``, or ``hold``: stand still until the file ``go-on`` is in the experiment's folder.
 
-    ``to``: this process (``self``) or the ``command``; a worker that a node supervises is asked to stop (SIGTERM) by way of the
-    command in any case. ``call`` 0 means every call. After a signal the process stands still until it has noticed, so that its
-    next step is certain to know; ``seconds`` is how long it sleeps.
+    ``to``: this process (``self``) or the ``command``; a worker that a node supervises is asked to stop
+    (SIGTERM) by way of the command in any case. ``call`` 0 means every call. After a signal the process
+    stands still until it has noticed, so that its next step is certain to know; ``seconds`` is how long it
+    sleeps.
     """
     module, name = POINTS[at]
     return {
@@ -110,7 +113,10 @@ class Ended:
     err: str
 
     def expect(self, code: int) -> "Ended":
-        """Itself; fails, with all that was printed, unless it ended with ``code``. No end is ever told by a traceback."""
+        """Itself; fails, with all that was printed, unless it ended with ``code``.
+
+        No end is ever told by a traceback.
+        """
         assert self.code == code, (
             f"exit code {self.code} instead of {code}\n--- stdout\n{self.out}\n--- stderr\n{self.err}"
         )
@@ -145,7 +151,10 @@ class Started:
 
 
 class WarmProcess:
-    """The process that forks commands. Ends, with every command that is left, when this object's pipe closes."""
+    """The process that forks commands.
+
+    Ends, with every command that is left, when this object's pipe closes.
+    """
 
     def __init__(self) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -319,7 +328,8 @@ EXACT = ("sample_hash", "loss", "grad_norm", "learning_rate", "tokens", "valid_t
 
 
 def assert_same_curve(one: Path, other: Path, *, exact: bool = True, tolerance: float = 1e-5) -> None:
-    """Both runs trained the same steps on the same samples, with equal losses: bit by bit, or within ``tolerance`` relative."""
+    """Both runs trained the same steps on the same samples, with equal losses: bit by bit, or within
+    ``tolerance`` relative."""
     a, b = curve(one), curve(other)
     assert sorted(a) == sorted(b)
     for step in sorted(a):
@@ -372,7 +382,8 @@ def _serve() -> None:
 
     command_line.build_whole_parser()
 
-    # Drawing takes ten times as long as these runs and has tests of its own; those that start the real command draw.
+    # Drawing takes ten times as long as these runs and has tests of its own; those that start the real
+    # command draw.
     report.write_report = lambda directory: SimpleNamespace(html=directory / "report.html")
     alive: set[int] = set()
     for line in sys.stdin:
@@ -448,7 +459,8 @@ def _remember_signals() -> None:
 
 @dataclass
 class _Place:
-    """In a forked child: the command it belongs to and, in a worker of a node, its local rank and who listens for its node."""
+    """In a forked child: the command it belongs to and, in a worker of a node, its local rank and who listens
+    for its node."""
 
     command: int = 0
     local_rank: int | None = None

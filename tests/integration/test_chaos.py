@@ -1,7 +1,7 @@
 """A run that is killed, frozen and reconfigured at random ends with the bits of one that nobody disturbed.
 
-``make chaos EVENTS=300 SEED=7`` does the same for longer; ``KIND`` chooses one of ``chaos_helpers.VARIANTS`` instead of all kinds
-of events over gloo.
+``make chaos EVENTS=300 SEED=7`` does the same for longer; ``KIND`` chooses one of ``chaos_helpers.VARIANTS``
+instead of all kinds of events over gloo.
 """
 
 import os
@@ -96,7 +96,8 @@ def test_the_final_state_has_the_bits_of_an_undisturbed_run(disturbed: Disturbed
 
 
 def test_no_finished_step_is_trained_again_while_anybody_holds_it(disturbed: Disturbed) -> None:
-    """Only when all nodes are lost; or one step, when its row was written by the only one who had finished it and was lost."""
+    """Only when all nodes are lost; or one step, when its row was written by the only one who had finished it
+    and was lost."""
     lost_all = sum("kills all nodes" in line or "kills the only node" in line for line in disturbed.lines())
     repeats = find_repeats(disturbed.directory)
     assert sum(one.is_from_checkpoint for one in repeats) <= lost_all

@@ -1,4 +1,5 @@
-"""SIGKILL of each rank at each point of the publish protocol: the next start loads the newest whole checkpoint, bit for bit."""
+"""SIGKILL of each rank at each point of the publish protocol: the next start loads the newest whole
+checkpoint, bit for bit."""
 
 import importlib.util
 import mmap
@@ -43,7 +44,8 @@ def state_of(step: int) -> dict[str, torch.Tensor]:
 
 
 class KillAt:
-    """Kills the victim when the armed point is reached: at a rank's own points by itself, at rank 0's points by rank 0."""
+    """Kills the victim when the armed point is reached: at a rank's own points by itself, at rank 0's points
+    by rank 0."""
 
     def __init__(self, point: str, victim: int, pids: list[int]) -> None:
         self._point, self._victim, self._pids = point, victim, pids

@@ -1,4 +1,5 @@
-"""Checkpoints over several processes: other world sizes, sharded and plain tensors, errors and fallbacks all ranks share."""
+"""Checkpoints over several processes: other world sizes, sharded and plain tensors, errors and fallbacks all
+ranks share."""
 
 import errno
 import importlib.util
@@ -176,7 +177,8 @@ def test_a_state_loads_under_another_parallelism_and_world_size(
 
 
 def train_sharded(world: World, directory: Path) -> list[float]:
-    """Two steps of a small FSDP2 model with AdamW, saved after the first; the weights' sums after the second."""
+    """Two steps of a small FSDP2 model with AdamW, saved after the first; the weights' sums after
+    the second."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
     mesh = init_device_mesh("cpu", (world.size,))
@@ -335,7 +337,8 @@ def test_if_one_rank_cannot_read_a_checkpoint_all_ranks_fall_back_together(
 
 
 def load_without_a_volume(world: World, directory: Path) -> Any:
-    """Only rank 0 sees the volume, which is slow; what each rank loaded, and how often rank 0 said that it goes on."""
+    """Only rank 0 sees the volume, which is slow; what each rank loaded, and how often rank 0 said that it
+    goes on."""
     manager, _ = make_manager(world, directory if world.is_main else directory / "not-mounted")
     library, beats = manager._store.library, []
     if world.is_main:
@@ -466,7 +469,8 @@ def test_weights_of_another_run_load_into_shards(tmp_path: Path) -> None:
 
 
 def leave_a_frozen_peer(world: World, directory: Path) -> float:
-    """Rank 1 stops moving within a save; rank 0 has to leave by an exception and end by itself, atexit hooks included."""
+    """Rank 1 stops moving within a save; rank 0 has to leave by an exception and end by itself, atexit hooks
+    included."""
     pids = world.gather_json(os.getpid())
 
     class Freeze:

@@ -1,4 +1,5 @@
-"""More than 100,000 messages that nobody should send, while a real group trains: it notices nothing, and nothing grows."""
+"""More than 100,000 messages that nobody should send, while a real group trains: it notices nothing, and
+nothing grows."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""A node's heartbeat: slowness is told from silence, and a node that is frozen or gone is noticed all the same."""
+"""A node's heartbeat: slowness is told from silence, and a node that is frozen or gone is noticed all the
+same."""
 
 import importlib.util
 import os

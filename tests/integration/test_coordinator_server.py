@@ -65,7 +65,7 @@ async def form_group(coordinator: Coordinator, number: int = 3, **changes: Any) 
     return nodes
 
 
-# ---- life of a run ---------------------------------------------------------------------------------------------------
+# ---- life of a run -----------------------------------------------------------------------------------------
 
 
 @in_loop
@@ -146,7 +146,7 @@ async def test_strangers_are_refused_and_told_why(start: Start) -> None:
     await end_nodes(*first)
 
 
-# ---- restart ---------------------------------------------------------------------------------------------------------
+# ---- restart -----------------------------------------------------------------------------------------------
 
 
 @in_loop
@@ -218,7 +218,7 @@ async def test_a_journal_that_cannot_be_written_stops_changes_and_no_training(st
     await end_nodes(*nodes)
 
 
-# ---- bad peers -------------------------------------------------------------------------------------------------------
+# ---- bad peers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_peer_that_does_not_read_is_dropped(start: Start) -> None:
     assert coordinator.resident_megabytes() < 60
 
 
-# ---- status ----------------------------------------------------------------------------------------------------------
+# ---- status ------------------------------------------------------------------------------------------------
 
 
 @in_loop
@@ -365,7 +365,8 @@ async def test_a_stranger_gets_nothing_from_any_port(start: Start) -> None:
     for path in ("/healthz", "/metrics"):
         assert (await asyncio.to_thread(coordinator.get, path, token=None))[0] == 200
 
-    # As node 0 started anew: it would take its place, name the store of the next group, and end the run as complete.
+    # As node 0 started anew: it would take its place, name the store of the next group, and end the run as
+    # complete.
     evil = Node(coordinator.port, "0", incarnation="evil", token="", fingerprint={"torch": "2.13"})
     await asyncio.wait_for(evil.task, PATIENCE)
     assert [type(one) for one in evil.received] == [Refused]
@@ -456,7 +457,7 @@ def test_connections_that_ask_nothing_do_not_keep_the_status_from_others(start: 
     assert coordinator.metric("evergrad_coordinator_internal_errors_total") == 0
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

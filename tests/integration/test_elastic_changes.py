@@ -1,4 +1,5 @@
-"""Changes that are disturbed themselves: deaths while a group forms, while state is fed, and saves and evaluations under way."""
+"""Changes that are disturbed themselves: deaths while a group forms, while state is fed, and saves and
+evaluations under way."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +46,8 @@ def test_a_death_while_a_newcomer_is_fed_leaves_the_others_with_their_state(
 
 
 def test_survivors_one_step_apart_feed_each_other(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    """Node 1 gives the group up although its sums were whole, so that the others have finished a step that it has not."""
+    """Node 1 gives the group up although its sums were whole, so that the others have finished a step that it
+    has not."""
     cluster = make_elastic().start(faults=[fault("lose", "update", node=1, step=4, name="lose")])
     cluster.finish()
     assert cluster.has_happened("lose")
@@ -55,7 +57,8 @@ def test_survivors_one_step_apart_feed_each_other(make_elastic: MakeCluster, und
 
 
 def test_a_save_that_a_death_interrupts_is_made_again(make_elastic: MakeCluster, undisturbed: Any) -> None:
-    """Rank 1 dies while its part of step 5 is being written beside training; every checkpoint on disk stays valid."""
+    """Rank 1 dies while its part of step 5 is being written beside training; every checkpoint on disk stays
+    valid."""
     cluster = make_elastic().start(faults=[fault("SIGKILL", "shard", node=1, to="node", name="kill")])
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill")
@@ -94,7 +97,8 @@ def evaluating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Experiment]
 def test_an_evaluation_that_a_death_interrupts_is_made_again(
     make_elastic: MakeCluster, evaluating: Experiment, call: int
 ) -> None:
-    """Node 1 dies on its way into the first or second evaluation; rank 0's rows are those of a run in peace."""
+    """Node 1 dies on its way into the first or second evaluation; rank 0's rows are those of a
+    run in peace."""
     cluster = make_elastic(evaluating)
     cluster.start(faults=[fault("SIGKILL", "evaluation", node=1, call=call, to="node", name="kill")])
     cluster.finish(nodes=[0, 2])
@@ -135,7 +139,8 @@ def test_a_join_waits_for_a_save_under_way_and_training_goes_on_meanwhile(
 def test_a_save_that_takes_too_long_does_not_hold_a_join_and_is_made_again(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Rank 1's part of the save of step 5 is not written while a newcomer joins; written late, it harms nobody."""
+    """Rank 1's part of the save of step 5 is not written while a newcomer joins; written late, it harms
+    nobody."""
     holds = [
         fault("hold", "shard", node=1, name="saving"),
         fault("hold", "slot", node=0, step=6, name="held"),

@@ -1,4 +1,5 @@
-"""Mistakes and failures that no change of the group can cure, and those that look like one: who is blamed, how the run ends."""
+"""Mistakes and failures that no change of the group can cure, and those that look like one: who is blamed,
+how the run ends."""
 
 import os
 import subprocess

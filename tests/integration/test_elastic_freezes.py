@@ -1,4 +1,5 @@
-"""Nodes, supervisors and workers that stand still: the others go on without them, and they come back with their processes."""
+"""Nodes, supervisors and workers that stand still: the others go on without them, and they come back with
+their processes."""
 
 import os
 import signal
@@ -14,7 +15,8 @@ QUICK = ("--silence", "2", "--lease", "4")
 def test_a_frozen_node_is_evicted_and_rejoins_in_process_when_it_thaws(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Supervisor and worker stand still with the worker between two sums; thawed they meet a world that has gone on."""
+    """Supervisor and worker stand still with the worker between two sums; thawed they meet a world that has
+    gone on."""
     holds = [
         fault("hold", "slot", node=1, step=4, name="held"),
         fault("hold", "slot", node=0, step=8, name="wait"),
@@ -89,7 +91,8 @@ def test_a_worker_that_does_not_leave_a_broken_group_is_replaced(
 def test_the_last_that_holds_the_state_has_all_the_time_it_needs(
     make_elastic: MakeCluster, undisturbed: Any
 ) -> None:
-    """Node 1 dies while node 0 computes for longer than a worker usually has to leave: nobody else waits for node 0."""
+    """Node 1 dies while node 0 computes for longer than a worker usually has to leave: nobody else waits for
+    node 0."""
     long = fault("hold", "slot", node=0, step=4, seconds=5.0, name="held")
     death = fault("SIGKILL", "tally", node=1, step=4, to="node", name="kill")
     cluster = make_elastic(expect=2).start(

@@ -1,4 +1,7 @@
-"""Real gloo groups that end badly: frozen peers, failed set-ups, operations that never end. A function is a process."""
+"""Real gloo groups that end badly: frozen peers, failed set-ups, operations that never end.
+
+A function is a process.
+"""
 
 import os
 import signal
@@ -85,7 +88,8 @@ def total_of(world: World, *, value: float, numel: int = 1 << 20) -> float:
 
 
 def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> dict[str, Any]:
-    """The last rank stands still within the group; the others are told so (or, not ``hears``, only give up) and go on."""
+    """The last rank stands still within the group; the others are told so (or, not ``hears``, only give up)
+    and go on."""
     supervisor, end = channel_pair()
     _kept.append(supervisor)
     guard = Guard(end)
@@ -172,7 +176,8 @@ def test_after_a_failed_set_up_a_process_still_meets_fresh_ones(functions: Funct
 
 
 def change_a_hundred_times(ports: list[str], rank: int, size: int) -> list[list[int]]:
-    """Groups of all ranks, one after the other, each taken down as after a loss; descriptors and threads now and then."""
+    """Groups of all ranks, one after the other, each taken down as after a loss; descriptors and threads now
+    and then."""
     counts = []
     for generation in range(len(ports)):
         world = meet(ports, generation, rank=(rank + generation) % size, size=size, interrupt=Interrupt())

@@ -1,4 +1,5 @@
-"""Nodes and workers that die, at every place of a step and of a change: survivors keep their processes, nothing is lost."""
+"""Nodes and workers that die, at every place of a step and of a change: survivors keep their processes,
+nothing is lost."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,8 @@ MakeCluster = Callable[..., Cluster]
 def test_a_node_killed_anywhere_within_a_step_costs_no_finished_step(
     make_elastic: MakeCluster, undisturbed: Any, place: str, finished: set[int]
 ) -> None:
-    """``finished``: what the last step of three may be; with the sum under way it may still reach the others."""
+    """``finished``: what the last step of three may be; with the sum under way it may still reach
+    the others."""
     cluster = make_elastic().start(faults=[fault("SIGKILL", place, node=1, step=4, to="node", name="kill")])
     cluster.finish(nodes=[0, 2])
     assert cluster.has_happened("kill") and cluster.nodes[1].wait() == -9

@@ -1,4 +1,5 @@
-"""Nodes that come, and nodes that leave because they were asked to: no step is repeated, and nobody saves without need."""
+"""Nodes that come, and nodes that leave because they were asked to: no step is repeated, and nobody saves
+without need."""
 
 import signal
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""What ranks hold is what they should hold: states that arrived in part, bits that flipped, and steps that differ."""
+"""What ranks hold is what they should hold: states that arrived in part, bits that flipped, and steps that
+differ."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,5 @@
-"""A name server that never answers: torch asks for the name of every peer of a store, which must not hold a group's start."""
+"""A name server that never answers: torch asks for the name of every peer of a store, which must not hold a
+group's start."""
 
 import os
 import socket

@@ -1,4 +1,5 @@
-"""Recovery over a transport that works as an accelerator's: operations end later, silently, and aborting clears the groups."""
+"""Recovery over a transport that works as an accelerator's: operations end later, silently, and aborting
+clears the groups."""
 
 from collections.abc import Callable
 from typing import Any

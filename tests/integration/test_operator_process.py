@@ -1,4 +1,5 @@
-"""The operator as a process: kopf, client, queue and reconcile together, killed, stopped, restarted and doubled."""
+"""The operator as a process: kopf, client, queue and reconcile together, killed, stopped, restarted and
+doubled."""
 
 import asyncio
 import signal

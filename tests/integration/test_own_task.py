@@ -1,4 +1,5 @@
-"""A task of the user's own, examples/custom: elastic as any other, and never trained in two versions at once."""
+"""A task of the user's own, examples/custom: elastic as any other, and never trained in two
+versions at once."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -51,7 +52,8 @@ def make_own(own: Experiment, tmp_path: Path) -> Iterator[Callable[..., Cluster]
 def test_three_nodes_of_which_two_die_end_with_the_bits_of_an_undisturbed_run(
     own: Experiment, make_own: Callable[..., Cluster]
 ) -> None:
-    """One is killed within a step and replaced, another between two; the newcomer is given the average of the weights, too."""
+    """One is killed within a step and replaced, another between two; the newcomer is given the average of the
+    weights, too."""
     kills = [
         fault("SIGKILL", "slot", node=1, step=3, to="node", name="first"),
         fault("SIGKILL", "report", node=2, step=8, to="node", name="second"),

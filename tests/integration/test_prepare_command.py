@@ -58,12 +58,16 @@ def test_the_summary_names_every_source_and_what_was_passed_over(
     lines = printed.out.splitlines()
     assert re.fullmatch(
         r"docs   41 documents, \d+ tokens, \d+ tokens held out in 4 documents, "
-        r"lines passed over: 1 blank, 1 not an object, 1 not JSON, half surrogate pairs replaced in 1 document",
+        r"lines passed over: 1 blank, 1 not an object, 1 not JSON, half surrogate pairs replaced "
+        r"in 1 document",
         lines[0],
     )
     assert lines[1] == "other  1 document, 15 tokens"
     assert re.fullmatch(rf"prepared in \S+, in {re.escape(str(directory))}", lines[2])
-    warning = f"warning: {manifest.parent / 'docs.jsonl'}: 2 malformed lines were skipped (1 not an object, 1 not JSON)\n"
+    warning = (
+        f"warning: {manifest.parent / 'docs.jsonl'}: 2 malformed lines were skipped (1 not an "
+        "object, 1 not JSON)\n"
+    )
     assert printed.err == warning
     assert run(manifest, "--prepared-directory", directory) == 0
     printed = capsys.readouterr()

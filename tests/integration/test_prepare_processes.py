@@ -1,4 +1,5 @@
-"""prepare with helper processes: killed, resumed, twice at once, on a full disk; always the same published bytes."""
+"""prepare with helper processes: killed, resumed, twice at once, on a full disk; always the same published
+bytes."""
 
 import json
 import os
@@ -87,7 +88,8 @@ class Preparers:
         self.running: list[subprocess.Popen[str]] = []
 
     def start(self, *, prefix: tuple[str, ...] = (), **options: Any) -> subprocess.Popen[str]:
-        """``hold``: a kind of job and a number; after so many of them it stands still until the file go-on is there."""
+        """``hold``: a kind of job and a number; after so many of them it stands still until the file go-on is
+        there."""
         data = {
             "sources": [{"name": "docs", "path": "docs.jsonl"}],
             "sequenceLength": 16,

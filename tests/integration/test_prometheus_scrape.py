@@ -1,4 +1,5 @@
-"""A real Prometheus scrapes the exporter; promtool finds nothing to complain about; the documented queries have answers."""
+"""A real Prometheus scrapes the exporter; promtool finds nothing to complain about; the documented queries
+have answers."""
 
 import importlib.util
 import json

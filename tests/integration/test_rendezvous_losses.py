@@ -1,4 +1,5 @@
-"""What is lost without a word: frozen agents, agents without their workers, the coordinator, too many nodes."""
+"""What is lost without a word: frozen agents, agents without their workers, the coordinator, too
+many nodes."""
 
 import signal
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""The example scripts, which know nothing of Evergrad: a node is killed, and training ends as if nothing had been."""
+"""The example scripts, which know nothing of Evergrad: a node is killed, and training ends as if nothing had
+been."""
 
 import re
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def read_rows(cluster: Cluster, node: str) -> list[Row]:
 
 
 def train_through_a_kill(cluster: Cluster, name: str) -> list[Row]:
-    """Node 0, which holds rank 0 and writes the checkpoints, is killed after its first; returns all rows in order."""
+    """Node 0, which holds rank 0 and writes the checkpoints, is killed after its first; returns all rows in
+    order."""
     output = cluster.directory / "output"
     script = [
         str(SCRIPTS / name),

@@ -1,4 +1,5 @@
-"""The report in a real browser: nothing on the console, no request but the page, nothing sticking out, light and dark."""
+"""The report in a real browser: nothing on the console, no request but the page, nothing sticking out, light
+and dark."""
 
 import base64
 import http.server

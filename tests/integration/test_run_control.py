@@ -182,7 +182,8 @@ def test_one_interrupt_stops_with_the_state_saved_and_a_second_one_at_once(
     second = experiment.start("--workers", workers, faults=[held])
     before = len(steps_of(experiment.at()))
     wait_until(lambda: len(steps_of(experiment.at())) > before)
-    # Two signals are one where the first has not been noticed when the second comes; then one more is the second.
+    # Two signals are one where the first has not been noticed when the second comes; then one more is the
+    # second.
     while is_alive(second.pid):
         second.send(signal.SIGINT)
         time.sleep(0.1)
@@ -347,7 +348,8 @@ def test_the_best_checkpoint_is_kept_and_so_is_the_newest(experiment: Experiment
 def test_the_best_checkpoint_is_marked_also_where_its_evaluation_was_cut_short(
     experiment: Experiment,
 ) -> None:
-    """The stop saves the step before its evaluation has ended; the evaluation is done again after the resume."""
+    """The stop saves the step before its evaluation has ended; the evaluation is done again after
+    the resume."""
     best = {"metric": "heldOut/loss", "mode": "min"}
     experiment.write(recipe(**EVALUATED, checkpoint={"every": {"steps": 2}, "keep": 1, "best": best}))
     experiment.run(faults=[fault("evaluation", call=3, action="SIGTERM")], expect=STOPPED_SAVED)

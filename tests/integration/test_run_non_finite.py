@@ -1,4 +1,5 @@
-"""Steps whose loss is not a number: the state before them is saved, and they are skipped as often as was asked for."""
+"""Steps whose loss is not a number: the state before them is saved, and they are skipped as often as was
+asked for."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +27,8 @@ MakeCluster = Callable[..., Cluster]
 
 @pytest.fixture(scope="module")
 def bad(make_experiment: Callable[[], Experiment]) -> Experiment:
-    """Steps 4 and 5 of ``bad.yaml`` each have a sample with a letter whose embedding is infinite; ``tiny`` is the run without."""
+    """Steps 4 and 5 of ``bad.yaml`` each have a sample with a letter whose embedding is infinite; ``tiny`` is
+    the run without."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -52,7 +54,8 @@ def write(experiment: Experiment, **changes: Any) -> None:
 
 
 def spoil(experiment: Experiment, places: list[tuple[int, int]]) -> None:
-    """Write ``spoilt.jsonl``: the documents with one letter replaced in the sample of each (step, slot), so of equal length."""
+    """Write ``spoilt.jsonl``: the documents with one letter replaced in the sample of each (step, slot), so
+    of equal length."""
     from evergrad_manifest.reading.loader import load_manifest
     from evergrad_trainer.data.prepare import prepare
     from evergrad_trainer.recipes.opening import open_recipe
@@ -123,7 +126,8 @@ def test_bad_steps_in_a_row_are_skipped_as_often_as_asked_for(bad: Experiment) -
 
 
 def test_a_skipped_step_is_no_update_of_the_optimizer_in_a_resumed_run_either(experiment: Experiment) -> None:
-    """Adam's own count follows its updates, not the steps: with another one the next updates would have other sizes."""
+    """Adam's own count follows its updates, not the steps: with another one the next updates would have other
+    sizes."""
     experiment.write(recipe(skipSteps=[2, 3]))
     experiment.run(directory="whole")
     experiment.run("--stop-after-steps", "4", directory="resumed", expect=STOPPED_SAVED)

@@ -1,7 +1,7 @@
 """A run that an older version began goes on with this one, bit for bit.
 
-``run-05accba`` was trained to step 4 of 8 by the version of that commit. ``continued.json`` is what the same version made of
-the other steps.
+``run-05accba`` was trained to step 4 of 8 by the version of that commit. ``continued.json`` is what the same
+version made of the other steps.
 """
 
 import json

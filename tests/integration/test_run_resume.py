@@ -1,4 +1,5 @@
-"""N steps are K steps, an end by any signal, and the rest: the same samples, the same bits, no step lost or twice."""
+"""N steps are K steps, an end by any signal, and the rest: the same samples, the same bits, no step lost or
+twice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,7 +100,8 @@ def test_a_run_that_was_asked_to_stop_and_started_again_equals_one_that_was_not(
     undisturbed: Undisturbed, last: int
 ) -> None:
     directory = f"stopped-after-{last}"
-    # Sent to one rank while step ``last - 1`` runs: all agree on it at the beginning of step ``last``, which is then the last.
+    # Sent to one rank while step ``last - 1`` runs: all agree on it at the beginning of step ``last``, which
+    # is then the last.
     sent = fault("step", call=last - 1, action="SIGTERM")
     undisturbed.run(directory, expect=STOPPED_SAVED, faults=[sent])
     path = undisturbed.experiment.at(directory)

@@ -1,4 +1,5 @@
-"""One run in worlds of 1, 2 and 3 processes that share 4 slots: the same samples and losses, in exact mode the same bits."""
+"""One run in worlds of 1, 2 and 3 processes that share 4 slots: the same samples and losses, in exact mode
+the same bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -147,7 +148,8 @@ def test_dropout_does_not_depend_on_the_world(experiment: Experiment) -> None:
 
 
 def test_a_part_of_a_sample_that_is_padded_counts_no_token_in_any_world(experiment: Experiment) -> None:
-    """The loss is divided by the step's valid tokens, not by a rank's: padding that falls on one rank must not shift it."""
+    """The loss is divided by the step's valid tokens, not by a rank's: padding that falls on one rank must
+    not shift it."""
     import json
 
     # 60 tokens: three whole windows and one with 12 of 16 labels.

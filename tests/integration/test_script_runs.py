@@ -315,7 +315,8 @@ def test_a_script_that_fails_ends_the_run_with_its_root_cause(make: Make, tmp_pa
 def test_three_nodes_whose_workers_fail_again_and_again_use_up_the_failures_also_on_a_busy_machine(
     make: Make,
 ) -> None:
-    # All cores are taken, so that the nodes are slow to import, fork and answer; the failures count all the same.
+    # All cores are taken, so that the nodes are slow to import, fork and answer; the failures count all the
+    # same.
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         run = make(["/bin/sh", "-c", "sleep 4; exit 1"], nodes=3).start()
@@ -356,7 +357,8 @@ def test_an_executable_gets_torchruns_variables_and_what_it_leaves_behind_is_end
 ) -> None:
     script = tmp_path / "train.sh"
     script.write_text(
-        '#!/bin/sh\necho "worker $RANK of $WORLD_SIZE with $KEY"\nsetsid sleep 1000 & echo $! > "left-$RANK"\nsleep 0.5\n',
+        '#!/bin/sh\necho "worker $RANK of $WORLD_SIZE with $KEY"\nsetsid sleep 1000 & echo $! > '
+        '"left-$RANK"\nsleep 0.5\n',
         "utf-8",
     )
     script.chmod(0o755)

@@ -1,4 +1,5 @@
-"""A model that is sharded from the start: the bits of a whole one, bf16 products over fp32 sums, sums of every slot."""
+"""A model that is sharded from the start: the bits of a whole one, bf16 products over fp32 sums, sums of
+every slot."""
 
 import importlib.util
 import sys
@@ -62,7 +63,8 @@ def train_sharded(world: World, directory: Path) -> dict[str, Any]:
 
 
 def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> dict[str, Any]:
-    """Build the model sharded and whole, and compare weights, and gradients of slots that all ranks compute alike."""
+    """Build the model sharded and whole, and compare weights, and gradients of slots that all ranks compute
+    alike."""
     training = make_training(precision, tie_word_embeddings=is_tied)
     plan = plan_model(training.model, base_directory=directory, vocab_size=257)
     task = load_task(training, directory)

@@ -8,7 +8,8 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-# How long an example takes says how busy the machine is, nothing about the code. All else stays as it is, in CI too.
+# How long an example takes says how busy the machine is, nothing about the code. All else stays as it is, in
+# CI too.
 settings.register_profile(
     "any machine", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -1,4 +1,5 @@
-"""What ``make bench-cluster`` makes of what it reads: counters, events of a watch, seconds of CPU, quantiles."""
+"""What ``make bench-cluster`` makes of what it reads: counters, events of a watch, seconds of
+CPU, quantiles."""
 
 import sys
 from collections.abc import Iterator

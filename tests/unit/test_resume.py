@@ -232,8 +232,8 @@ def test_a_script_goes_on_until_it_is_complete(of_script: RunDirectory) -> None:
 def test_a_changed_script_is_refused_with_the_field(of_script: RunDirectory) -> None:
     text = refusal(of_script, make_script("train.py", "--epochs", "4", env={"A": "1"}), extend=True)
     assert (
-        f"spec.script.command[2]: '4' here, but the run in {of_script.path} began with '3'; the recipe of a run"
-        in text
+        f"spec.script.command[2]: '4' here, but the run in {of_script.path} began with '3'; the "
+        "recipe of a run" in text
     )
     assert "spec.script.env.A: '1' here" in text
     assert "holds the run 'one'" in refusal(of_script, make_script("train.py", name="two"))
@@ -248,7 +248,8 @@ def test_neither_kind_goes_on_with_the_others_directory(
         "Set training again, or give this run a name of its own."
     )
     assert refusal(of_script, make_run()) == (
-        f"spec.training: this manifest has training, but the run in {of_script.path} began with script; {why} "
+        f"spec.training: this manifest has training, but the run in {of_script.path} began with "
+        f"script; {why} "
         "Set script again, or give this run a name of its own."
     )
 

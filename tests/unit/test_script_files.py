@@ -76,7 +76,8 @@ def test_a_file_that_may_not_be_executed_is_named(folder: Path) -> None:
 def test_a_name_without_a_slash_is_looked_up_in_the_path_of_the_workers(folder: Path) -> None:
     assert problems(folder, a_script("start")) == [
         (
-            "spec.script.command[0]: the executable 'start' was not found; a name without a slash is looked up in PATH. "
+            "spec.script.command[0]: the executable 'start' was not found; a name without a "
+            "slash is looked up in PATH. "
             "Install it, or write ./start."
         )
     ]

@@ -1,4 +1,5 @@
-"""The private names of torch that are used still are what they were: one failing test names what another torch has changed."""
+"""The private names of torch that are used still are what they were: one failing test names what another
+torch has changed."""
 
 import inspect
 import re

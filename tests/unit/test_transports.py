@@ -1,4 +1,5 @@
-"""Each way of moving tensors: when its data are there, and how a process gets out of a group that was given up."""
+"""Each way of moving tensors: when its data are there, and how a process gets out of a group that was given
+up."""
 
 import os
 import threading
@@ -83,7 +84,8 @@ def test_a_worker_with_an_accelerator_uses_its_own_and_keeps_torch_s_watchdog_fr
 def test_a_group_that_was_given_up_is_aborted_once_and_the_survivor_lives(
     group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
 ) -> None:
-    """The guard gives the group up, main does, and then it is taken down: torch's abort cannot be called a second time."""
+    """The guard gives the group up, main does, and then it is taken down: torch's abort cannot be called a
+    second time."""
     transport = make()
     transport.opened()
     interrupt = Interrupt(transport.give_up)

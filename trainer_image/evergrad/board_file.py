@@ -1,4 +1,5 @@
-"""The node's board as a file: what a node tells its workers, in one record of fixed layout. The node writes, workers read.
+"""The node's board as a file: what a node tells its workers, in one record of fixed layout. The node writes,
+workers read.
 
 =======  ====  =====================================================================
 offset   type  meaning (little-endian)
@@ -78,7 +79,10 @@ def decode_notice(record: bytes) -> Notice:
 
 
 def read_notice(directory: Path) -> Notice:
-    """The newest whole record. Raises OSError when the node has closed its board, BoardError when it stays unreadable."""
+    """The newest whole record.
+
+    Raises OSError when the node has closed its board, BoardError when it stays unreadable.
+    """
     until = time.monotonic() + _READ_SECONDS
     descriptor = os.open(directory / RECORD_NAME, os.O_RDONLY | os.O_CLOEXEC)
     try:

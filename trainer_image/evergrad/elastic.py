@@ -1,7 +1,7 @@
 """Three functions for training scripts that run under Evergrad: ``report``, ``should_stop``, ``may_commit``.
 
-A script that calls them also runs without Evergrad: then ``report`` does nothing, ``should_stop`` only knows SIGTERM, and
-``may_commit`` is always True. See docs/elastic-scripts.md.
+A script that calls them also runs without Evergrad: then ``report`` does nothing, ``should_stop`` only knows
+SIGTERM, and ``may_commit`` is always True. See docs/elastic-scripts.md.
 """
 
 import contextlib
@@ -35,7 +35,10 @@ _TERMINATED = 143
 """Exit code of a worker that was told to stop and could not do so in order."""
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 25.0
-"""Below the 30 s after which torchrun kills a worker that was told to stop. A node of Evergrad's own says its own number."""
+"""Below the 30 s after which torchrun kills a worker that was told to stop.
+
+A node of Evergrad's own says its own number.
+"""
 _ANSWER_SECONDS = 15.0
 
 
@@ -49,10 +52,12 @@ def report(
 ) -> None:
     """Tell where training is. Never blocks and never fails; only what the world's rank 0 says is shown.
 
-    Every value may be a number, a tensor or array of one element, or a numpy scalar. A value that is no finite number (NaN, a
-    text) is left out, with one warning for each name; the others are shown. A tensor on an accelerator is waited for.
+    Every value may be a number, a tensor or array of one element, or a numpy scalar. A value that is no
+    finite number (NaN, a text) is left out, with one warning for each name; the others are shown. A tensor on
+    an accelerator is waited for.
 
-    ``checkpoint_step``: the newest step whose checkpoint stands. Nodes that were held back until a checkpoint join then.
+    ``checkpoint_step``: the newest step whose checkpoint stands. Nodes that were held back until a checkpoint
+    join then.
     """
     _worker().report(
         {
@@ -68,9 +73,9 @@ def report(
 def should_stop() -> bool:
     """Whether this rank was asked to stop: agree with the others, save, and end with exit code 75.
 
-    The first call (from the main thread) takes over SIGTERM and, under Evergrad, starts the guard: a thread that ends the
-    process when it was told to stop and its group is gone or its time is over (``spec.script.gracePeriodSeconds``; 25 seconds
-    under torchrun), or when the node has lost its lease.
+    The first call (from the main thread) takes over SIGTERM and, under Evergrad, starts the guard: a thread
+    that ends the process when it was told to stop and its group is gone or its time is over
+    (``spec.script.gracePeriodSeconds``; 25 seconds under torchrun), or when the node has lost its lease.
     """
     worker = _worker()
     worker.start_guard()
@@ -78,9 +83,11 @@ def should_stop() -> bool:
 
 
 def may_commit() -> bool:
-    """Whether this worker's generation may still write a checkpoint: ask just before the rename that makes it visible.
+    """Whether this worker's generation may still write a checkpoint: ask just before the rename that makes it
+    visible.
 
-    Waits for the coordinator's answer; False when there is none. A False is no failure: leave the checkpoint alone and go on.
+    Waits for the coordinator's answer; False when there is none. A False is no failure: leave the checkpoint
+    alone and go on.
     """
     return _worker().may_commit()
 
@@ -168,7 +175,10 @@ class _Worker:
             return False
 
     def connect(self, *, waits: bool = True) -> socket.socket:
-        """A connection to the node's socket. Raises OSError; without ``waits`` also where that would have to wait."""
+        """A connection to the node's socket.
+
+        Raises OSError; without ``waits`` also where that would have to wait.
+        """
         assert self._directory is not None  # noqa: S101 - all callers have looked
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.setblocking(waits)
@@ -185,10 +195,11 @@ class _Worker:
 
 
 class _Guard:
-    """Notices SIGTERM even while the main thread is inside a collective, and ends the process when it must not go on.
+    """Notices SIGTERM even while the main thread is inside a collective, and ends the process when it must
+    not go on.
 
-    Python runs signal handlers only between the main thread's instructions; the wake-up descriptor is written by the C
-    handler at once.
+    Python runs signal handlers only between the main thread's instructions; the wake-up descriptor is written
+    by the C handler at once.
     """
 
     def __init__(self, worker: _Worker) -> None:

@@ -1,4 +1,7 @@
-"""The values of a script's report, read from whatever the script has. Nothing here raises; standard library only."""
+"""The values of a script's report, read from whatever the script has.
+
+Nothing here raises; standard library only.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,8 +17,8 @@ FIELDS = (*_LEAST, "loss", "tokens_per_second")
 def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], dict[str, str]]:
     """Split a report into plain numbers that can be told and, by name, the reason for each value that cannot.
 
-    Numbers, one-element tensors and arrays, numpy's scalars and whatever else can be turned into a finite number are told.
-    None stands for a value that is not given.
+    Numbers, one-element tensors and arrays, numpy's scalars and whatever else can be turned into a finite
+    number are told. None stands for a value that is not given.
     """
     found: dict[str, int | float] = {}
     left_out: dict[str, str] = {}
@@ -26,7 +29,8 @@ def read_values(values: Mapping[str, object]) -> tuple[dict[str, int | float], d
         number = _read_whole(value, least=_LEAST[name]) if name in _LEAST else _read_number(value)
         if number is None:
             left_out[name] = (
-                f"{name}: {_describe(value)} is no {'whole' if name in _LEAST else 'finite'} number; it is left out"
+                f"{name}: {_describe(value)} is no {'whole' if name in _LEAST else 'finite'} "
+                "number; it is left out"
             )
         else:
             found[name] = number

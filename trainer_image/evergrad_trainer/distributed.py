@@ -45,7 +45,10 @@ def read_launch(environment: Mapping[str, str] | None = None) -> Launch:
 
 
 def choose_device(wanted: Literal["auto", "cpu", "cuda"], *, local_rank: int) -> torch.device:
-    """``auto`` is this process's own accelerator where there is one, else the CPU. Raises RuntimeError for a missing cuda."""
+    """``auto`` is this process's own accelerator where there is one, else the CPU.
+
+    Raises RuntimeError for a missing cuda.
+    """
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise RuntimeError("no cuda device is visible to this process")
@@ -60,7 +63,10 @@ def set_threads(threads: int) -> None:
 
 
 def join_world(launch: Launch, *, device: torch.device, timeout_seconds: int) -> World:
-    """Initialise the process groups named by the launcher. Generation 0 until the run directory is claimed."""
+    """Initialise the process groups named by the launcher.
+
+    Generation 0 until the run directory is claimed.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if launch.world_size == 1:
@@ -99,7 +105,8 @@ def leave_world(world: World) -> None:
 
 @dataclass(frozen=True)
 class Place:
-    """One process's place in a generation, and where its members meet: a fresh store at ``address``:``port``."""
+    """One process's place in a generation, and where its members meet: a fresh store at
+    ``address``:``port``."""
 
     generation: int
     rank: int
@@ -109,7 +116,8 @@ class Place:
 
 
 def drain(device: torch.device) -> None:
-    """Wait until ``device`` has run what this thread has launched on it; not for peers, whose part runs beside it."""
+    """Wait until ``device`` has run what this thread has launched on it; not for peers, whose part runs
+    beside it."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
@@ -125,7 +133,8 @@ def form_world(
 ) -> World:
     """Meet the other members of ``place`` in a group that can be given up: see :func:`abandon_world`.
 
-    Raises PeerLostError when they are not all there within ``setup_seconds``. ``timeout_seconds`` holds for the collectives.
+    Raises PeerLostError when they are not all there within ``setup_seconds``. ``timeout_seconds`` holds for
+    the collectives.
     """
     if place.size == 1:
         return World(
@@ -169,14 +178,16 @@ def form_world(
 
 
 _buried: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
-"""Groups, collectives and tensors of operations that never ended: their threads may still write, so nothing is freed."""
+"""Groups, collectives and tensors of operations that never ended: their threads may still write, so nothing
+is freed."""
 
 
 def abandon_world(world: World | None, transport: Transport, *, patience_seconds: float = 0.05) -> bool:
-    """Take down the groups of this process, whatever has become of them; whether buffers of collectives must not be used again.
+    """Take down the groups of this process, whatever has become of them; whether buffers of collectives must
+    not be used again.
 
-    ``transport``: that of the groups, also if they did not form. The caller has cut the sockets where peers are gone: without
-    that, destroying a group of gloo waits for operations that cannot end.
+    ``transport``: that of the groups, also if they did not form. The caller has cut the sockets where peers
+    are gone: without that, destroying a group of gloo waits for operations that cannot end.
     """
     if world is not None and world.group is not None:
         # Before looking at what is unfinished: where this aborts, it ends by that.

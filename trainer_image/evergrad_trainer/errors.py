@@ -23,7 +23,8 @@ from evergrad_manifest.errors import EvergradError, InputError, Problem
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Whether all ranks of a world raise ``error`` together, so that rank 0 speaks for them: its class says so."""
+    """Whether all ranks of a world raise ``error`` together, so that rank 0 speaks for them: its class says
+    so."""
     return bool(getattr(error, "is_agreed", False))
 
 
@@ -56,7 +57,10 @@ class FencedError(InputError):
 
 
 class HostError(EvergradError):
-    """This host cannot do its part now. Another host, or this one later, can; the run's files are not to blame."""
+    """This host cannot do its part now.
+
+    Another host, or this one later, can; the run's files are not to blame.
+    """
 
     kind = ErrorKind.ENVIRONMENT
 
@@ -66,7 +70,10 @@ class VolumeError(HostError):
 
 
 class NonFiniteError(EvergradError):
-    """A gradient is not finite; nothing was updated. Raised by all ranks together, and met by the step itself."""
+    """A gradient is not finite; nothing was updated.
+
+    Raised by all ranks together, and met by the step itself.
+    """
 
     kind = ErrorKind.NUMERIC
 
@@ -85,19 +92,26 @@ class SaveError(EvergradError):
     is_agreed = True
 
     def __init__(self, message: str, kind: ErrorKind = ErrorKind.INTERNAL) -> None:
-        """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then goes on once that is mended."""
+        """``kind``: ENVIRONMENT where only the volume or the host was to blame; the run then goes on once
+        that is mended."""
         self.kind = kind
         super().__init__(message)
 
 
 class PeerLostError(EvergradError):
-    """A collective cannot end: another process of the group is gone, or the group was given up. Nothing was updated."""
+    """A collective cannot end: another process of the group is gone, or the group was given up.
+
+    Nothing was updated.
+    """
 
     kind = ErrorKind.PEER
 
 
 class DivergedError(EvergradError):
-    """Ranks hold different states, or are at different steps. All ranks raise it together; nothing was updated or saved."""
+    """Ranks hold different states, or are at different steps.
+
+    All ranks raise it together; nothing was updated or saved.
+    """
 
     kind = ErrorKind.NUMERIC
 

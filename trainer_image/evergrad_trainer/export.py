@@ -1,4 +1,5 @@
-"""A checkpoint as a transformers directory: safetensors, configuration and tokenizer, for any tool that reads those."""
+"""A checkpoint as a transformers directory: safetensors, configuration and tokenizer, for any tool that reads
+those."""
 
 import os
 import shutil
@@ -35,8 +36,8 @@ def export_checkpoint(
 ) -> ExportResult:
     """Write the newest valid checkpoint (or that of ``step``) to ``output``, which must not exist yet.
 
-    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output`` appears whole or not at
-    all. Raises RunDirectoryError, CheckpointError, ModelError or DataError.
+    ``dtype``: ``float32``, ``bfloat16`` or ``float16``; default: the type the weights have. ``output``
+    appears whole or not at all. Raises RunDirectoryError, CheckpointError, ModelError or DataError.
     """
     directory = RunDirectory(run_directory)
     resolved = directory.read_resolved()

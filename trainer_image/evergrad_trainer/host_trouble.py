@@ -1,4 +1,5 @@
-"""Which errors of the operating system are trouble of one host or one moment, and not a mistake of the run's author."""
+"""Which errors of the operating system are trouble of one host or one moment, and not a mistake of the run's
+author."""
 
 import errno
 from typing import Final
@@ -46,7 +47,8 @@ def is_host_trouble(error: BaseException) -> bool:
 
 
 def describe_host_trouble(error: BaseException) -> str | None:
-    """What is wrong with this host, where that is all that ``error`` is about; None where a person must mend something."""
+    """What is wrong with this host, where that is all that ``error`` is about; None where a person must mend
+    something."""
     if isinstance(error, EvergradError) and error.kind is ErrorKind.ENVIRONMENT:
         return str(error)
     if (
@@ -65,8 +67,8 @@ def describe_host_trouble(error: BaseException) -> str | None:
 def kind_of_script_error(error: BaseException) -> ErrorKind:
     """The kind of an exception that a script of the user's own ended with.
 
-    Only what a file system alone says counts as the host's: a service that does not answer, or a permission that was never
-    given, is more often the script's.
+    Only what a file system alone says counts as the host's: a service that does not answer, or a permission
+    that was never given, is more often the script's.
     """
     is_volume = isinstance(error, OSError) and error.errno in _VOLUME_ERRNOS
     return ErrorKind.ENVIRONMENT if is_volume else ErrorKind.INTERNAL

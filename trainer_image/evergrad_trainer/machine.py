@@ -11,7 +11,8 @@ _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory
 
 @dataclass(frozen=True)
 class Machine:
-    """``memory_bytes`` is what a process may use (the smaller of the machine's available memory and the container's limit)."""
+    """``memory_bytes`` is what a process may use (the smaller of the machine's available memory and the
+    container's limit)."""
 
     cores: int
     memory_bytes: int | None
@@ -21,7 +22,10 @@ class Machine:
 
 
 def observe_machine(*, num_accelerators: int = 0, accelerator_memory_bytes: int | None = None) -> Machine:
-    """Look at this machine. The accelerator's facts come from the caller: only ``distributed.py`` may touch a device."""
+    """Look at this machine.
+
+    The accelerator's facts come from the caller: only ``distributed.py`` may touch a device.
+    """
     limits = [
         value for value in (_available_memory(), *map(_read_limit, _CGROUP_LIMITS)) if value is not None
     ]
@@ -63,7 +67,8 @@ def _read_limit(path: Path) -> int | None:
 
 
 def process_start_time() -> float:
-    """When this process began, Unix seconds: imports that ran before any of our code count as start-up too."""
+    """When this process began, Unix seconds: imports that ran before any of our code count as
+    start-up too."""
     try:
         fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])

@@ -31,10 +31,12 @@ _DECIDED_BY_CONTENT = re.compile(r"spec\.training\.(data\.sources\[\d+\]|tokeniz
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its horizon then.
+    """Where a run stands. ``recorded``: what its data was prepared to when it began; ``total_steps`` its
+    horizon then.
 
-    For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older version began it.
-    ``config_hash``: the hash of the recipe it began with, which its checkpoints carry; empty for a fresh run.
+    For a script both are unknown: None and 0. ``model``: what its model was resolved to; None where an older
+    version began it. ``config_hash``: the hash of the recipe it began with, which its checkpoints carry;
+    empty for a fresh run.
     """
 
     state: Literal["fresh", "begun", "complete"]
@@ -47,8 +49,8 @@ class Standing:
 def inspect_directory(directory: RunDirectory, run: TrainingRun, *, extend: bool) -> Standing:
     """Compare the manifest with the run that began in ``directory``.
 
-    Raises RunDirectoryError if another run lives there, or naming every field of the recipe that differs (with ``extend`` the
-    horizon may).
+    Raises RunDirectoryError if another run lives there, or naming every field of the recipe that differs
+    (with ``extend`` the horizon may).
     """
     resolved = directory.read_resolved()
     if resolved is None:
@@ -137,9 +139,15 @@ def check_extension(directory: RunDirectory, standing: Standing, *, total_steps:
         raise RunDirectoryError(
             Problem(
                 _HORIZON,
-                f"{total_steps} steps are fewer than the {standing.total_steps} of the run in {directory.path}",
+                (
+                    f"{total_steps} steps are fewer than the {standing.total_steps} of the run in "
+                    f"{directory.path}"
+                ),
                 "a run can be extended, not shortened",
-                f"Use at least {standing.total_steps} steps; to end it earlier use spec.training.stop.afterStep",
+                (
+                    f"Use at least {standing.total_steps} steps; to end it earlier use "
+                    "spec.training.stop.afterStep"
+                ),
             )
         )
 
@@ -151,9 +159,15 @@ def check_tokenizer_unchanged(standing: Standing, prepared: Prepared) -> None:
         raise RunDirectoryError(
             Problem(
                 "spec.training.tokenizer",
-                f"its content is {prepared.tokenizer_identity}, but the run began with {recorded.tokenizer_identity}",
+                (
+                    f"its content is {prepared.tokenizer_identity}, but the run began with "
+                    f"{recorded.tokenizer_identity}"
+                ),
                 "the same text would become other tokens",
-                "Restore the tokenizer's files to go on with this run, or train with these under another run name",
+                (
+                    "Restore the tokenizer's files to go on with this run, or train with these under "
+                    "another run name"
+                ),
             )
         )
 

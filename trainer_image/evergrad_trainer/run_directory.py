@@ -1,4 +1,5 @@
-"""The run directory on disk: its layout, strict JSON, small files written atomically, JSON lines that survive a kill."""
+"""The run directory on disk: its layout, strict JSON, small files written atomically, JSON lines that survive
+a kill."""
 
 import errno
 import json
@@ -56,7 +57,8 @@ def reported(path: Path | str, *, what: str) -> Iterator[None]:
 
 
 def dumps_strict(value: Any, *, indent: int | None = None) -> str:
-    """JSON that every parser reads: non-finite floats are null, keys keep their order, floats round-trip bit by bit."""
+    """JSON that every parser reads: non-finite floats are null, keys keep their order, floats round-trip bit
+    by bit."""
     separators = (",", ":") if indent is None else (",", ": ")
     try:
         return json.dumps(value, allow_nan=False, indent=indent, separators=separators, ensure_ascii=False)
@@ -77,12 +79,14 @@ def _finite(value: Any) -> Any:
 
 
 def encode_text(text: str) -> bytes:
-    """UTF-8; half a surrogate pair (an undecodable byte of a file name) becomes ``?``, since no parser would take it."""
+    """UTF-8; half a surrogate pair (an undecodable byte of a file name) becomes ``?``, since no parser would
+    take it."""
     return text.encode("utf-8", errors="replace")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` so that a reader, or a machine that loses power, sees the old or the new text and nothing between.
+    """Replace ``path`` so that a reader, or a machine that loses power, sees the old or the new text and
+    nothing between.
 
     Raises RunDirectoryError; the old file is then untouched and no temporary file is left.
     """
@@ -115,7 +119,10 @@ def _fsync_directory(directory: Path) -> None:
 
 
 def read_json_object(path: Path) -> dict[str, Any] | None:
-    """The JSON object in ``path``, or None without such a file. Raises RunDirectoryError for anything else."""
+    """The JSON object in ``path``, or None without such a file.
+
+    Raises RunDirectoryError for anything else.
+    """
     try:
         with reported(path, what="cannot be read"):
             text = path.read_text("utf-8")
@@ -141,8 +148,8 @@ _BLOCK_BYTES = 1 << 20
 class JsonLines:
     """The objects of a JSON-lines file, one at a time, with the 1-based number of their line.
 
-    A last line that a kill left unfinished is no error: ``torn_bytes`` says, after the iteration, how long it is. Any
-    other line that is not a JSON object raises RunDirectoryError. A missing file has no lines.
+    A last line that a kill left unfinished is no error: ``torn_bytes`` says, after the iteration, how long it
+    is. Any other line that is not a JSON object raises RunDirectoryError. A missing file has no lines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -188,7 +195,8 @@ class JsonLines:
 
 
 def _parse_objects(lines: list[bytes]) -> list[dict[str, Any]] | None:
-    """All objects with one call of the parser, half the time of one a line; None where some line is no object of its own."""
+    """All objects with one call of the parser, half the time of one a line; None where some line is no object
+    of its own."""
     if not all(line.startswith(b"{") for line in lines):
         return None
     try:
@@ -208,10 +216,11 @@ def parse_object(line: bytes) -> dict[str, Any] | None:
 
 
 def mend_last_line(path: Path) -> int:
-    """Make a JSON-lines file ready to be appended to; returns the bytes of an unfinished last line that were cut off.
+    """Make a JSON-lines file ready to be appended to; returns the bytes of an unfinished last line that were
+    cut off.
 
-    A kill may leave a part of a line. Appending to it would spoil the next one too. A whole object that only misses its
-    newline is kept. Raises RunDirectoryError.
+    A kill may leave a part of a line. Appending to it would spoil the next one too. A whole object that only
+    misses its newline is kept. Raises RunDirectoryError.
     """
     with reported(path, what="cannot be opened for appending"):
         try:
@@ -244,7 +253,10 @@ def _last_line(descriptor: int, size: int) -> bytes:
 
 @dataclass(frozen=True)
 class StopRequest:
-    """A stop file that was found. ``time``: when it was made, Unix seconds. ``note``: the first line of its text."""
+    """A stop file that was found.
+
+    ``time``: when it was made, Unix seconds. ``note``: the first line of its text.
+    """
 
     time: float
     note: str
@@ -268,7 +280,10 @@ class RunDirectory:
         self.stop = self.path / RunFile.STOP
 
     def create(self) -> None:
-        """Make the directory and its folders, or find them; prove that a file can be written. Raises RunDirectoryError."""
+        """Make the directory and its folders, or find them; prove that a file can be written.
+
+        Raises RunDirectoryError.
+        """
         for folder in (self.path, self.checkpoints, self.logs):
             with reported(folder, what="cannot be created"):
                 folder.mkdir(parents=True, exist_ok=True)

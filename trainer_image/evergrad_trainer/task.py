@@ -39,7 +39,8 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a task is made from: the file's typed section, the recipe's own options, and where relative paths begin."""
+    """What a task is made from: the file's typed section, the recipe's own options, and where relative paths
+    begin."""
 
     training: Training
     options: Any
@@ -115,7 +116,8 @@ class Task(Protocol):
         """What is measured between steps, by name."""
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
-        """The modules with their initial values, on the CPU: a function of the seed alone, which the core has set.
+        """The modules with their initial values, on the CPU: a function of the seed alone, which the core has
+        set.
 
         ``build_model`` makes the model that ``spec.training.model`` describes.
         """
@@ -124,7 +126,8 @@ class Task(Protocol):
         """The sums of one micro-batch, whose tensors are on the device. May be compiled; changes nothing."""
 
     def enter(self, modules: Modules, stage: Stage) -> None:
-        """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they were built."""
+        """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they
+        were built."""
 
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         """Change kept tensors after an update.

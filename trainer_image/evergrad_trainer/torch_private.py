@@ -1,4 +1,5 @@
-"""Every private name of torch that Evergrad uses, each with the reason; a test per supported torch holds them."""
+"""Every private name of torch that Evergrad uses, each with the reason; a test per supported torch holds
+them."""
 
 from datetime import timedelta
 from typing import Any
@@ -11,8 +12,8 @@ from torch.distributed import distributed_c10d
 def reset_group_counter() -> None:
     """Make this process meet fresh ones again after an ``init_process_group`` that failed.
 
-    torch counts groups and puts the number into the store keys under which members meet. A failed set-up leaves it raised, and
-    there is nothing to destroy that would set it back.
+    torch counts groups and puts the number into the store keys under which members meet. A failed set-up
+    leaves it raised, and there is nothing to destroy that would set it back.
     """
     distributed_c10d._world.group_count = 0
 
@@ -23,12 +24,16 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 
 def abort_groups() -> None:
-    """Free the threads of this process that wait in NCCL; gloo has no such call. Not verified: needs an accelerator."""
+    """Free the threads of this process that wait in NCCL; gloo has no such call.
+
+    Not verified: needs an accelerator.
+    """
     distributed_c10d._abort_process_group()
 
 
 def scale(tensors: list[torch.Tensor], factor: float) -> None:
-    """Multiply all ``tensors`` by ``factor``, in place: a few kernels in all, where a loop would launch one for each.
+    """Multiply all ``tensors`` by ``factor``, in place: a few kernels in all, where a loop would launch one
+    for each.
 
     torch's own clipping calls the same name; it has no public one.
     """
@@ -36,7 +41,8 @@ def scale(tensors: list[torch.Tensor], factor: float) -> None:
 
 
 def import_slow_parts() -> None:
-    """Import what the first optimizer step of a process, and torch's log formatter at the first error, import: seconds."""
+    """Import what the first optimizer step of a process, and torch's log formatter at the first error,
+    import: seconds."""
     import torch._dynamo  # noqa: F401
 
 

@@ -1,4 +1,5 @@
-"""How the tensors of one group travel between processes, and how a process gets out of a group whose peers are gone.
+"""How the tensors of one group travel between processes, and how a process gets out of a group whose peers
+are gone.
 
 ==============  ===============  ====================================  ==========================================
 transport       tensors on       a stuck operation is freed by         an operation of a group that was given up
@@ -32,7 +33,8 @@ _DELAY_SECONDS = 0.002
 
 
 class Pending(Protocol):
-    """An operation with other processes that was started: torch's ``Work``, or a thread that waits for one."""
+    """An operation with other processes that was started: torch's ``Work``, or a thread that
+    waits for one."""
 
     def is_completed(self) -> bool:
         """Whether it has ended: its data have arrived, or never will."""
@@ -42,11 +44,15 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """What a world asks of the library that moves its tensors. ``give_up`` may come from any thread, at any time."""
+    """What a world asks of the library that moves its tensors.
+
+    ``give_up`` may come from any thread, at any time.
+    """
 
     backend: str
     is_silent: bool
-    """An operation of a group that was given up may end without its data and without an error: ranks vote before they use it."""
+    """An operation of a group that was given up may end without its data and without an error: ranks vote
+    before they use it."""
 
     def prepare(self) -> None:
         """Set up this process, before its first group."""
@@ -67,7 +73,8 @@ class Transport(Protocol):
         """Wait until everything that was started has ended."""
 
     def give_up(self) -> None:
-        """Free every thread of this process that waits in an operation of this group, where cutting sockets does not."""
+        """Free every thread of this process that waits in an operation of this group, where cutting sockets
+        does not."""
 
     def close(self) -> None:
         """Take the groups of this process down, whatever has become of them."""
@@ -96,13 +103,17 @@ class _ThreadWork:
             if call is not None:
                 call()
         except RuntimeError as error:
-            # Its words only: an error that is kept keeps its frames, and with them the group, in a circle that the garbage
-            # collector would break at some later moment, waiting for dead peers with the interpreter locked.
+            # Its words only: an error that is kept keeps its frames, and with them the group, in a circle
+            # that the garbage collector would break at some later moment, waiting for dead peers with the
+            # interpreter locked.
             self._failure = str(error)
 
 
 class GlooTransport:
-    """TCP between CPUs. An operation raises when its peer's connection ends, and so do those whose sockets the guard cuts."""
+    """TCP between CPUs.
+
+    An operation raises when its peer's connection ends, and so do those whose sockets the guard cuts.
+    """
 
     backend = "gloo"
     is_silent = False
@@ -137,8 +148,8 @@ class GlooTransport:
 class _Abort:
     """Aborts the groups of one generation at most once, and never while they are being set up.
 
-    torch's abort clears the default group: a second call finds none and raises AssertionError, and so does one that comes before
-    there is a default group, in whatever thread asked for it.
+    torch's abort clears the default group: a second call finds none and raises AssertionError, and so does
+    one that comes before there is a default group, in whatever thread asked for it.
     """
 
     def __init__(self) -> None:
@@ -174,7 +185,10 @@ class _Abort:
 
 
 class NcclTransport:
-    """Collectives of accelerators, launched on their streams. Not verified for lost peers: that needs several accelerators."""
+    """Collectives of accelerators, launched on their streams.
+
+    Not verified for lost peers: that needs several accelerators.
+    """
 
     backend = "nccl"
     is_silent = True
@@ -205,7 +219,8 @@ class NcclTransport:
         torch.cuda.synchronize(self._device)
 
     def give_up(self) -> None:
-        # In a thread: should the driver hang in the abort, the sockets of the other groups are cut all the same.
+        # In a thread: should the driver hang in the abort, the sockets of the other groups are cut all the
+        # same.
         aborting = threading.Thread(target=self._abort.ask, name="evergrad-abort", daemon=True)
         aborting.start()
         aborting.join(_ABORT_SECONDS)
@@ -217,9 +232,9 @@ class NcclTransport:
 class AsynchronousTransport:
     """For tests: works on the CPU as NCCL does on an accelerator.
 
-    Operations run on a thread of their own, in the order they were started, and arrive some time after ``wait`` has returned.
-    One whose peer is gone never ends by itself. An abort clears torch's groups; what had not arrived by then ends at once,
-    without its data and without an error.
+    Operations run on a thread of their own, in the order they were started, and arrive some time after
+    ``wait`` has returned. One whose peer is gone never ends by itself. An abort clears torch's groups; what
+    had not arrived by then ends at once, without its data and without an error.
     """
 
     backend = "gloo"
@@ -282,7 +297,10 @@ class AsynchronousTransport:
 
 
 class _QueuedWork:
-    """One operation of the asynchronous transport. Its data go through a copy, so that nothing is written after an abort."""
+    """One operation of the asynchronous transport.
+
+    Its data go through a copy, so that nothing is written after an abort.
+    """
 
     def __init__(
         self,
@@ -302,7 +320,8 @@ class _QueuedWork:
         return self._arrived.is_set() or self._given_up.is_set()
 
     def wait(self) -> None:
-        """Nothing: what follows on the stream would come after it; only the host that reads too early sees old values."""
+        """Nothing: what follows on the stream would come after it; only the host that reads too early sees
+        old values."""
 
     def run(self, lock: threading.Lock) -> None:
         """On the stream's thread."""

@@ -1,4 +1,5 @@
-"""Trouble of a volume that may pass: what is tried again, for how long, and what it is called where it does not pass."""
+"""Trouble of a volume that may pass: what is tried again, for how long, and what it is called where it does
+not pass."""
 
 import errno
 import logging
@@ -12,7 +13,8 @@ from evergrad_trainer.errors import VolumeError
 from evergrad_trainer.host_trouble import HOST_ERRNOS
 
 PATIENCE_SECONDS: Final = 20.0
-"""How long an operation is tried again while others wait for this process: longer than a server takes to fail over to another."""
+"""How long an operation is tried again while others wait for this process: longer than a server takes to fail
+over to another."""
 _FIRST_PAUSE_SECONDS: Final = 0.05
 _LONGEST_PAUSE_SECONDS: Final = 2.0
 _NOT_BY_WAITING: Final = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
@@ -29,7 +31,10 @@ Result = TypeVar("Result")
 def volume_error(error: OSError, where: Path | str, what: str) -> VolumeError:
     """``error`` as trouble of the host it happened on."""
     reason = error.strerror or str(error) or type(error).__name__
-    remedy = "Nothing is wrong with the run: another host, or this one later, goes on. Check the volume, its quota and its server"
+    remedy = (
+        "Nothing is wrong with the run: another host, or this one later, goes on. Check the volume, "
+        "its quota and its server"
+    )
     return VolumeError(str(Problem(str(where), what, reason, remedy)))
 
 
@@ -40,9 +45,11 @@ def retry(
     what: str,
     patience_seconds: float = PATIENCE_SECONDS,
 ) -> Result:
-    """The result of ``call``, tried again with growing pauses while it raises a PASSING error. Any other OSError is raised as is.
+    """The result of ``call``, tried again with growing pauses while it raises a PASSING error. Any other
+    OSError is raised as is.
 
-    Raises VolumeError once the pauses add up to the patience. They are counted, not measured: one call may hang for long.
+    Raises VolumeError once the pauses add up to the patience. They are counted, not measured: one call may
+    hang for long.
     """
     pause, waited = _FIRST_PAUSE_SECONDS, 0.0
     while True:

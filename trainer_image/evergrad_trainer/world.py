@@ -1,8 +1,8 @@
 """Who trains together right now, and the collectives between them.
 
-A ``World`` is one generation's group as one process sees it. The loop asks a ``Membership`` for it between two steps and nowhere
-else, so that group, rank and size may change there. Every wait for other processes that training does is in this module, so
-that each of them ends when the group is given up.
+A ``World`` is one generation's group as one process sees it. The loop asks a ``Membership`` for it between
+two steps and nowhere else, so that group, rank and size may change there. Every wait for other processes that
+training does is in this module, so that each of them ends when the group is given up.
 """
 
 import json
@@ -20,14 +20,19 @@ from evergrad_trainer.transports import GlooTransport, Pending, Transport
 
 _POLL_SECONDS = 0.0002
 _OVERDUE_SECONDS = 0.1
-"""How long after the group was given up a wait may last: its sockets are cut, so that most operations end by themselves."""
+"""How long after the group was given up a wait may last: its sockets are cut, so that most operations end by
+themselves."""
 
 
 class Interrupt:
-    """Says, from any thread, that a group is given up. ``set`` may be called from a thread while another waits."""
+    """Says, from any thread, that a group is given up.
+
+    ``set`` may be called from a thread while another waits.
+    """
 
     def __init__(self, on_set: Callable[[], None] | None = None) -> None:
-        """``on_set`` is called once, by whoever gives the group up: it frees a main thread that waits for a device."""
+        """``on_set`` is called once, by whoever gives the group up: it frees a main thread that waits for a
+        device."""
         self._since: float | None = None
         self._on_set = on_set
 
@@ -52,9 +57,10 @@ class Interrupt:
 class World:
     """One generation's group as seen by one process. Groups are None in a world of one.
 
-    ``group`` carries the model's tensors on ``device``; ``control`` (always on CPU) small integers between steps;
-    ``checkpoint`` (always on CPU) belongs to the checkpoint thread alone. With an ``interrupt`` no wait outlives the group, and
-    none lasts longer than ``timeout_seconds``: not every transport has a timeout of its own.
+    ``group`` carries the model's tensors on ``device``; ``control`` (always on CPU) small integers between
+    steps; ``checkpoint`` (always on CPU) belongs to the checkpoint thread alone. With an ``interrupt`` no
+    wait outlives the group, and none lasts longer than ``timeout_seconds``: not every transport has a timeout
+    of its own.
     """
 
     generation: int
@@ -86,7 +92,10 @@ class World:
         return self._start(lambda: self.transport.start_sum(values, self.group), values)
 
     def wait(self, work: Pending) -> None:
-        """Wait until the data of a collective have arrived. Raises PeerLostError when it failed, or was given up."""
+        """Wait until the data of a collective have arrived.
+
+        Raises PeerLostError when it failed, or was given up.
+        """
         try:
             if self.interrupt is not None:
                 self._await_end(work, self.interrupt)
@@ -96,7 +105,8 @@ class World:
         self.unfinished[:] = [entry for entry in self.unfinished if entry[0] is not work]
 
     def _await_end(self, work: Pending, interrupt: Interrupt) -> None:
-        """Not work.wait(): a peer that is gone or frozen may leave it waiting for the whole timeout of the group."""
+        """Not work.wait(): a peer that is gone or frozen may leave it waiting for the whole timeout of the
+        group."""
         latest = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
             if interrupt.is_overdue:
@@ -105,7 +115,8 @@ class World:
                 raise PeerLostError(f"a collective did not end within {self.timeout_seconds:g} s")
             time.sleep(_POLL_SECONDS)
         if self.transport.is_silent and interrupt.is_set:
-            # It may have ended because it was aborted: what it was to bring is not there, and it does not say so.
+            # It may have ended because it was aborted: what it was to bring is not there, and it does not say
+            # so.
             raise PeerLostError("the group was given up during a collective")
 
     def send(self, values: torch.Tensor, *, to: int) -> None:
@@ -113,22 +124,30 @@ class World:
         self.wait(self._start(lambda: self.transport.start_send(values, self.group, to=to), values))
 
     def receive(self, values: torch.Tensor, *, source: int) -> None:
-        """Fill ``values`` with what ``source`` sends; they are there when this returns. Raises PeerLostError."""
+        """Fill ``values`` with what ``source`` sends; they are there when this returns.
+
+        Raises PeerLostError.
+        """
         self.wait(
             self._start(lambda: self.transport.start_receive(values, self.group, source=source), values)
         )
 
     def raise_if_given_up(self) -> None:
-        """Between two pieces of work: do not begin the next one for a group that is no more. Raises PeerLostError."""
+        """Between two pieces of work: do not begin the next one for a group that is no more.
+
+        Raises PeerLostError.
+        """
         if self.interrupt is not None and self.interrupt.is_set:
             raise PeerLostError("the group was given up")
 
     def confirm(self, norm: float = 0.0) -> float:
-        """Before an update: the gradient norm that all ranks clip by. Raises PeerLostError unless the sums are known to be whole.
+        """Before an update: the gradient norm that all ranks clip by. Raises PeerLostError unless the sums
+        are known to be whole.
 
-        It is rank 0's, since replicas that compute it on other numbers of threads differ in its last bits and would drift apart;
-        not a number where any rank's is not finite. A silent transport's collective may end without its data and without an
-        error, so that there the ranks vote, too, once everything that was started has ended.
+        It is rank 0's, since replicas that compute it on other numbers of threads differ in its last bits and
+        would drift apart; not a number where any rank's is not finite. A silent transport's collective may
+        end without its data and without an error, so that there the ranks vote, too, once everything that was
+        started has ended.
         """
         if self.group is None:
             return norm
@@ -155,10 +174,14 @@ class World:
         return work
 
     def _explained(self, error: Exception) -> Exception:
-        """A lost peer, if that is what the error says. Its traceback is dropped: it would hold works and tensors."""
+        """A lost peer, if that is what the error says.
+
+        Its traceback is dropped: it would hold works and tensors.
+        """
         is_given_up = self.interrupt is not None and self.interrupt.is_set
         if is_given_up or isinstance(error, PeerLostError):
-            # An abort from another thread takes the groups away under a call of torch, which then raises whatever comes first.
+            # An abort from another thread takes the groups away under a call of torch, which then raises
+            # whatever comes first.
             return PeerLostError(str(error))
         if isinstance(error, torch.AcceleratorError):
             return HostError(f"{self.device}: {error}. Another host can go on.")
@@ -233,8 +256,8 @@ class Membership:
     ) -> None:
         """``is_changing``: whether this process was asked to leave the world at the next step boundary.
 
-        ``can_wait``: whether that may be a later one, so that a save in flight ends. ``saves_first``: whether the world is to
-        save its state before it is left, because nobody goes on with it.
+        ``can_wait``: whether that may be a later one, so that a save in flight ends. ``saves_first``: whether
+        the world is to save its state before it is left, because nobody goes on with it.
         """
         self._world = world
         self._can_wait = can_wait
@@ -250,7 +273,8 @@ class Membership:
         self._world = world
 
     def is_changing(self, *, is_saving: bool = False) -> bool:
-        """Whether this process knows of a wish to go on in another world; the loop folds it into its agreed flags.
+        """Whether this process knows of a wish to go on in another world; the loop folds it into its agreed
+        flags.
 
         With ``is_saving`` a wish that can wait is none yet.
         """

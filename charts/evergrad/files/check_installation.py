@@ -1,6 +1,7 @@
 """The pod of `helm test`: is the CRD served, may the operator do all it has to, and does it answer?
 
-Arguments: the operator's address; the namespaces it serves as a JSON list, "" being all; its RBAC rules as JSON.
+Arguments: the operator's address; the namespaces it serves as a JSON list, "" being all; its RBAC rules as
+JSON.
 """
 
 import itertools

@@ -14,7 +14,10 @@ VALIDATIONS: Final = "x-kubernetes-validations"
 def text(
     description: str, *, longest: int = LONGEST_KEY_NAME, shortest: int | None = None, **more: Any
 ) -> Schema:
-    """A text of at most ``longest`` characters. ``more``: further words of the schema, such as ``pattern``."""
+    """A text of at most ``longest`` characters.
+
+    ``more``: further words of the schema, such as ``pattern``.
+    """
     least = {} if shortest is None else {"minLength": shortest}
     return {"type": "string", "description": description, "maxLength": longest, **least, **more}
 

@@ -1,7 +1,7 @@
 """The rules that only an API server can hold, in CEL: what stays as it was, least and most, exactly one of.
 
-Everything else that a file must satisfy is said by the whole validation, which the operator's webhook runs before these, and
-the operator again before a run's first pod.
+Everything else that a file must satisfy is said by the whole validation, which the operator's webhook runs
+before these, and the operator again before a run's first pod.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,12 +18,16 @@ _IS_OPEN: Final = (
     f"(has(oldSelf.status) && has(oldSelf.status.reason) && oldSelf.status.reason == '{INVALID_SPEC}' && "
     "!has(oldSelf.status.recipeHash))"
 )
-"""Whether the run was refused before it began, so that all of it may be corrected. As evergrad_manifest.validation.is_open."""
+"""Whether the run was refused before it began, so that all of it may be corrected.
+
+As evergrad_manifest.validation.is_open.
+"""
 _NEW_RUN: Final = "Make a new TrainingRun, or set it back."
 
 
 def _unchanged(owner: str, key: str) -> str:
-    """Whether the field ``key`` of ``self.owner`` is as it was, also where it was left out before or is now."""
+    """Whether the field ``key`` of ``self.owner`` is as it was, also where it was left out before
+    or is now."""
     new, old = f"self.{owner}.{key}", f"oldSelf.{owner}.{key}"
     return f"has({new}) == has({old}) && (!has({new}) || {new} == {old})"
 
@@ -33,7 +37,8 @@ def _all_unchanged(owner: str, keys: Iterable[str]) -> str:
 
 
 def _within(owner: str, condition: str) -> str:
-    """``condition`` where the section ``owner`` was there and is still; that it neither came nor went is another rule's."""
+    """``condition`` where the section ``owner`` was there and is still; that it neither came nor went is
+    another rule's."""
     return f"!has(self.{owner}) || !has(oldSelf.{owner}) || ({condition})"
 
 
@@ -98,7 +103,10 @@ RULES: Final[Mapping[str, tuple[Schema, ...]]] = {
     "spec.storage": (
         rule(
             "!has(self.size) || !has(self.claimName)",
-            "size and claimName are both set; a run has either a new volume or an existing one. Remove one of them.",
+            (
+                "size and claimName are both set; a run has either a new volume or an existing one. "
+                "Remove one of them."
+            ),
         ),
     ),
     "spec.training.model": (

@@ -1,4 +1,5 @@
-"""Turns the manifest's models into a structural schema: every field described, with its type, bounds and default."""
+"""Turns the manifest's models into a structural schema: every field described, with its type, bounds and
+default."""
 
 import re
 from copy import deepcopy
@@ -26,12 +27,16 @@ SHOWN_DEFAULTS: Final = ("spec.suspend", "spec.nodes.min", "spec.failurePolicy.m
 LEFT_OUT: Final = ("spec.training.evaluation.sources[].weight",)
 """Fields that the models have only to refuse them in better words."""
 EXACTLY_ONE: Final = ("spec.training.horizon", "spec.training.data.heldOut")
-"""Sections that have exactly one field. A rule could not see those of their fields that take shares, which have no type."""
+"""Sections that have exactly one field.
+
+A rule could not see those of their fields that take shares, which have no type.
+"""
 _TEXT_LENGTHS: Final = {"spec.script.env": 32768, "spec.script.command": 32768}
 
 
 def section_schema(section: type[Section], prefix: str = "") -> Schema:
-    """The structural schema of ``section``, which stands at ``prefix`` (empty, or a path that ends in a dot)."""
+    """The structural schema of ``section``, which stands at ``prefix`` (empty, or a path that
+    ends in a dot)."""
     properties: dict[str, Schema] = {}
     for key, info in fields_of(section).items():
         if f"{prefix}{key}" not in LEFT_OUT:
@@ -174,7 +179,10 @@ def _text_schema(metadata: list[Any]) -> Schema:
 
 
 def _number_schema(human: Human, metadata: list[Any]) -> Schema:
-    """A number, whose bounds hold, or a text, which the whole validation reads. A share has no type: there is none for both."""
+    """A number, whose bounds hold, or a text, which the whole validation reads.
+
+    A share has no type: there is none for both.
+    """
     bounds = _number_bounds(metadata)
     if human.kind in ("count", "bytes"):
         return {"x-kubernetes-int-or-string": True, "maxLength": _LONGEST_NUMBER, **bounds}

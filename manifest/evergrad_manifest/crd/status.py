@@ -1,4 +1,7 @@
-"""The schema of ``status``: what the operator reports. The operator writes it as a whole; nobody else does."""
+"""The schema of ``status``: what the operator reports.
+
+The operator writes it as a whole; nobody else does.
+"""
 
 from typing import Final
 
@@ -21,7 +24,8 @@ def _condition() -> Schema:
         "One aspect of the run's state.",
         {
             "type": text(
-                "Which: Ready, Complete, Failed, Suspended, PodsReady, Progressing, CheckpointHealthy, Stalled, …"
+                "Which: Ready, Complete, Failed, Suspended, PodsReady, Progressing, "
+                "CheckpointHealthy, Stalled, …"
             ),
             "status": {
                 "type": "string",
@@ -98,7 +102,10 @@ def _attempt() -> Schema:
 
 
 def build_status() -> Schema:
-    """The structural schema of ``status``. Texts stand for what is no whole number, as Kubernetes' conventions ask."""
+    """The structural schema of ``status``.
+
+    Texts stand for what is no whole number, as Kubernetes' conventions ask.
+    """
     return mapping(
         "What the operator reports. Written by it alone.",
         {

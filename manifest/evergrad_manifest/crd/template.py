@@ -369,7 +369,10 @@ def _listed(item: Schema, *, most: int = _MOST_ITEMS, keys: Sequence[str] = ()) 
 
 @cache
 def build_fragments() -> Mapping[str, Schema]:
-    """Path of a field of the manifest → the words of its schema besides its description. Not to be changed."""
+    """Path of a field of the manifest → the words of its schema besides its description.
+
+    Not to be changed.
+    """
     where = "spec.template."
     return {
         f"{where}tolerations": _listed(_toleration()),

@@ -15,7 +15,10 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="FILE",
-        help="lay this YAML over the manifest: mappings are merged, lists are replaced, null removes a key (repeatable)",
+        help=(
+            "lay this YAML over the manifest: mappings are merged, lists are replaced, null removes "
+            "a key (repeatable)"
+        ),
     )
     parser.add_argument(
         "--set",
@@ -23,7 +26,10 @@ def add_manifest_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="PATH=VALUE",
         dest="overrides",
-        help="change one value, after the overlays, e.g. spec.training.optimizer.learningRate=3e-4 (repeatable)",
+        help=(
+            "change one value, after the overlays, e.g. spec.training.optimizer.learningRate=3e-4 "
+            "(repeatable)"
+        ),
     )
 
 

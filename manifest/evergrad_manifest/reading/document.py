@@ -1,4 +1,7 @@
-"""One YAML document → plain values, with the line of every one. Stricter than YAML: what it would silently change is refused."""
+"""One YAML document → plain values, with the line of every one.
+
+Stricter than YAML: what it would silently change is refused.
+"""
 
 import math
 import re
@@ -42,7 +45,8 @@ class Place:
 class Document:
     """What one document says, where each value of it stands, and the problems of single values and keys.
 
-    ``lost`` are the paths (as written in problems) of values that could not be read; null stands in their place.
+    ``lost`` are the paths (as written in problems) of values that could not be read; null stands in their
+    place.
     """
 
     value: Any = None
@@ -60,7 +64,10 @@ class _UnusableDocumentError(Exception):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 as Kubernetes' tools read it: ``1e-3`` is a number; dates and ``1:30`` stay text. Bounded in depth and size."""
+    """YAML 1.1 as Kubernetes' tools read it: ``1e-3`` is a number; dates and ``1:30`` stay text.
+
+    Bounded in depth and size.
+    """
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own attribute)
 
@@ -86,7 +93,10 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_plain(tag: str, pattern: str, first: list[str]) -> None:
-    """Plain text that matches ``pattern`` and begins with one of ``first`` gets ``tag``. The first match counts."""
+    """Plain text that matches ``pattern`` and begins with one of ``first`` gets ``tag``.
+
+    The first match counts.
+    """
     _Loader.add_implicit_resolver(_TAG + tag, re.compile(rf"(?:{pattern})\Z"), first)
 
 
@@ -100,8 +110,8 @@ _read_plain("null", "~|null|Null|NULL|", ["~", "n", "N", ""])
 def parse_document(text: str, *, label: str, source: str = "") -> Document:
     """The one document in ``text``.
 
-    ``label`` names the file in problems that concern no field; ``source`` is what places of single values are called by.
-    The value is None, with a problem, when the text is no document at all.
+    ``label`` names the file in problems that concern no field; ``source`` is what places of single values are
+    called by. The value is None, with a problem, when the text is no document at all.
     """
     document = Document()
     try:
@@ -220,7 +230,8 @@ class _Construction:
     def _refuse_value(
         self, path: FieldPath, node: yaml.Node, what: str, *, why: str = "", remedy: str = ""
     ) -> None:
-        """Say that the value at ``path`` cannot be read; null stands for it, and nothing more is said about it."""
+        """Say that the value at ``path`` cannot be read; null stands for it, and nothing more is said about
+        it."""
         self._refuse(path, node, what, why=why, remedy=remedy)
         self._document.lost.add(format_path(path))
 

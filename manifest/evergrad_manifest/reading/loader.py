@@ -1,4 +1,5 @@
-"""The manifest on disk → a validated TrainingRun: file, overlays, ``--set``, validation, and every problem with its line."""
+"""The manifest on disk → a validated TrainingRun: file, overlays, ``--set``, validation, and every problem
+with its line."""
 
 import errno
 from collections.abc import Collection, Mapping, Sequence
@@ -31,14 +32,16 @@ class LoadedManifest:
     run: TrainingRun
     path: Path
     base_directory: Path
-    """Absolute; what relative paths of the run are relative to, overlays' too: the directory of the manifest as it was named."""
+    """Absolute; what relative paths of the run are relative to, overlays' too: the directory of the manifest
+    as it was named."""
     raw: dict[str, Any]
 
 
 def load_manifest(
     path: Path | str, *, overlays: Sequence[Path | str] = (), overrides: Sequence[str] = ()
 ) -> LoadedManifest:
-    """Read ``path``, lay ``overlays`` over it in their order, then apply ``overrides`` (``path=value``), and validate.
+    """Read ``path``, lay ``overlays`` over it in their order, then apply ``overrides`` (``path=value``), and
+    validate.
 
     Raises ConfigurationError with every problem found. Reads these files and nothing else.
     """

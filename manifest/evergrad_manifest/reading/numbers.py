@@ -1,6 +1,7 @@
 """Human numbers: ``20M``, ``1e-3``, ``5%`` and ``64Ki`` become ints and floats, wherever a number stands.
 
-All arithmetic is exact: ``1.1k`` is 1100 and not 1100.0000000000002. What cannot be represented is refused, never rounded.
+All arithmetic is exact: ``1.1k`` is 1100 and not 1100.0000000000002. What cannot be represented is refused,
+never rounded.
 """
 
 import math
@@ -155,7 +156,10 @@ def _float(number: Ratio, value: Any) -> float:
 
 
 def parse_count(value: Any) -> int:
-    """``20M`` → 20000000. Units k, M, G (or B), T are powers of ten. Raises NumberError for anything not a whole number."""
+    """``20M`` → 20000000.
+
+    Units k, M, G (or B), T are powers of ten. Raises NumberError for anything not a whole number.
+    """
     return _whole(_exact(value, DECIMAL_UNITS), value, "this is a count")
 
 
@@ -172,7 +176,10 @@ def parse_whole(value: Any) -> int:
 
 
 def parse_bytes(value: Any) -> int:
-    """``64Ki`` → 65536, ``20Gi``, ``1M`` → 1000000. Raises NumberError for anything not a whole number of bytes."""
+    """``64Ki`` → 65536, ``20Gi``, ``1M`` → 1000000.
+
+    Raises NumberError for anything not a whole number of bytes.
+    """
     return _whole(_exact(value, BYTE_UNITS), value, "this is a number of bytes")
 
 
@@ -198,9 +205,11 @@ def parse_fraction(value: Any) -> float:
 
 
 def parse_steps_or_fraction(value: Any) -> int | float:
-    """``100`` → 100 steps; ``5%`` or ``0.05`` → a fraction of the horizon, a float in (0, 1]; ``0%`` → 0 steps.
+    """``100`` → 100 steps; ``5%`` or ``0.05`` → a fraction of the horizon, a float in (0, 1]; ``0%`` → 0
+    steps.
 
-    ``1.0`` is refused: JSON does not tell it from 1, so it could be one step or the whole horizon. Raises NumberError.
+    ``1.0`` is refused: JSON does not tell it from 1, so it could be one step or the whole horizon. Raises
+    NumberError.
     """
     if isinstance(value, str) and value.strip().endswith("%"):
         return parse_fraction(value) or 0

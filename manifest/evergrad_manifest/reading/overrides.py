@@ -17,7 +17,8 @@ _EXAMPLE: Final = "Write it as spec.training.optimizer.learningRate=3e-4"
 
 @dataclass
 class Layered:
-    """A manifest under construction: its value, where each part of it was written, and what was wrong on the way."""
+    """A manifest under construction: its value, where each part of it was written, and what was wrong on the
+    way."""
 
     value: dict[str, Any]
     places: dict[FieldPath, Place] = field(default_factory=dict)
@@ -36,7 +37,8 @@ class Override:
 
 
 def apply_overlay(base: Layered, overlay: Document) -> Layered:
-    """``overlay`` laid over ``base``: mappings are merged, anything else (lists too) is replaced whole, null removes a key."""
+    """``overlay`` laid over ``base``: mappings are merged, anything else (lists too) is replaced whole, null
+    removes a key."""
     merging = _Merging(overlay)
     value = merging.merge(base.value, overlay.value, ())
     new = {path: place for path, place in overlay.places.items() if path not in merging.removed}
@@ -111,7 +113,10 @@ def without_null_keys(value: Any) -> Any:
 
 
 def parse_override(text: str) -> Override | Problem:
-    """``spec.training.data.sources[0].path=x`` → an Override. The value is YAML: a scalar, ``[…]`` or ``{…}``."""
+    """``spec.training.data.sources[0].path=x`` → an Override.
+
+    The value is YAML: a scalar, ``[…]`` or ``{…}``.
+    """
     label = f"--set {show(text)}"
     name, equals, value_text = text.partition("=")
     # A quoted key may itself hold an equals sign.

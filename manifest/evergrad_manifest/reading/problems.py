@@ -1,4 +1,5 @@
-"""Turns what pydantic found into Problems a stranger understands: the field's path, what is wrong, why, and what to do."""
+"""Turns what pydantic found into Problems a stranger understands: the field's path, what is wrong, why, and
+what to do."""
 
 import difflib
 import re
@@ -81,7 +82,8 @@ def _is_echo(details: ErrorDetails) -> bool:
 
 
 def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    """The first problems, each path and message once, and a last one that counts the others if there are very many."""
+    """The first problems, each path and message once, and a last one that counts the others if there are very
+    many."""
     unique = tuple(dict.fromkeys(problems))
     if len(unique) <= MOST_PROBLEMS:
         return unique
@@ -92,7 +94,8 @@ def at_most(problems: Sequence[Problem]) -> tuple[Problem, ...]:
 
 
 def nearest(word: str, candidates: Iterable[str]) -> str | None:
-    """The candidate that is most like ``word``, if one is like it at all; upper and lower case count as equal."""
+    """The candidate that is most like ``word``, if one is like it at all; upper and lower case count as
+    equal."""
     if len(word) > _LONGEST_KEY_COMPARED:
         return None
     by_folded = {_folded(candidate): candidate for candidate in candidates}
@@ -175,7 +178,10 @@ _REFUSED_IN_TEMPLATE: Final = {
     "restartPolicy": "the supervisor restarts workers and the operator replaces pods",
     "resources": "what a pod asks for stands in spec.resources",
     "containers": "a pod of a run has one container, which the operator builds",
-    "spec": "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below spec.template",
+    "spec": (
+        "a run's template is flat: fields of a pod's spec such as nodeSelector stand directly below "
+        "spec.template"
+    ),
     "metadata": "a run's template is flat: labels and annotations stand directly below spec.template",
 }
 

@@ -46,7 +46,10 @@ _DNS_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]
 
 
 def parse_quantity(value: Any) -> str:
-    """A Kubernetes quantity as text: ``4Gi``, ``500m``, ``2`` (a plain number is taken too). Raises NumberError."""
+    """A Kubernetes quantity as text: ``4Gi``, ``500m``, ``2`` (a plain number is taken too).
+
+    Raises NumberError.
+    """
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise NumberError(
             f"{show(value)} is not a quantity", "", "Write a number with a unit, such as 4Gi, 500m or 2"

@@ -16,7 +16,10 @@ RULES_OF_TRAINING: Final = (*rules_recipe.RULES, *rules_data.RULES)
 
 
 def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
-    """The run that ``raw`` (camelCase, as from YAML or JSON) describes. Raises ConfigurationError with all its problems."""
+    """The run that ``raw`` (camelCase, as from YAML or JSON) describes.
+
+    Raises ConfigurationError with all its problems.
+    """
     run, problems = check_run(raw)
     if run is None or problems:
         raise ConfigurationError(*at_most(problems))
@@ -24,7 +27,8 @@ def parse_run(raw: Mapping[str, Any]) -> TrainingRun:
 
 
 def check_run(raw: Mapping[str, Any]) -> tuple[TrainingRun | None, list[Problem]]:
-    """The run as far as its single fields are right, and every problem: of single fields first, then of several together."""
+    """The run as far as its single fields are right, and every problem: of single fields first, then of
+    several together."""
     pruned = without_nulls(raw)
     run: TrainingRun | None = None
     problems: list[Problem] = []

@@ -1,4 +1,5 @@
-"""Whatever of a manifest could be parsed, so that rules about several fields run although another field is wrong."""
+"""Whatever of a manifest could be parsed, so that rules about several fields run although another field is
+wrong."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -23,7 +24,10 @@ UNKNOWN: Final = _Unknown()
 
 
 def without_nulls(raw: Any, section: type[Section] = TrainingRun) -> Any:
-    """``raw`` without the keys that are null and may be left out, as the API server does it. Mappings that are not ours stay."""
+    """``raw`` without the keys that are null and may be left out, as the API server does it.
+
+    Mappings that are not ours stay.
+    """
     if not isinstance(raw, Mapping):
         return raw
     result: dict[str, Any] = {}
@@ -51,8 +55,8 @@ def _without_nulls_inside(value: Any, shape: Shape) -> Any:
 class View:
     """The parsed values of a manifest by their dotted path; ``UNKNOWN`` where one is missing or wrong.
 
-    ``raw`` is the manifest without nulls. Defaults are filled in. Values are those of the wire: sections are dicts with
-    camelCase keys, lists of sections are lists of such dicts.
+    ``raw`` is the manifest without nulls. Defaults are filled in. Values are those of the wire: sections are
+    dicts with camelCase keys, lists of sections are lists of such dicts.
     """
 
     def __init__(self, raw: Any) -> None:

@@ -25,7 +25,10 @@ OWNED_KINDS: Final = ("ConfigMap", "Service", "PodDisruptionBudget", "NetworkPol
 
 @dataclass(frozen=True)
 class Deletion:
-    """One object to delete. ``uid``: a precondition, empty for none. ``grace_seconds``: None leaves it to the object."""
+    """One object to delete.
+
+    ``uid``: a precondition, empty for none. ``grace_seconds``: None leaves it to the object.
+    """
 
     kind: str
     name: str
@@ -37,10 +40,10 @@ class Deletion:
 class Plan:
     """What to do, in the order of the fields.
 
-    ``claim``: to apply, by ``claim_manager``, once the annotations ``stale_records`` are off it. ``token``: the run's
-    Secret, to POST before any pod; that it exists already is as well. ``apply``: whole objects to apply, by the
-    operator's own manager. ``bounds``: for the coordinator. ``create``: pods to POST; that one exists already means to
-    observe again.
+    ``claim``: to apply, by ``claim_manager``, once the annotations ``stale_records`` are off it. ``token``:
+    the run's Secret, to POST before any pod; that it exists already is as well. ``apply``: whole objects to
+    apply, by the operator's own manager. ``bounds``: for the coordinator. ``create``: pods to POST; that one
+    exists already means to observe again.
     """
 
     claim: Object | None = None
@@ -59,7 +62,8 @@ class Plan:
 
 
 def plan_children(observation: Observation, decision: Decision, config: Config, *, token: str) -> Plan:
-    """Everything that is to be applied, deleted and created for the decision; nothing that already is as it should be.
+    """Everything that is to be applied, deleted and created for the decision; nothing that already is as it
+    should be.
 
     ``token``: the run's.
     """
@@ -110,13 +114,17 @@ def _build_wanted(observation: Observation, decision: Decision, config: Config) 
 
 
 def _is_worth_protecting(observation: Observation, decision: Decision) -> bool:
-    """Whether a group has formed. Before, a budget protects no work, and costs: all of a namespace are looked at for each pod."""
+    """Whether a group has formed.
+
+    Before, a budget protects no work, and costs: all of a namespace are looked at for each pod.
+    """
     is_known = any(kind == "PodDisruptionBudget" for kind, _ in observation.hashes)
     return decision.phase == names.Phase.RUNNING or is_known
 
 
 def _is_regrouping(observation: Observation) -> bool:
-    """Whether a group ends or begins at this moment, which only the coordinator that is at it can bring to its end."""
+    """Whether a group ends or begins at this moment, which only the coordinator that is at it can bring to
+    its end."""
     progress, live = observation.progress, observation.live_coordinator
     is_current = progress is not None and live is not None and progress.attempt == live.attempt
     return is_current and progress is not None and progress.phase in ("Starting", "Draining")
@@ -125,7 +133,8 @@ def _is_regrouping(observation: Observation) -> bool:
 def _plan_leftovers(
     observation: Observation, decision: Decision, wanted: list[JsonObject]
 ) -> Iterator[Deletion]:
-    """Children that a run like this does not have any more: all of them at the end, or one that was switched off."""
+    """Children that a run like this does not have any more: all of them at the end, or one that was switched
+    off."""
     if decision.action == Action.CLEAN:
         yield from (Deletion(kind, name) for kind, name in observation.hashes if kind in OWNED_KINDS)
     elif decision.action == Action.RUN:
@@ -136,7 +145,8 @@ def _plan_leftovers(
 
 
 def _waits_for_volumes(observation: Observation, decision: Decision) -> bool:
-    """Whether a pod has a host and does not run: perhaps because somebody has deleted the Secret that it mounts."""
+    """Whether a pod has a host and does not run: perhaps because somebody has deleted the Secret that it
+    mounts."""
     pods = (*observation.nodes, *observation.coordinators)
     return decision.action == Action.RUN and any(
         pod.is_live and pod.node_name and not pod.is_running for pod in pods

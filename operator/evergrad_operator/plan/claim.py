@@ -10,16 +10,21 @@ from evergrad_operator.plan.common import JsonObject, build_metadata, without_no
 from evergrad_operator.spec import TrainingRun
 
 KEPT_RECORDS: Final = 100
-"""Records of runs that are gone: they keep a folder from other runs, and a run that is applied again from training twice.
+"""Records of runs that are gone: they keep a folder from other runs, and a run that is applied again from
+training twice.
 
-A record has some 300 bytes, and all annotations of an object have 256 KiB: the newest hundred take an eighth of that.
+A record has some 300 bytes, and all annotations of an object have 256 KiB: the newest hundred take an eighth
+of that.
 """
 
 
 def find_stale_records(
     run: TrainingRun, claim: ClaimState | None, users: frozenset[str] | None
 ) -> tuple[str, ...]:
-    """Annotations of the PVC to remove: the oldest records of runs that are gone. Nothing where the runs are not known."""
+    """Annotations of the PVC to remove: the oldest records of runs that are gone.
+
+    Nothing where the runs are not known.
+    """
     if claim is None or users is None:
         return ()
     gone = [record for record in claim.records.values() if record.run not in users and record.run != run.name]
@@ -30,9 +35,11 @@ def find_stale_records(
 def build_claim(
     run: TrainingRun, record: Record, config: Config, live: ClaimState | None
 ) -> JsonObject | None:
-    """What to apply, by ``names.claim_field_manager``; None where the PVC says so already, or is the user's and missing.
+    """What to apply, by ``names.claim_field_manager``; None where the PVC says so already, or is the user's
+    and missing.
 
-    A new PVC has no owner: data outlives the run. What is applied again is what stands there, because most of it never changes.
+    A new PVC has no owner: data outlives the run. What is applied again is what stands there, because most of
+    it never changes.
     """
     text = build_record(record)
     annotations = {names.claim_annotation(run.name): text}

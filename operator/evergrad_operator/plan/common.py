@@ -46,7 +46,8 @@ def build_pod_security(config: Config) -> JsonObject:
 
 
 def build_container_security() -> JsonObject:
-    """Of a container, as Pod Security's level *restricted* asks for, with nothing to write on but its volumes."""
+    """Of a container, as Pod Security's level *restricted* asks for, with nothing to write on but its
+    volumes."""
     return {
         "allowPrivilegeEscalation": False,
         "capabilities": {"drop": ["ALL"]},

@@ -23,7 +23,10 @@ def build_config_map(run: TrainingRun) -> JsonObject:
 
 
 def build_manifest(run: TrainingRun) -> str:
-    """JSON, which is YAML too. Metrics get our port where the run names none, so that there is something to scrape."""
+    """JSON, which is YAML too.
+
+    Metrics get our port where the run names none, so that there is something to scrape.
+    """
     spec = {
         key: value for key, value in get_map(run.raw, "spec").items() if key in _KEPT and value is not None
     }

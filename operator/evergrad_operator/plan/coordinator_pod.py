@@ -31,8 +31,8 @@ _LINGER_SECONDS = 10**8
 class Epoch:
     """One coordinator pod in the life of a run.
 
-    ``expect``: nodes it waits for at the start. ``nothing_runs``: whether no group of before can be at work, so that none is
-    waited for.
+    ``expect``: nodes it waits for at the start. ``nothing_runs``: whether no group of before can be at work,
+    so that none is waited for.
     """
 
     attempt: int
@@ -51,7 +51,8 @@ def build_coordinator_pod(
     metadata["labels"] = {**labels, **ours}
     metadata["annotations"] = {**annotations, names.ANNOTATION_RESTART: str(memory.restart)}
     spec: JsonObject = {
-        # A coordinator that crashes goes on from its state; one whose pod is lost is replaced by one of a higher epoch.
+        # A coordinator that crashes goes on from its state; one whose pod is lost is replaced by one of a
+        # higher epoch.
         "restartPolicy": "OnFailure",
         "terminationGracePeriodSeconds": 5,
         "automountServiceAccountToken": False,

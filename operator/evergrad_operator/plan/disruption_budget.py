@@ -8,7 +8,8 @@ from evergrad_operator.spec import TrainingRun
 def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
     """Evictions leave ``nodes.min`` nodes, or one less where there are no others: a drain is slowed down.
 
-    None where that is no limit. ``maxUnavailable`` cannot be used: it asks for a scale subresource of the pods' owner.
+    None where that is no limit. ``maxUnavailable`` cannot be used: it asks for a scale subresource of the
+    pods' owner.
     """
     nodes = run.spec.nodes
     fewest = nodes.min if nodes.largest > nodes.min else nodes.min - 1
@@ -18,10 +19,11 @@ def build_disruption_budget(run: TrainingRun) -> JsonObject | None:
 
 
 def build_coordinator_budget(run: TrainingRun, *, is_needed: bool) -> JsonObject:
-    """While a group ends or begins its coordinator is not evicted; at any other time it may be, and a drain goes on.
+    """While a group ends or begins its coordinator is not evicted; at any other time it may be, and a drain
+    goes on.
 
-    A group that trains, or waits, is taken over by the next coordinator as it is. A budget that never allowed the eviction would
-    hold up a drain, or the upgrade of a cluster, until the run's end.
+    A group that trains, or waits, is taken over by the next coordinator as it is. A budget that never allowed
+    the eviction would hold up a drain, or the upgrade of a cluster, until the run's end.
     """
     return _build(run, names.coordinator_budget_name(run.name), names.ROLE_COORDINATOR, 1 if is_needed else 0)
 

@@ -10,7 +10,10 @@ from evergrad_operator.spec import TrainingRun
 
 
 def build_network_policy(run: TrainingRun, config: Config) -> JsonObject:
-    """Ingress only; egress stays open. Between the run's pods all ports are: nobody knows those of collectives before."""
+    """Ingress only; egress stays open.
+
+    Between the run's pods all ports are: nobody knows those of collectives before.
+    """
     own: dict[str, Any] = {"podSelector": {"matchLabels": {names.LABEL_RUN: run.name}}}
     operator: dict[str, Any] = {
         "podSelector": {"matchLabels": {names.LABEL_ROLE: names.ROLE_OPERATOR}},

@@ -40,7 +40,10 @@ _CACHES: Final = {
 
 @dataclass(frozen=True)
 class Node:
-    """Which node of a run a pod is to be. ``is_on_one_host``: where any of the run's pods is, all of them must be."""
+    """Which node of a run a pod is to be.
+
+    ``is_on_one_host``: where any of the run's pods is, all of them must be.
+    """
 
     index: int
     attempt: int
@@ -144,16 +147,17 @@ def _build_mounts() -> list[JsonObject]:
 def _build_queue(run: TrainingRun, memory: Memory, index: int) -> tuple[dict[str, str], dict[str, str]]:
     """Labels and annotations for Kueue, whose groups of pods have a fixed size.
 
-    The nodes a run cannot do without are one group, admitted together; each node above them is admitted alone, whenever there is
-    room, and given back alone.
+    The nodes a run cannot do without are one group, admitted together; each node above them is admitted
+    alone, whenever there is room, and given back alone.
     """
     if names.LABEL_QUEUE not in run.labels or not memory.gang_size > 1 or index >= memory.gang_size:
         return {}, {}
     group = f"{run.name}-{memory.gang}"
     annotations = {
         names.ANNOTATION_QUEUE_GROUP_SIZE: str(memory.gang_size),
-        # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is there from the
-        # beginning: after a deletion nobody may be left to add it. A group of which a pod lives takes replacements all the same.
+        # Without it Kueue keeps quota and pods of a group that has failed, is suspended or is deleted. It is
+        # there from the beginning: after a deletion nobody may be left to add it. A group of which a pod
+        # lives takes replacements all the same.
         names.ANNOTATION_QUEUE_GROUP_RETRIABLE: "false",
     }
     return {names.LABEL_QUEUE_GROUP: group}, annotations

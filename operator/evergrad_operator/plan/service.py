@@ -6,7 +6,8 @@ from evergrad_operator.spec import TrainingRun
 
 
 def build_service(run: TrainingRun, *, attempt: int) -> JsonObject:
-    """It leads to the coordinator of ``attempt`` alone, so that an older one, cut off and alive, gets no new traffic."""
+    """It leads to the coordinator of ``attempt`` alone, so that an older one, cut off and alive, gets no new
+    traffic."""
     selector = {
         names.LABEL_RUN: run.name,
         names.LABEL_ROLE: names.ROLE_COORDINATOR,

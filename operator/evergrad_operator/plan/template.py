@@ -1,4 +1,7 @@
-"""What the allowed part of a pod template adds to a node's pod. That it is allowed, the manifest's rules have checked."""
+"""What the allowed part of a pod template adds to a node's pod.
+
+That it is allowed, the manifest's rules have checked.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -18,12 +21,13 @@ _OF_NODES: Final = (
     "container.apparmor.security.beta.kubernetes.io/",
     "container.seccomp.security.alpha.kubernetes.io/",
 )
-"""Beginnings of what a template's metadata ask for a pod that trains: a place in a queue or gang, a network device, a port to
-scrape, a profile for a container of this name. The coordinator has none of these."""
+"""Beginnings of what a template's metadata ask for a pod that trains: a place in a queue or gang, a network
+device, a port to scrape, a profile for a container of this name. The coordinator has none of these."""
 
 
 def build_user_labels(run: TrainingRun) -> dict[str, str]:
-    """The template's labels, those of the run that are passed on, and a gang's where another scheduler was named."""
+    """The template's labels, those of the run that are passed on, and a gang's where another scheduler was
+    named."""
     template = run.spec.template
     gang = {names.LABEL_GANG: run.name} if template.scheduler_name else {}
     passed = {key: run.labels[key] for key in names.PROPAGATED_LABELS if key in run.labels}
@@ -33,7 +37,8 @@ def build_user_labels(run: TrainingRun) -> dict[str, str]:
 def build_scheduling(
     run: TrainingRun, *, is_on_one_host: bool = False, avoided: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The template's part of a pod's spec, but for tolerations, volumes and secrets, and what the run's volume demands.
+    """The template's part of a pod's spec, but for tolerations, volumes and secrets, and what the run's
+    volume demands.
 
     ``avoided``: hosts that the pod should keep away from if it can.
     """
@@ -56,7 +61,8 @@ def build_scheduling(
 def _avoid(affinity: Mapping[str, Any], hosts: Sequence[str]) -> dict[str, Any]:
     """``affinity`` and, as a wish, none of ``hosts``: where there are no others, the pod runs all the same.
 
-    By the field, because a host's label may differ from its name; the API server takes one value of a field at a time.
+    By the field, because a host's label may differ from its name; the API server takes one value of a field
+    at a time.
     """
     nodes = dict(affinity.get("nodeAffinity") or {})
     wished = nodes.get("preferredDuringSchedulingIgnoredDuringExecution") or ()
@@ -75,9 +81,11 @@ def _join_one_host(affinity: Mapping[str, Any], ours: Mapping[str, Any]) -> dict
 
 
 def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
-    """Where the coordinator may be: where the nodes may, because the template says which hosts are the run's, and of which kind.
+    """Where the coordinator may be: where the nodes may, because the template says which hosts are the run's,
+    and of which kind.
 
-    What the template says of pods among each other stays with the nodes: the coordinator keeps away from nothing.
+    What the template says of pods among each other stays with the nodes: the coordinator keeps away from
+    nothing.
     """
     template = run.spec.template
     placement = {key: template.affinity[key] for key in ("nodeAffinity",) if template.affinity.get(key)}
@@ -89,9 +97,11 @@ def build_coordinator_placement(run: TrainingRun) -> dict[str, Any]:
 
 
 def build_coordinator_metadata(run: TrainingRun) -> tuple[dict[str, str], dict[str, str]]:
-    """The template's labels and annotations that the coordinator bears, too, such as those that keep sidecars out of a pod.
+    """The template's labels and annotations that the coordinator bears, too, such as those that keep sidecars
+    out of a pod.
 
-    A label by which the template's own constraints count pods is left out, or the coordinator would take a node's host or zone.
+    A label by which the template's own constraints count pods is left out, or the coordinator would take a
+    node's host or zone.
     """
     template = run.spec.template
     between = [template.affinity.get("podAffinity"), template.affinity.get("podAntiAffinity")]
@@ -118,6 +128,7 @@ def _find_selected(value: Any) -> set[str]:
 
 
 def merge_env(ours: dict[str, str], given: tuple[Mapping[str, Any], ...]) -> list[Mapping[str, Any]]:
-    """Our defaults first, so that the user's variables may refer to them; one that the user sets is the user's."""
+    """Our defaults first, so that the user's variables may refer to them; one that the user sets is the
+    user's."""
     theirs = {variable.get("name") for variable in given}
     return [*({"name": name, "value": value} for name, value in ours.items() if name not in theirs), *given]

@@ -10,7 +10,10 @@ _VOLUME: Final = "evergrad-token"
 
 
 def build_token_secret(run: TrainingRun, token: str) -> JsonObject:
-    """The Secret, which goes with its run. It is only ever created: the operator may not read or change Secrets of runs."""
+    """The Secret, which goes with its run.
+
+    It is only ever created: the operator may not read or change Secrets of runs.
+    """
     return {
         "apiVersion": "v1",
         "kind": "Secret",

@@ -49,7 +49,8 @@ def count_failures(
 
 
 def _has_lasted(pod: PodState, memory: Memory, config: Config) -> bool:
-    """Whether a pod of a run that tells nothing of itself lived long enough for its end to be a first failure again."""
+    """Whether a pod of a run that tells nothing of itself lived long enough for its end to be a first failure
+    again."""
     training, end = memory.training, pod.end
     is_told = training.step is not None or training.checkpoint_step is not None
     return not is_told and end is not None and (end.at or 0.0) - pod.created_at >= config.undisturbed_seconds
@@ -81,7 +82,10 @@ def _mark(budget: Budget, memory: Memory) -> Budget:
 
 
 def forgive(memory: Memory, observation: Observation) -> Memory:
-    """Progress since the last failure: the count begins anew. With fresh workers only a checkpoint is progress."""
+    """Progress since the last failure: the count begins anew.
+
+    With fresh workers only a checkpoint is progress.
+    """
     budget, training = memory.budget, memory.training
     has_step = training.step is not None and training.step > budget.step
     has_checkpoint = (

@@ -1,4 +1,5 @@
-"""Whether the run is complete: a node's exit code 0, the coordinator's word, or the PVC's record of an earlier life."""
+"""Whether the run is complete: a node's exit code 0, the coordinator's word, or the PVC's record of an
+earlier life."""
 
 from dataclasses import replace
 
@@ -23,7 +24,10 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
             Phase.COMPLETE, Reason.COMPLETE, _describe(step if isinstance(step, int) else None)
         )
     else:
-        text = f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing is trained again"
+        text = (
+            f"PersistentVolumeClaim {run.claim_name} says that this run was complete{after}; nothing "
+            "is trained again"
+        )
         if isinstance(step, int) and run.parsed.is_typed:
             training = replace(situation.memory.training, step=step, total_steps=step)
             situation = replace(situation, memory=replace(situation.memory, training=training))
@@ -32,7 +36,8 @@ def complete_if_recorded(situation: Situation) -> Situation | None:
 
 
 def complete_if_done(situation: Situation) -> Situation | None:
-    """The situation with all steps done: over once no pod is at work any more, or the time for that has passed."""
+    """The situation with all steps done: over once no pod is at work any more, or the time for that has
+    passed."""
     progress, memory = situation.progress, situation.memory
     done = [pod for pod in situation.nodes if pod.end is not None and pod.end.cause == Cause.DONE]
     if not done and memory.finishing_since is None and (progress is None or progress.phase != "Complete"):
@@ -48,7 +53,8 @@ def complete_if_done(situation: Situation) -> Situation | None:
 
 
 def _note_last_step(situation: Situation) -> Situation:
-    """A typed run saves its last step before it says that it is done, and nobody may have asked its coordinator since."""
+    """A typed run saves its last step before it says that it is done, and nobody may have asked its
+    coordinator since."""
     training = situation.memory.training
     if not situation.run.parsed.is_typed or training.total_steps is None:
         return situation

@@ -6,7 +6,10 @@ from evergrad_operator.policies.situation import Situation
 
 
 def refuse_if_taken(situation: Situation) -> Situation | None:
-    """The situation with the run failed, if another run or another recipe keeps its data there. The older run stays."""
+    """The situation with the run failed, if another run or another recipe keeps its data there.
+
+    The older run stays.
+    """
     text = _find_conflict(situation)
     if text is None:
         return None

@@ -45,7 +45,10 @@ _GROUP_PHASES = {
 
 
 def decide(observation: Observation, config: Config, now: float) -> Decision:
-    """What should be done with the run at ``now``, seconds since 1970. The same arguments give the same decision."""
+    """What should be done with the run at ``now``, seconds since 1970.
+
+    The same arguments give the same decision.
+    """
     situation = Situation(observation, remember(observation, config, now), config, now)
     decision = _end_sidecars(situation, _decide(situation))
     if decision.action in (Action.RUN, Action.HOLD) or not observation.failures:
@@ -78,7 +81,8 @@ def _decide(situation: Situation) -> Decision:
 def _end_sidecars(situation: Situation, decision: Decision) -> Decision:
     """Also delete pods of which only an injected sidecar is left: they hold their host's resources for ever.
 
-    How they ended stands in the status first, because a deletion might hide it from an operator that starts anew.
+    How they ended stands in the status first, because a deletion might hide it from an operator that starts
+    anew.
     """
     if decision.action == Action.HOLD:
         return decision
@@ -105,7 +109,10 @@ def _let_go(situation: Situation) -> Decision:
 
 
 def _note_start(situation: Situation) -> Situation:
-    """The clock of the run's deadline runs while it waits, too. A pause before it is no time without a step."""
+    """The clock of the run's deadline runs while it waits, too.
+
+    A pause before it is no time without a step.
+    """
     memory = situation.memory
     if memory.start_time is not None:
         return situation
@@ -116,14 +123,16 @@ def _note_start(situation: Situation) -> Situation:
 
 
 def _hold_if_wrong(situation: Situation) -> Decision | None:
-    """Make no pod for a run that ``evergrad validate`` would refuse: the webhook was down, or is not allowed here."""
+    """Make no pod for a run that ``evergrad validate`` would refuse: the webhook was down, or is not allowed
+    here."""
     known = situation.observation.status
     problems = situation.run.find_obstacles(has_begun=bool(known.recipe_hash))
     if not problems:
         return None
     held = situation.hold(Phase.WAITING, Reason.INVALID_SPEC, list_problems(problems))
     if not known.recipe_hash:
-        # Nothing of a run that has not begun is settled: the corrected file may name another recipe and another image.
+        # Nothing of a run that has not begun is settled: the corrected file may name another recipe and
+        # another image.
         memory = replace(
             held.memory, recipe_hash="", image="", start_time=None, coordinator=known.coordinator
         )
@@ -190,7 +199,8 @@ def _note_gang(situation: Situation, scale: Scale) -> Memory:
 
 
 def _is_warming_up(situation: Situation, scale: Scale) -> bool:
-    """Whether the coordinator waits for nodes that are only young: every pod is there and has not had its time."""
+    """Whether the coordinator waits for nodes that are only young: every pod is there and has not had its
+    time."""
     newest = max((pod.created_at for pod in situation.live), default=0.0)
     return scale.missing == 0 and situation.now - newest < _WARM_UP_SECONDS
 

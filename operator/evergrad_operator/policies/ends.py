@@ -1,7 +1,7 @@
 """Ends of nodes' pods: each is counted once, whatever happens between two writes. Pure.
 
-A pod's end is counted when it is first seen to be over. The memory holds each node's newest attempt and whether its end
-is counted.
+A pod's end is counted when it is first seen to be over. The memory holds each node's newest attempt and
+whether its end is counted.
 """
 
 from collections.abc import Iterable
@@ -58,7 +58,8 @@ def note_nodes(memory: Memory, observation: Observation, config: Config, now: fl
 def _find_newest(observation: Observation, ended: Iterable[PodState]) -> float:
     """When the youngest pod was made that was there as these ended.
 
-    Successors, made by an operator that died before it could write this down, do not count as having been there.
+    Successors, made by an operator that died before it could write this down, do not count as having been
+    there.
     """
     last = {pod.index: pod.attempt for pod in ended}
     there = (pod.created_at for pod in observation.nodes if pod.attempt <= last.get(pod.index, pod.attempt))
@@ -98,7 +99,8 @@ def _add_ends(
         EndRecord(names.node_pod_name(run, index, attempt), Cause.DELETED, None, now)
         for index, attempt in vanished
     ]
-    # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a verdict.
+    # Exit code 64 that most likely ends the run restarts nothing: before a group has formed, and after a
+    # verdict.
     is_over = observation.progress is not None and observation.progress.phase == "Failed"
     no_restart = (Cause.DONE, Cause.USER_ERROR) if is_over or not memory.has_formed else (Cause.DONE,)
     restarts = dict(memory.restarts)

@@ -19,11 +19,19 @@ _NO_ROOM: Final = ("GiB are free", "no space is left", "No space left")
 """Words of a node that found no room on its volume."""
 _THEN: Final = "set spec.restartNonce to a new text"
 _REMEDIES: Final = {
-    Reason.USER_ERROR: f"Correct a recipe in a new TrainingRun; after a change of files or volumes alone, {_THEN}.",
-    Reason.OUT_OF_MEMORY: f"Raise spec.resources.limits.memory and {_THEN}, or lower the micro-batch in a new TrainingRun.",
-    Reason.VOLUME_FULL: f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}.",
+    Reason.USER_ERROR: (
+        f"Correct a recipe in a new TrainingRun; after a change of files or volumes alone, {_THEN}."
+    ),
+    Reason.OUT_OF_MEMORY: (
+        f"Raise spec.resources.limits.memory and {_THEN}, or lower the micro-batch in a new TrainingRun."
+    ),
+    Reason.VOLUME_FULL: (
+        f"Enlarge the PersistentVolumeClaim or delete what is not needed there; then {_THEN}."
+    ),
     Reason.START_ERROR: f"Check spec.image, spec.template and the node's runtime; then {_THEN}.",
-    Reason.WORKER_CRASH: f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}.",
+    Reason.WORKER_CRASH: (
+        f"Read that node's logs (kubectl logs, or logs/ in the run directory); to try again, {_THEN}."
+    ),
 }
 MAX_CAUSE: Final = 640
 """Longest quotation of a root cause in a message, in bytes."""
@@ -53,7 +61,8 @@ def _find_user_error(situation: Situation) -> tuple[str, str] | None:
     pod = min(ended, key=lambda one: ((one.end.at if one.end else None) or float("inf"), one.index))
     said = quote(pod.end.message) if pod.end else ""
     text = f"node {pod.index} (pod {pod.name}) ended with exit code 64: {said or 'it left no message'}"
-    # A volume that is too small from the start is refused before the first step; it is no fault of the recipe.
+    # A volume that is too small from the start is refused before the first step; it is no fault of the
+    # recipe.
     reason = Reason.VOLUME_FULL if any(words in said for words in _NO_ROOM) else Reason.USER_ERROR
     return reason, f"{_stop(text)} {_REMEDIES[reason]}"
 

@@ -1,7 +1,7 @@
 """Ends that speak against a host or a moment, not against the run. Pure.
 
-They cost no failure of the budget. The pod comes back, later each time, on another host if there is one; other nodes and the
-coordinator wait for nothing.
+They cost no failure of the budget. The pod comes back, later each time, on another host if there is one;
+other nodes and the coordinator wait for nothing.
 
 | end of a node's pod | taken for |
 |---|---|
@@ -10,7 +10,8 @@ coordinator wait for nothing.
 | exit code 64 after a group has formed: a group that trains shows that configuration and data are right | a host fault |
 | exit code 64 before | an input error: final once it is confirmed, tried again like a host fault until then |
 
-An input error is confirmed by two nodes on two hosts, by two tries of one node, or where the run has one node or one host.
+An input error is confirmed by two nodes on two hosts, by two tries of one node, or where the run has one node
+or one host.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,9 +26,11 @@ from evergrad_operator.pods import PodState, describe_cause
 from evergrad_operator.policies.budget import find_delay
 
 MANY_FAULTS: Final = 6
-"""After so many in a row a run that does not train needs a person: they took a minute of pauses, and as many starts."""
+"""After so many in a row a run that does not train needs a person: they took a minute of pauses, and as many
+starts."""
 _SECOND_OPINION_SECONDS: Final = 15.0
-"""Other nodes may say within this time whether they find the same input error; no pod is made for it meanwhile."""
+"""Other nodes may say within this time whether they find the same input error; no pod is made for it
+meanwhile."""
 _WELL_SECONDS: Final = 180.0
 """A pod that has run for so long has imported its libraries and joined: its host serves."""
 
@@ -35,7 +38,8 @@ _WELL_SECONDS: Final = 180.0
 def note_host_faults(
     memory: Memory, ended: Sequence[PodState], *, newest: float, config: Config, now: float
 ) -> Memory:
-    """Count the ends among ``ended`` that speak against a host. ``newest``: when the youngest pod there was made.
+    """Count the ends among ``ended`` that speak against a host. ``newest``: when the youngest pod there was
+    made.
 
     Pods that were there when the last one was counted fell with it, and count no more.
     """
@@ -46,7 +50,8 @@ def note_host_faults(
     accused = [] if memory.has_formed else [pod for pod in faulty if describe_cause(pod) == Cause.USER_ERROR]
     errors = (*memory.input_errors, *(InputError(pod.index, pod.node_name) for pod in accused))
 
-    # The first replacement waits for nothing, except where others are about to say what they think of the input.
+    # The first replacement waits for nothing, except where others are about to say what they think of the
+    # input.
     in_a_row = known.in_a_row + any(pod.created_at > known.at for pod in faulty)
     delay = find_delay(
         in_a_row - 1, first=config.first_backoff_seconds, longest=config.longest_host_backoff_seconds
@@ -77,7 +82,10 @@ def _add_hosts(known: tuple[tuple[str, int], ...], faulty: Iterable[PodState]) -
 
 
 def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memory:
-    """Once every node that had a fault is well, the next fault is a first one again. The hosts are still avoided."""
+    """Once every node that had a fault is well, the next fault is a first one again.
+
+    The hosts are still avoided.
+    """
     faults = memory.faults
     live = [pod for pod in observation.nodes if pod.is_live and pod.started_at is not None]
     well = {pod.index for pod in live if now - (pod.started_at or now) >= _WELL_SECONDS}
@@ -90,7 +98,8 @@ def forgive_hosts(memory: Memory, observation: Observation, now: float) -> Memor
 
 
 def is_input_error_confirmed(memory: Memory, observation: Observation) -> bool:
-    """Whether a person's mistake is the only explanation of the exit codes 64 so far; never once a group has formed."""
+    """Whether a person's mistake is the only explanation of the exit codes 64 so far; never once a group has
+    formed."""
     errors = memory.input_errors
     if not errors or memory.has_formed:
         return False

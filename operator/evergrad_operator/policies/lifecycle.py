@@ -31,7 +31,7 @@ def earliest(*seconds: float | None) -> float | None:
     return min((max(1.0, one) for one in seconds if one is not None), default=None)
 
 
-# ---- over ------------------------------------------------------------------------------------------------------------
+# ---- over --------------------------------------------------------------------------------------------------
 
 
 def fail_at_deadline(situation: Situation) -> Situation | None:
@@ -48,13 +48,17 @@ def fail_at_deadline(situation: Situation) -> Situation | None:
 
 
 def seconds_to_deadline(situation: Situation) -> float | None:
-    """Until the run's time is over; None without a limit. Time in suspension does not count: the clock begins anew after it."""
+    """Until the run's time is over; None without a limit.
+
+    Time in suspension does not count: the clock begins anew after it.
+    """
     limit, start = situation.run.spec.active_deadline_seconds, situation.memory.start_time
     return None if limit is None or start is None else start + limit - situation.now
 
 
 def conclude(situation: Situation) -> Decision:
-    """What to do with a run that is over: what still works may end by itself, then the coordinator goes; much later all children.
+    """What to do with a run that is over: what still works may end by itself, then the coordinator goes; much
+    later all children.
 
     Ended pods stay for their logs until ``ttlSecondsAfterFinished``.
     """
@@ -118,7 +122,7 @@ def _completed_record(situation: Situation) -> Record | None:
     return replace(situation.build_record(epoch), complete=complete)
 
 
-# ---- paused ----------------------------------------------------------------------------------------------------------
+# ---- paused ------------------------------------------------------------------------------------------------
 
 
 def stop_if_asked(situation: Situation) -> Decision | None:
@@ -137,12 +141,13 @@ def stop_if_asked(situation: Situation) -> Decision | None:
 
 
 def _drain(situation: Situation, reason: Reason) -> Decision:
-    """Nodes leave together, so that the last holder of the state is told to save it; the coordinator serves until then."""
+    """Nodes leave together, so that the last holder of the state is told to save it; the coordinator serves
+    until then."""
     memory, coordinators = situation.memory, situation.observation.coordinators
     working = (*situation.live, *situation.leaving)
     live_coordinators = [pod for pod in coordinators if pod.is_live]
-    # The coordinator knows what the last node saved, but has not been asked since: its last words are waited for.
-    # One that has just been made may not have been asked since its nodes came.
+    # The coordinator knows what the last node saved, but has not been asked since: its last words are waited
+    # for. One that has just been made may not have been asked since its nodes came.
     is_unheard = memory.training.step is None and any(
         situation.now - pod.created_at < _FIRST_WORDS_SECONDS for pod in live_coordinators
     )
@@ -184,8 +189,10 @@ def _describe_pause(situation: Situation, reason: Reason) -> str:
         # The state before the step that is not finite has been saved, so that step is the next one.
         which, saved = ("a step", "") if step is None else (f"step {step + 1}", f", of step {step},")
         return (
-            f"training stopped: the loss or the gradient norm of {which} is not finite; the state before it{saved} is saved. "
-            "To go past it, name the step in spec.training.skipSteps or allow some with spec.training.onNonFinite.skip; then set "
+            f"training stopped: the loss or the gradient norm of {which} is not finite; the "
+            f"state before it{saved} is saved. "
+            "To go past it, name the step in spec.training.skipSteps or allow some with "
+            "spec.training.onNonFinite.skip; then set "
             f"spec.restartNonce to a new text, or run: evergrad resume {situation.run.name}"
         )
     saved = f"; the newest checkpoint is of step {step}" if step is not None else ""
@@ -194,7 +201,8 @@ def _describe_pause(situation: Situation, reason: Reason) -> str:
 
 
 def drain_older(situation: Situation) -> Decision | None:
-    """After a change of ``restartNonce``, or of settings that nodes must have alike, the pods of before leave as in a suspension.
+    """After a change of ``restartNonce``, or of settings that nodes must have alike, the pods of before leave
+    as in a suspension.
 
     New ones come when they are gone.
     """

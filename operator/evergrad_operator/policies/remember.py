@@ -1,7 +1,7 @@
 """What an observation adds to the memory of a run: ends of pods, the coordinator's counters, progress. Pure.
 
-``ends`` counts the ends of nodes, ``budget`` the failures, ``host_faults`` the troubles of hosts; ``root_cause`` names
-what failed.
+``ends`` counts the ends of nodes, ``budget`` the failures, ``host_faults`` the troubles of hosts;
+``root_cause`` names what failed.
 """
 
 from dataclasses import replace
@@ -54,7 +54,8 @@ def is_current(observation: Observation, memory: Memory) -> bool:
 
 
 def _begin(observation: Observation, config: Config) -> Memory:
-    """Images and recipe are settled at first sight, and again at a restart: an operator's upgrade never mixes images."""
+    """Images and recipe are settled at first sight, and again at a restart: an operator's upgrade never mixes
+    images."""
     run, memory = observation.run, observation.status
     nonce = run.spec.restart_nonce
     if not memory.is_known:
@@ -112,7 +113,8 @@ def _has_other_settings(run: TrainingRun, memory: Memory) -> bool:
 
 
 def _note_image(memory: Memory, observation: Observation, config: Config) -> Memory:
-    """What the first pod runs is what all later pods of this restart ask for, until a host cannot get it by that name."""
+    """What the first pod runs is what all later pods of this restart ask for, until a host cannot get it by
+    that name."""
     pods = [pod for pod in observation.nodes if pod.restart == memory.restart]
     if not memory.image_id:
         first = next((pod for pod in pods if pod.image_id), None)
@@ -130,11 +132,12 @@ def _is_complete(memory: Memory) -> bool:
     return memory.finish is not None and memory.finish.phase == names.Phase.COMPLETE
 
 
-# ---- the coordinator -------------------------------------------------------------------------------------------------
+# ---- the coordinator ---------------------------------------------------------------------------------------
 
 
 def _note_coordinators(memory: Memory, observation: Observation, config: Config, now: float) -> Memory:
-    """Count the loss of a coordinator: its pod has ended, is on its way out, has vanished or was replaced unseen."""
+    """Count the loss of a coordinator: its pod has ended, is on its way out, has vanished or was replaced
+    unseen."""
     pods = {pod.attempt: pod for pod in observation.coordinators}
     newest = max(pods, default=-1)
     known = memory.coordinator

@@ -51,7 +51,8 @@ def decide_scale(situation: Situation) -> Scale:
     }  # sorted: the highest attempt of each comes last
     coordinator, epoch = _find_coordinator(situation)
     older = [pod for pod in situation.observation.coordinators if not pod.is_deleting and pod.attempt < epoch]
-    # Its successor is made once it is being deleted: that stands in the API server, whatever becomes of this operator.
+    # Its successor is made once it is being deleted: that stands in the API server, whatever becomes of this
+    # operator.
     older += [
         pod
         for pod in (situation.observation.live_coordinator,)
@@ -85,7 +86,8 @@ def _newest_live(situation: Situation) -> dict[int, PodState]:
 
 
 def _is_waiting_for_digest(pod: PodState, memory: Memory) -> bool:
-    """Whether its host cannot get the image by its digest, as where images are brought by hand; the next pod asks for the tag."""
+    """Whether its host cannot get the image by its digest, as where images are brought by hand; the next pod
+    asks for the tag."""
     return (
         pod.is_image_missing
         and not memory.image_pin
@@ -94,7 +96,8 @@ def _is_waiting_for_digest(pod: PodState, memory: Memory) -> bool:
 
 
 def _is_last_holder(pod: PodState, situation: Situation) -> bool:
-    """Whether only this leaving pod may hold the state: a successor, the same node to the coordinator, would cut its save short.
+    """Whether only this leaving pod may hold the state: a successor, the same node to the coordinator, would
+    cut its save short.
 
     A pod on a lost node is not waited for: whatever it holds cannot be reached.
     """
@@ -104,10 +107,11 @@ def _is_last_holder(pod: PodState, situation: Situation) -> bool:
 
 
 def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
-    """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost status.
+    """The attempt to create, None if one is there, and the newest epoch. Epochs only grow, also over a lost
+    status.
 
-    The PVC is told before the pod is made, so that its epoch may be one that is still to be made: where the status knows of no
-    such pod, or, without a status, where no node followed it.
+    The PVC is told before the pod is made, so that its epoch may be one that is still to be made: where the
+    status knows of no such pod, or, without a status, where no node followed it.
     """
     live = situation.observation.live_coordinator
     if live is not None:
@@ -124,8 +128,9 @@ def _find_coordinator(situation: Situation) -> tuple[int | None, int]:
 def _is_lost(coordinator: PodState, situation: Situation) -> bool:
     """Whether a coordinator served, and nothing has come from its host for longer than its nodes wait for it.
 
-    Kubernetes gives up a pod on a dead host after 45 s and more; the next coordinator takes the group over as it is. One that has
-    never answered is kept: it may be the operator that cannot reach it. The same holds while most others are silent, too.
+    Kubernetes gives up a pod on a dead host after 45 s and more; the next coordinator takes the group over as
+    it is. One that has never answered is kept: it may be the operator that cannot reach it. The same holds
+    while most others are silent, too.
     """
     silence = situation.observation.silence
     if (

@@ -1,4 +1,5 @@
-"""What all policies look at: an observation with its memory brought up to date, and the pods in the groups that matter."""
+"""What all policies look at: an observation with its memory brought up to date, and the pods in the groups
+that matter."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -48,7 +49,8 @@ class Situation:
 
     @property
     def ready(self) -> int:
-        """Nodes that train, as far as known: what the coordinator said last, less the pods that have ended since."""
+        """Nodes that train, as far as known: what the coordinator said last, less the pods that have ended
+        since."""
         return min(self.memory.training.ready, sum(pod.is_running for pod in self.live))
 
     def is_ghost(self, pod: PodState) -> bool:

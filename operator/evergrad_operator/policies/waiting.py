@@ -1,4 +1,7 @@
-"""What is in the way of a run that wants to train, in words, and whether a person has to act. The run goes on by itself then."""
+"""What is in the way of a run that wants to train, in words, and whether a person has to act.
+
+The run goes on by itself then.
+"""
 
 import re
 from collections.abc import Iterable
@@ -45,17 +48,23 @@ _PERSON_LATER: Final = frozenset(
         Reason.VOLUME_PENDING,
     }
 )
-"""A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by themselves.
+"""A registry comes back, a claim or a Secret may follow the run a moment later: these often heal by
+themselves.
 
-What is in neither set does so sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes free.
+What is in neither set does so sooner or later: a queue admits, an autoscaler brings nodes, a quota becomes
+free.
 """
 PATIENCE_SECONDS: Final = 300.0
-"""An obstacle that often heals by itself needs a person after so long: most outages of a registry are shorter."""
+"""An obstacle that often heals by itself needs a person after so long: most outages of a registry are
+shorter."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """One thing that is in the way, and what to do about it. ``since``: seconds since 1970, 0 where unknown."""
+    """One thing that is in the way, and what to do about it.
+
+    ``since``: seconds since 1970, 0 where unknown.
+    """
 
     reason: Reason
     message: str
@@ -70,7 +79,10 @@ class Obstacle:
 
 
 def find_obstacle(situation: Situation, wanted: Iterable[str]) -> Obstacle | None:
-    """The most telling obstacle. ``wanted``: names of the pods that should be made now, and of a claim to be written."""
+    """The most telling obstacle.
+
+    ``wanted``: names of the pods that should be made now, and of a claim to be written.
+    """
     names_wanted = frozenset(wanted)
     for failure in situation.observation.failures:
         if _is_relevant(failure, situation, names_wanted):
@@ -149,7 +161,8 @@ def explain_refusal(failure: ApplyFailure) -> Obstacle:
 
 
 def _is_passing(failure: ApplyFailure) -> bool:
-    """Whether nobody has refused the object: something did not answer, was busy, or somebody else was quicker."""
+    """Whether nobody has refused the object: something did not answer, was busy, or somebody else was
+    quicker."""
     return failure.status in (0, 401, 409, 429) or failure.status >= 500
 
 
@@ -168,7 +181,8 @@ def _explain_outage(failure: ApplyFailure) -> Obstacle:
 
 
 def _explain_record(failure: ApplyFailure) -> Obstacle:
-    """The run's note on an existing claim is refused: it stands before any pod, or two runs would share a folder."""
+    """The run's note on an existing claim is refused: it stands before any pod, or two runs would share a
+    folder."""
     text = (
         f"the API server refuses the run's record on PersistentVolumeClaim {failure.name}: "
         f"{quote(failure.message) or failure.reason} (HTTP {failure.status}). No pod is made before it stands"
@@ -193,7 +207,10 @@ def _explain(pod: PodState, situation: Situation) -> Obstacle | None:
         remedy = "Check the image's name, the registry and spec.template.imagePullSecrets; it is tried again"
         return Obstacle(Reason.IMAGE_PULL_FAILED, f"{where}: {reason}: {said or 'no details'}. {remedy}")
     if reason in _START:
-        remedy = "Check what spec.template refers to, such as Secrets and ConfigMaps, and the image's command; it is tried again"
+        remedy = (
+            "Check what spec.template refers to, such as Secrets and ConfigMaps, and the image's "
+            "command; it is tried again"
+        )
         return Obstacle(Reason.START_ERROR, f"{where}: {reason}: {said or 'no details'}. {remedy}")
     if reason == "SchedulingGated":
         return Obstacle(

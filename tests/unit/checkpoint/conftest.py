@@ -1,4 +1,5 @@
-"""Factories: a world of one that saves into a temporary directory, and a small state whose values depend on the step."""
+"""Factories: a world of one that saves into a temporary directory, and a small state whose values depend on
+the step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Boxes of stored tensors: any part of any chunking is read into any target, without copying what needs no copy."""
+"""Boxes of stored tensors: any part of any chunking is read into any target, without copying what needs no
+copy."""
 
 import json
 import os

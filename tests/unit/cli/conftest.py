@@ -1,4 +1,5 @@
-"""A stand-in for an API server, for what needs no real one: the answers are set by path, the requests are kept."""
+"""A stand-in for an API server, for what needs no real one: the answers are set by path, the requests are
+kept."""
 
 import json
 import threading
@@ -131,7 +132,8 @@ def write_kubeconfig(path: Path, server: str) -> Path:
 
 @pytest.fixture
 def make_run() -> Callable[..., dict[str, Any]]:
-    """A raw TrainingRun in the middle of its training; keywords replace parts of its status, ``spec`` its spec."""
+    """A raw TrainingRun in the middle of its training; keywords replace parts of its status, ``spec`` its
+    spec."""
 
     def make(name: str = "docs-lm", *, spec: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]:
         whole: dict[str, Any] = {

@@ -1,4 +1,5 @@
-"""Commands for a cluster against a stand-in for its API server: what is asked, what is printed, how it ends."""
+"""Commands for a cluster against a stand-in for its API server: what is asked, what is printed,
+how it ends."""
 
 import json
 import subprocess
@@ -62,7 +63,7 @@ def pod(
     }
 
 
-# ---- connection ------------------------------------------------------------------------------------------------------
+# ---- connection --------------------------------------------------------------------------------------------
 
 
 def test_the_context_gives_the_namespace_and_the_option_goes_before_it(api: Api, make_run: Make) -> None:
@@ -107,7 +108,10 @@ def test_a_cluster_that_does_not_answer_ends_with_70_and_no_secret_is_told(
 
 
 def test_without_the_client_the_message_says_how_to_install_it(tmp_path: Path) -> None:
-    code = "import sys\nsys.modules['kubernetes'] = None\nfrom evergrad_cli.main import main\nsys.exit(main(['list']))"
+    code = (
+        "import sys\nsys.modules['kubernetes'] = None\nfrom evergrad_cli.main import "
+        "main\nsys.exit(main(['list']))"
+    )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
     )
@@ -148,7 +152,7 @@ def test_a_user_without_the_right_is_told(api: Api, capsys: pytest.CaptureFixtur
     assert "trainingruns: is not allowed" in capsys.readouterr().err
 
 
-# ---- list, status, checkpoints, top ----------------------------------------------------------------------------------
+# ---- list, status, checkpoints, top ------------------------------------------------------------------------
 
 
 def test_the_list_of_no_runs_is_empty_and_says_so_aside(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,7 +266,7 @@ def test_top_adds_up_usage_where_the_cluster_measures_it(
     assert second["cpuCores"] is None
 
 
-# ---- submit ----------------------------------------------------------------------------------------------------------
+# ---- submit ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -442,7 +446,7 @@ def test_submit_can_wait_and_ends_as_the_run_did(
     assert "trainingrun/docs-lm has failed" in captured.err and "boom" in captured.err
 
 
-# ---- wait, suspend, resume, restart ----------------------------------------------------------------------------------
+# ---- wait, suspend, resume, restart ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -650,7 +654,7 @@ def test_what_makes_no_sense_for_a_run_is_refused(
     assert api.sent("PATCH") == []
 
 
-# ---- kubectl ---------------------------------------------------------------------------------------------------------
+# ---- kubectl -----------------------------------------------------------------------------------------------
 
 
 def test_the_plugin_of_kubectl_has_the_commands_for_a_cluster_alone(

@@ -1,4 +1,7 @@
-"""What people see of a run on a cluster: tables, advice, what counts as output of which pod. Values in, text out."""
+"""What people see of a run on a cluster: tables, advice, what counts as output of which pod.
+
+Values in, text out.
+"""
 
 import argparse
 import re
@@ -35,7 +38,7 @@ def raw_condition(kind: str, status: str = "True", reason: str = "X", message: s
     }
 
 
-# ---- contract with the operator --------------------------------------------------------------------------------------
+# ---- contract with the operator ----------------------------------------------------------------------------
 
 
 def test_labels_and_waiting_reasons_are_the_operators() -> None:
@@ -45,7 +48,7 @@ def test_labels_and_waiting_reasons_are_the_operators() -> None:
     assert set(advice._WHERE) <= set(names.Reason)
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- pieces ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_times_are_read_with_and_without_fractions_and_offsets() -> None:
     assert parse_time("yesterday") is parse_time(None) is None
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs --------------------------------------------------------------------------------------------------
 
 
 def test_the_list_looks_as_kubectl_prints_runs(make_run: Make) -> None:
@@ -183,8 +186,8 @@ def test_the_status_of_a_run_with_a_failure_tells_the_root_cause(make_run: Make)
     assert "█░░░░░░░░░░░░░░░░░░░░░░░░░░░░░  1,200/20,000  6%" in text
     assert "Restarts:   2 (2 Preempted)" in text
     assert (
-        "  WorkerCrash: node 1, rank 1, step 1180, exit code 1, 60s ago\n    Traceback …\n    ValueError:  [31mboom"
-        in text
+        "  WorkerCrash: node 1, rank 1, step 1180, exit code 1, 60s ago\n    Traceback …\n    "
+        "ValueError:  [31mboom" in text
     )
     assert "   1             docs-lm-1-1             Running" in text
     assert "docs-lm-1-0" not in text
@@ -225,7 +228,7 @@ def test_pods_are_shown_with_what_became_of_them(state: dict[str, Any], shown: s
     assert pod.phase == shown
 
 
-# ---- advice ----------------------------------------------------------------------------------------------------------
+# ---- advice ------------------------------------------------------------------------------------------------
 
 
 def advice_of(raw: dict[str, Any]) -> str:
@@ -280,7 +283,7 @@ def test_a_pod_that_waits_is_pointed_at(make_run: Make) -> None:
     assert lines[-1] == "More about a pod that waits: kubectl describe pod docs-lm-0-0"
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- refusals ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -322,7 +325,7 @@ def test_answers_of_the_server_become_clear_errors(status: int, body: bytes, kin
     assert told in str(error)
 
 
-# ---- output ----------------------------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------------
 
 
 def pod(
@@ -401,7 +404,7 @@ def test_a_run_without_a_status_is_pending(make_run: Make) -> None:
     assert (run.phase, run.is_observed, run.is_current, run.is_over) == ("Pending", False, False, False)
 
 
-# ---- documents -------------------------------------------------------------------------------------------------------
+# ---- documents ---------------------------------------------------------------------------------------------
 
 
 def documented(command: str) -> set[str]:

@@ -127,7 +127,8 @@ def test_the_completion_of_bash_offers_every_command_and_the_options_of_the_one_
     ask = (
         f"source {script}\n"
         'complete_words() { COMP_WORDS=(evergrad "$@"); COMP_CWORD=$#; COMPREPLY=(); '
-        "$(complete -p evergrad | sed -E 's/.*-F ([^ ]+) .*/\\1/') evergrad \"${@: -1}\" ''; echo \"${COMPREPLY[*]}\"; }\n"
+        "$(complete -p evergrad | sed -E 's/.*-F ([^ ]+) .*/\\1/') evergrad \"${@: -1}\" ''; "
+        'echo "${COMPREPLY[*]}"; }\n'
         "complete_words ''\ncomplete_words run --no\n"
     )
     result = subprocess.run(["bash", "-c", ask], capture_output=True, text=True, check=True)

@@ -1,7 +1,8 @@
-"""Nodes, connections and time around the pure rules: what a cluster can do to them, and what must hold whatever it does.
+"""Nodes, connections and time around the pure rules: what a cluster can do to them, and what must hold
+whatever it does.
 
-A simulated node is a supervisor with its workers. A group trains a step whenever all of its members can; that only the newest
-group ever does is checked at each of them.
+A simulated node is a supervisor with its workers. A group trains a step whenever all of its members can; that
+only the newest group ever does is checked at each of them.
 """
 
 import dataclasses
@@ -262,7 +263,7 @@ class Cluster:
         self._queue: deque[Any] = deque()
         self._is_busy = False
 
-    # ---- what a cluster does -----------------------------------------------------------------------------------------
+    # ---- what a cluster does -------------------------------------------------------------------------------
 
     def start(self, name: int | str, *, workers: int = 1, step: int = -1, script: str = "") -> FakeNode:
         """A new process of a node."""
@@ -343,7 +344,7 @@ class Cluster:
         """Phase, reason and message."""
         return describe_condition(self.group, now=self.now)
 
-    # ---- what the coordinator does -----------------------------------------------------------------------------------
+    # ---- what the coordinator does -------------------------------------------------------------------------
 
     def carry_out(self, effects: list[Any]) -> None:
         """In order, as the edge does; what is provoked meanwhile comes after."""

@@ -1,4 +1,5 @@
-"""Whatever happens in whatever order: once events stop and nodes answer, one group runs, or the run says what it waits for."""
+"""Whatever happens in whatever order: once events stop and nodes answer, one group runs, or the run says what
+it waits for."""
 
 from typing import Any
 

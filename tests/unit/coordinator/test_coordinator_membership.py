@@ -69,7 +69,7 @@ def break_group(node: FakeNode, cause: BreakCause = "worker_crash", **changes: A
     node.say(Broken(node.group.generation, cause, **changes))
 
 
-# ---- start -----------------------------------------------------------------------------------------------------------
+# ---- start -------------------------------------------------------------------------------------------------
 
 
 def test_ranks_follow_the_index_as_a_number_and_count_workers() -> None:
@@ -125,7 +125,7 @@ def test_a_node_without_workers_only_shows_itself() -> None:
     assert of_kind(nodes[0], Plan)[-1].hard is False
 
 
-# ---- changes ---------------------------------------------------------------------------------------------------------
+# ---- changes -----------------------------------------------------------------------------------------------
 
 
 def test_a_lost_node_makes_a_hard_plan_of_the_others() -> None:
@@ -341,7 +341,7 @@ def test_a_coordinator_that_slept_accuses_nobody() -> None:
     assert (cluster.condition.phase, cluster.group.generation) == ("Running", 1)
 
 
-# ---- leaving ---------------------------------------------------------------------------------------------------------
+# ---- leaving -----------------------------------------------------------------------------------------------
 
 
 def leave(node: FakeNode) -> None:
@@ -457,7 +457,7 @@ def test_exit_when_empty_says_whether_the_state_was_saved(saves: bool, code: int
     assert cluster.exit_code == code
 
 
-# ---- identity --------------------------------------------------------------------------------------------------------
+# ---- identity ----------------------------------------------------------------------------------------------
 
 
 def test_the_newest_process_of_a_node_wins_for_good() -> None:
@@ -562,7 +562,7 @@ def test_a_crowd_is_refused() -> None:
     assert answer.reason == "TooManyMembers"
 
 
-# ---- failures --------------------------------------------------------------------------------------------------------
+# ---- failures ----------------------------------------------------------------------------------------------
 
 
 def test_a_broken_group_is_planned_anew_with_everybody() -> None:
@@ -816,7 +816,7 @@ def test_a_storm_of_broken_groups_slows_down() -> None:
     assert cluster.group.generation < 40
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------
+# ---- the end -----------------------------------------------------------------------------------------------
 
 
 def test_the_result_ends_the_run_for_all_and_for_late_joiners() -> None:
@@ -878,7 +878,7 @@ def test_those_not_done_restart_even_below_the_minimum_when_a_member_is_lost() -
     assert cluster.exit_code == 0
 
 
-# ---- holds -----------------------------------------------------------------------------------------------------------
+# ---- holds -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_one_there", [False, True])
@@ -927,7 +927,7 @@ def test_only_a_plan_for_newcomers_leaves_time_for_a_save_in_flight() -> None:
     assert [(plan.hard, plan.patience_seconds) for plan in plans] == [(False, 1.0), (False, 0.0), (True, 0.0)]
 
 
-# ---- restart of the coordinator --------------------------------------------------------------------------------------
+# ---- restart of the coordinator ----------------------------------------------------------------------------
 
 
 def test_a_running_group_is_adopted_without_a_plan() -> None:
@@ -1095,7 +1095,8 @@ def test_a_wish_to_stop_that_comes_over_a_new_connection_counts() -> None:
 
 @pytest.mark.parametrize("recovery", ["fresh", "in-process"])
 def test_a_run_that_was_stopped_while_no_coordinator_was_there_is_not_begun_again(recovery: str) -> None:
-    """Its workers have ended: a node that comes back has no place in a group any more, and says how the run has ended."""
+    """Its workers have ended: a node that comes back has no place in a group any more, and says how the run
+    has ended."""
     cluster, nodes = start_running(recovery=recovery)
     generation = cluster.group.generation
     for node in nodes:
@@ -1167,7 +1168,7 @@ def test_what_was_broken_before_the_restart_is_planned_after_adoption() -> None:
     assert len(cluster.go_members[2]) == 3
 
 
-# ---- fences ----------------------------------------------------------------------------------------------------------
+# ---- fences ------------------------------------------------------------------------------------------------
 
 
 def test_a_group_of_strangers_waits_until_the_old_one_has_lost_its_lease() -> None:
@@ -1229,7 +1230,7 @@ def test_a_leaver_that_was_told_to_save_may_commit() -> None:
     assert not may_commit(cluster, nodes[0], 2)
 
 
-# ---- nonsense --------------------------------------------------------------------------------------------------------
+# ---- nonsense ----------------------------------------------------------------------------------------------
 
 
 def test_a_group_that_may_run_unseen_is_waited_for_although_the_first_node_to_come_is_replaced() -> None:

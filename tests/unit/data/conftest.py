@@ -78,6 +78,7 @@ def prepared_in(tmp_path: Path) -> Callable[..., Prepared]:
 
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Sources are cut into chunks of about 1 KiB, so that small files have many; still prepared in this process."""
+    """Sources are cut into chunks of about 1 KiB, so that small files have many; still prepared in this
+    process."""
     monkeypatch.setattr("evergrad_trainer.data.preparation.sources.SMALLEST_CHUNK", 1024)
     return 1024

@@ -227,7 +227,10 @@ def test_malformed_lines_are_refused_naming_the_first_five_and_their_number(
     path = tmp_path / "docs.jsonl"
     policy = "spec.training.data.malformed"
     assert problems[:2] == [
-        f"{path}:{line}: the line is not JSON; Expecting value at column 1. Correct the line, or set {policy} to skip."
+        (
+            f"{path}:{line}: the line is not JSON; Expecting value at column 1. Correct the line, or "
+            f"set {policy} to skip."
+        )
         for line in (2, 4)
     ]
     assert [problem.partition(": ")[0] for problem in problems] == [
@@ -292,7 +295,10 @@ def test_skipping_malformed_lines_counts_them_and_keeps_the_rest(
         (b"\xef\xbb\xbf", "0 are blank or have an empty text, 0 are malformed"),
         (
             b'{"body": "a"}\n' * 3,
-            "0 are blank or have an empty text, 3 are malformed, the first in line 1: the object has no field 'text'",
+            (
+                "0 are blank or have an empty text, 3 are malformed, the first in line 1: the object "
+                "has no field 'text'"
+            ),
         ),
     ],
 )
@@ -378,7 +384,8 @@ def test_damaged_prepared_data_is_named_with_its_remedy(
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-2])
     assert message_of(prepared_in, training()) == (
-        f"{shard}: has {len(whole) - 2} bytes and should have {len(whole)}; the prepared data is damaged. {remedy}"
+        f"{shard}: has {len(whole) - 2} bytes and should have {len(whole)}; the prepared data is "
+        f"damaged. {remedy}"
     )
     shard.unlink()
     assert message_of(prepared_in, training()).startswith(

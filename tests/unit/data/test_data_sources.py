@@ -1,4 +1,5 @@
-"""One pass over a source file: hash, lines, chunks, ids; what is wrong with a file; what is remembered of it."""
+"""One pass over a source file: hash, lines, chunks, ids; what is wrong with a file; what is
+remembered of it."""
 
 import gzip
 import json
@@ -151,7 +152,8 @@ def test_the_largest_id_of_a_tokens_file_is_found_wherever_it_stands(
     with pytest.raises(DataError) as caught:
         raise_if_out_of_vocabulary(source, found, 257)
     assert str(caught.value).startswith(
-        f"{tmp_path / 'f'}: token 777 is 300; the tokenizer has the ids 0 to 256; the largest in the file is 300. "
+        f"{tmp_path / 'f'}: token 777 is 300; the tokenizer has the ids 0 to 256; the largest in "
+        "the file is 300. "
         f"Check spec.training.data.sources[0].dtype ({dtype})"
     )
 

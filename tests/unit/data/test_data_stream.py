@@ -113,7 +113,10 @@ def test_the_step_that_ends_an_epoch_is_full_and_goes_on_with_the_next(build: Ca
 
 
 class ElasticRun:
-    """A run whose world changes, is killed and rolls back, as the loop would drive the stream. The last row of a step counts."""
+    """A run whose world changes, is killed and rolls back, as the loop would drive the stream.
+
+    The last row of a step counts.
+    """
 
     def __init__(self, stream: TrainingStream, rng: random.Random) -> None:
         self.stream = stream

@@ -1,4 +1,5 @@
-"""Windows of prepared token files: every token once as a label, whatever the shards; files that break underneath."""
+"""Windows of prepared token files: every token once as a label, whatever the shards; files that break
+underneath."""
 
 import errno
 import gc
@@ -24,7 +25,8 @@ END = 256
 def write_shards(
     directory: Path, sizes: Sequence[int], *, dtype: Dtype = "uint16", before: int = 0
 ) -> TokenSequence:
-    """Tokens 0, 1, 2, … over files of these sizes; each file begins with ``before`` tokens that are not part of it."""
+    """Tokens 0, 1, 2, … over files of these sizes; each file begins with ``before`` tokens that are not part
+    of it."""
     shards, first = [], 0
     for number, size in enumerate(sizes):
         path = directory / f"{dtype}-{number}.tokens"

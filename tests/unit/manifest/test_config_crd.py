@@ -24,7 +24,8 @@ VALUE_WORDS = ("allOf", "anyOf", "oneOf", "not")
 
 
 def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every node that describes a value, with its path; not those inside of ``anyOf`` and its like, which only restrict."""
+    """Every node that describes a value, with its path; not those inside of ``anyOf`` and its like, which
+    only restrict."""
     yield path, schema
     for key, node in schema.get("properties", {}).items():
         yield from nodes(node, f"{path}.{key}".lstrip("."))

@@ -1,4 +1,5 @@
-"""YAML as it is read: strict where YAML would guess, bounded where it would explode, and every value with its line."""
+"""YAML as it is read: strict where YAML would guess, bounded where it would explode, and every value with its
+line."""
 
 from typing import Any
 

@@ -54,8 +54,8 @@ def test_the_reference_has_each_field_once() -> None:
 def test_the_reference_says_type_bounds_and_default() -> None:
     page = build_reference()
     assert (
-        "| `spec.training.optimizer.learningRate` | number, above 0, at most 10 | required | Peak learning rate. |"
-        in page
+        "| `spec.training.optimizer.learningRate` | number, above 0, at most 10 | required | "
+        "Peak learning rate. |" in page
     )
     assert '| `spec.training.checkpoint.every` | mapping | `{"steps": 500}` |' in page
     assert "| `spec.training.optimizer.betas` | 2 numbers | `[0.9, 0.95]` |" in page

@@ -142,7 +142,10 @@ def test_a_duplicate_key_does_not_hide_the_other_problems(manifest: Path) -> Non
 def test_a_value_that_cannot_be_read_is_said_once(manifest: Path) -> None:
     manifest.write_text(BASE.replace("learningRate: 1e-3", "learningRate: .nan"))
     assert problems(manifest) == [
-        "spec.training.optimizer.learningRate: '.nan' is not a finite number (line 24). Write a finite number."
+        (
+            "spec.training.optimizer.learningRate: '.nan' is not a finite number (line 24). Write a "
+            "finite number."
+        )
     ]
 
 
@@ -162,7 +165,10 @@ def test_overlays_merge_mappings_replace_lists_and_remove_by_null(manifest: Path
     )
     second = overlay(
         tmp_path,
-        "spec: {training: {optimizer: {learningRate: 2}, data: {sources: [{name: b, path: b}, {name: c, path: c}]}}}",
+        (
+            "spec: {training: {optimizer: {learningRate: 2}, data: {sources: [{name: b, path: b}, "
+            "{name: c, path: c}]}}}"
+        ),
         "second.yaml",
     )
     training = load_manifest(manifest, overlays=[first, second]).run.spec.training
@@ -181,7 +187,10 @@ def test_removing_a_key_that_is_not_there_is_fine_if_it_exists_and_refused_if_it
     )
     slip = overlay(tmp_path, "spec: {training: {horizn: null}}")
     assert problems(manifest, [slip]) == [
-        f"spec.training.horizn: there is no such key to remove ({slip} line 1). Correct the key, or take the line out."
+        (
+            f"spec.training.horizn: there is no such key to remove ({slip} line 1). Correct the key, "
+            "or take the line out."
+        )
     ]
     assert (
         "there is no such key to remove (--set)"
@@ -314,7 +323,10 @@ def test_overrides_come_after_overlays_and_the_last_one_counts(manifest: Path, t
 
 def test_an_override_that_does_not_fit_says_why(manifest: Path) -> None:
     assert problems(manifest, overrides=["spec.training.data.sources[3].path=x"]) == [
-        "spec.training.data.sources[3]: there is no such item; the list has 1 item (--set). Use a number from 0 to 1."
+        (
+            "spec.training.data.sources[3]: there is no such item; the list has 1 item (--set). Use "
+            "a number from 0 to 1."
+        )
     ]
     assert (
         "false has no keys, so spec.suspend.x cannot be set"

@@ -1,4 +1,5 @@
-"""2,000 mutated manifests: each is accepted or refused with exit 64 and a path, and none ends in a traceback."""
+"""2,000 mutated manifests: each is accepted or refused with exit 64 and a path, and none ends in
+a traceback."""
 
 import argparse
 import contextlib

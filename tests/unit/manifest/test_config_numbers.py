@@ -106,7 +106,10 @@ REFUSED: list[tuple[Parser, Any, str]] = [
     (
         parse_count,
         "1,000",
-        "'1,000' is not a number; a number has no comma. Write 1000, or 1.000 if the comma is a decimal point",
+        (
+            "'1,000' is not a number; a number has no comma. Write 1000, or 1.000 if the comma is a "
+            "decimal point"
+        ),
     ),
     (parse_count, "0x10", "'0x10' is not a number"),
     (parse_count, "1__0", "'1__0' is not a number"),
@@ -121,12 +124,18 @@ REFUSED: list[tuple[Parser, Any, str]] = [
     (
         parse_count,
         "64Ki",
-        "'64Ki' has the unit Ki, which does not fit here; Ki (1024) is for sizes in bytes and this is not one. Write 65536",
+        (
+            "'64Ki' has the unit Ki, which does not fit here; Ki (1024) is for sizes in bytes and "
+            "this is not one. Write 65536"
+        ),
     ),
     (
         parse_count,
         "5%",
-        "'5%' has the unit %, which does not fit here; this is not a share of something. Write a plain number",
+        (
+            "'5%' has the unit %, which does not fit here; this is not a share of something. Write a "
+            "plain number"
+        ),
     ),
     (parse_count, "20m", "'20m' has the unknown unit m. Did you mean 20M? Known units: k, K, M, G, B, T"),
     (parse_count, "20MB", "Did you mean 20M?"),
@@ -170,7 +179,10 @@ REFUSED: list[tuple[Parser, Any, str]] = [
     (
         parse_bytes,
         "1024B",
-        "'1024B' has the unit B, which does not fit here; it could mean bytes or billions. Write 1024 for bytes, or 1024G",
+        (
+            "'1024B' has the unit B, which does not fit here; it could mean bytes or billions. Write "
+            "1024 for bytes, or 1024G"
+        ),
     ),
     (parse_bytes, "0.3Ki", "'0.3Ki' is not a whole number; this is a number of bytes. Write 307 or 308"),
     (parse_bytes, "9999999Pi", "is too large"),

@@ -110,7 +110,10 @@ def test_the_working_directory_is_relative_to_the_manifest() -> None:
 def test_both_kinds_or_none_is_one_problem_of_the_spec() -> None:
     typed = json.dumps(yaml.safe_load(BASE.read_text())["spec"]["training"])
     assert refused("spec.workersPerNode=null", f"spec.training={typed}") == {
-        "spec": "spec: training and script are both set (line 5); a run is exactly one of them. Remove one of them."
+        "spec": (
+            "spec: training and script are both set (line 5); a run is exactly one of them. Remove "
+            "one of them."
+        )
     }
     assert refused("spec.script=null") == {
         "spec": "spec: neither training nor script is set (line 5); a run is exactly one of them. "

@@ -1,4 +1,5 @@
-"""The table of bad manifests: every problem is found, at its path, in these words, and no other is claimed."""
+"""The table of bad manifests: every problem is found, at its path, in these words, and no other
+is claimed."""
 
 import copy
 from pathlib import Path

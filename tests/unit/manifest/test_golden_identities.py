@@ -156,7 +156,10 @@ def test_a_later_default_that_changed_gives_the_old_hash_to_the_old_meaning_only
 
 
 def test_defaults_of_the_recipe_stay_what_they_are() -> None:
-    """A changed default changes what files mean. One of a later field goes into FIRST_DEFAULTS first, with its old value."""
+    """A changed default changes what files mean.
+
+    One of a later field goes into FIRST_DEFAULTS first, with its old value.
+    """
     golden = next(case for case in GOLDEN if case["name"] == "the least that a recipe says")
     recipe = recipe_of(parse_run(document(golden)))
     assert recipe == {

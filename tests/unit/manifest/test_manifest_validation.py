@@ -1,4 +1,5 @@
-"""An object of the API server is refused for what a file of the same content is refused for, and for what may not change."""
+"""An object of the API server is refused for what a file of the same content is refused for, and for what may
+not change."""
 
 import copy
 import json
@@ -99,7 +100,8 @@ def test_what_the_cluster_adds_to_a_valid_object_is_no_problem() -> None:
         (
             {"spec.training.horizon.tokens": "10M"},
             (
-                "spec.training.horizon: 1221 steps are fewer than the 2442 of this run; a run can be extended, not shortened. "
+                "spec.training.horizon: 1221 steps are fewer than the 2442 of this run; a run "
+                "can be extended, not shortened. "
                 "Use at least 2442 steps; to end it earlier use spec.training.stop.afterStep."
             ),
         ),

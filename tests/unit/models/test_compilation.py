@@ -59,7 +59,8 @@ class Diary(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def graphs_of_plain_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Traced and cut into graphs as ever; only the kernels are torch's own, so that the test takes no C++ compiler.
+    # Traced and cut into graphs as ever; only the kernels are torch's own, so that the test takes no C++
+    # compiler.
     compiled = nn.Module.compile
     monkeypatch.setattr(
         nn.Module, "compile", lambda self, **options: compiled(self, backend="aot_eager", **options)
@@ -90,7 +91,8 @@ def test_sums_of_later_blocks_begin_before_the_backward_pass_of_earlier_ones() -
         diary.entries.clear()
         with diary:
             loss.backward()
-    # Each weight takes two products, one for its own gradient and one for the layer below; the first layer has none below.
+    # Each weight takes two products, one for its own gradient and one for the layer below; the first layer
+    # has none below.
     block = ["product"] * 4 + ["sum"] * 2
     assert diary.entries == ["product"] * 2 + ["sum"] + block * LAYERS + ["product", "sum"]
 

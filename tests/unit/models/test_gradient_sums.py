@@ -155,7 +155,8 @@ class _InGroup(World):
 
 @pytest.mark.parametrize("kind", ["alone", "in a group", "exact"])
 def test_a_parameter_without_a_gradient_gets_one_of_zero_in_every_world(kind: str) -> None:
-    """The optimizer would pass over a parameter without one, and decay one with: worlds of one and of two would part."""
+    """The optimizer would pass over a parameter without one, and decay one with: worlds of one and of two
+    would part."""
     model = with_unused()
     parameters = list(model.parameters())
     sums: GradientSum = BucketedSum(parameters, bucket_bytes=64)

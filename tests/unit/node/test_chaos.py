@@ -1,4 +1,5 @@
-"""Chaos: the plan follows from its seed, the last replica is spared, nothing stays frozen, who left comes back."""
+"""Chaos: the plan follows from its seed, the last replica is spared, nothing stays frozen, who left comes
+back."""
 
 import contextlib
 import dataclasses
@@ -124,7 +125,7 @@ def test_chaos_of_a_script_is_refused_because_its_steps_are_not_known() -> None:
         check_request_of_script(dataclasses.replace(request, chaos_seed=7))
 
 
-# ---- real processes --------------------------------------------------------------------------------------------------
+# ---- real processes ----------------------------------------------------------------------------------------
 
 
 def sleep_for_ever(index: int) -> int:

@@ -1,4 +1,5 @@
-"""A crew counts, asks and replaces its workers, and tells the coordinator's side what became of them: fakes in, reports out."""
+"""A crew counts, asks and replaces its workers, and tells the coordinator's side what became of them: fakes
+in, reports out."""
 
 import signal
 from collections.abc import Iterator

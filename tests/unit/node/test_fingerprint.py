@@ -1,4 +1,5 @@
-"""Two nodes with other versions of a script, another device or another image differ; what a script writes is no difference."""
+"""Two nodes with other versions of a script, another device or another image differ; what a script writes is
+no difference."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""The crew of fresh workers: starts them when a group begins, ends them when it is left, and says what became of them."""
+"""The crew of fresh workers: starts them when a group begins, ends them when it is left, and says what became
+of them."""
 
 import signal
 from collections.abc import Mapping

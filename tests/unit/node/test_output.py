@@ -13,7 +13,8 @@ from evergrad_trainer.node.output import WorkerOutput
 def read_all(
     path: Path, write: Callable[[int, list[int]], None], *, is_forwarded: bool = True
 ) -> WorkerOutput:
-    """What becomes of what ``write(descriptor, ranks)`` writes; ``ranks[0]`` is the worker's rank at that moment."""
+    """What becomes of what ``write(descriptor, ranks)`` writes; ``ranks[0]`` is the worker's rank at that
+    moment."""
 
     async def run() -> WorkerOutput:
         read_end, write_end = os.pipe()

@@ -1,4 +1,5 @@
-"""A supervisor and a coordinator that is a script of the test: what it says when, and what it says again after a reconnect."""
+"""A supervisor and a coordinator that is a script of the test: what it says when, and what it says again
+after a reconnect."""
 
 import asyncio
 import contextlib

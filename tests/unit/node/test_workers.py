@@ -1,4 +1,5 @@
-"""A worker by each of the three ways to start one: its output reaches its node, and it does not outlive it."""
+"""A worker by each of the three ways to start one: its output reaches its node, and it does not
+outlive it."""
 
 import os
 import signal

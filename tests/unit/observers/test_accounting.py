@@ -385,7 +385,10 @@ def test_a_clock_set_back_between_two_processes_makes_no_negative_downtime_and_i
     _check_sum(goodput, first + run.now - begun)
     assert goodput.lost_seconds["downtime"] == 0
     assert goodput.notes == (
-        "generation 2 began 16m40s before the last sign of the one before: the clock went back, or both ran at once",
+        (
+            "generation 2 began 16m40s before the last sign of the one before: the clock went back, "
+            "or both ran at once"
+        ),
     )
 
 
@@ -561,7 +564,8 @@ def test_the_accounts_of_any_history_of_starts_worlds_and_kills_are_what_the_clo
     run.write(synthetic.Process(last=17, ended="killed"))
     at, saved, ended, worlds, starts = 17, 15, "killed", 0, 0
     for kind, num_steps, ending, gap, settle, cause, forgotten in plan:
-        # A state that was saved and left is on the disk alone, and what is older than the checkpoint is in no memory.
+        # A state that was saved and left is on the disk alone, and what is older than the checkpoint is in no
+        # memory.
         if kind == "start" or ended == "signal":
             run.write(
                 synthetic.Process(
@@ -671,7 +675,8 @@ def test_a_live_start_after_all_state_was_lost_counts_repeated_steps_and_no_time
     live = LiveAccounting()
     live.event(Event(EventType.START, 2.0, 0, 1, {"process_start_time": 0.0}))
     live.step(synthetic.step_record(1, time=3.0))
-    # Elsewhere steps 2 to 5 were trained until 8.0; then all processes were lost, and the nodes' own start is long ago.
+    # Elsewhere steps 2 to 5 were trained until 8.0; then all processes were lost, and the nodes' own start is
+    # long ago.
     live.begin(highest_step=5, last_time=8.0, takes_over=False)
     live.event(Event(EventType.START, 10.0, 0, 3, {"process_start_time": 0.0}))
     live.step(synthetic.step_record(1, generation=3, time=11.0))

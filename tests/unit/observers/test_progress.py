@@ -379,7 +379,8 @@ def test_each_rank_has_its_own_log_file_and_only_rank_0_speaks_on_stderr(
     ]
     text = (directory.logs / "node-0-rank-1.log").read_text()
     assert re.search(
-        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node 0 rank 1 INFO evergrad_trainer\.training\.loop: quiet 1$",
+        r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} node 0 rank 1 INFO "
+        r"evergrad_trainer\.training\.loop: quiet 1$",
         text,
         re.MULTILINE,
     )

@@ -1,4 +1,5 @@
-"""The Prometheus endpoint: what it serves, how it starts and ends, and that the documentation lists exactly that."""
+"""The Prometheus endpoint: what it serves, how it starts and ends, and that the documentation lists exactly
+that."""
 
 import json
 import math
@@ -204,7 +205,8 @@ def test_a_change_of_the_world_is_counted_by_its_cause_and_costs_reconfiguration
     samples = _samples(exporter)
     counted = {cause: samples["evergrad_world_changes_total", (("cause", cause),)] for cause in CHANGES}
     assert counted == dict.fromkeys(CHANGES, 0) | {"node_lost": 1}
-    # From the end of step 60 at 114.5 to the begin of step 61 at 118.5, less an evaluation of 2 s and a save of 0.25 s.
+    # From the end of step 60 at 114.5 to the begin of step 61 at 118.5, less an evaluation of 2 s and a save
+    # of 0.25 s.
     assert samples["evergrad_lost_seconds_total", (("cause", "reconfiguration"),)] == pytest.approx(
         4.0 - 2.25
     )
@@ -373,7 +375,10 @@ def test_a_port_in_use_is_refused_with_the_field_that_set_it() -> None:
         port = taken.getsockname()[1]
         with pytest.raises(
             ConfigurationError,
-            match=rf"spec\.training\.metrics\.port: port {port} cannot be listened on; address already in use",
+            match=(
+                rf"spec\.training\.metrics\.port: port {port} cannot be listened on; "
+                r"address already in use"
+            ),
         ):
             PrometheusExporter("docs-lm", port=port, host="127.0.0.1")
 

@@ -1,4 +1,5 @@
-"""Pod Security's level *restricted*, as https://kubernetes.io/docs/concepts/security/pod-security-standards/ has it (1.34)."""
+"""Pod Security's level *restricted*, as https://kubernetes.io/docs/concepts/security/pod-security-standards/
+has it (1.34)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,5 @@
-"""One run in a small world without a cluster: what is planned is done, what happens is told; the clock is a number."""
+"""One run in a small world without a cluster: what is planned is done, what happens is told; the clock is a
+number."""
 
 import copy
 import itertools
@@ -80,7 +81,7 @@ class Simulation:
         """After so many writes the operator dies before the next one."""
         self._serials = itertools.count()
 
-    # ---- the operator ------------------------------------------------------------------------------------------------
+    # ---- the operator --------------------------------------------------------------------------------------
 
     def look(self) -> Observation:
         """What the operator sees now. The coordinator notices who is gone."""
@@ -100,7 +101,10 @@ class Simulation:
         )
 
     def reconcile(self, *, is_status_lost: bool = False, refuse: ApplyFailure | None = None) -> Decision:
-        """One pass. ``is_status_lost``: the operator dies before it writes. ``refuse``: what every new pod is answered."""
+        """One pass.
+
+        ``is_status_lost``: the operator dies before it writes. ``refuse``: what every new pod is answered.
+        """
         seen = self.look()
         self.decision = decide(seen, self.config, self.now)
         assert decide(self.look(), self.config, self.now) == self.decision
@@ -175,7 +179,7 @@ class Simulation:
         self.created.append(name)
         return name
 
-    # ---- the world ---------------------------------------------------------------------------------------------------
+    # ---- the world -----------------------------------------------------------------------------------------
 
     @property
     def status(self) -> dict[str, Any]:

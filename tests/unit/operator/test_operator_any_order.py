@@ -1,4 +1,5 @@
-"""Whatever happens to a run, in whatever order, and wherever the operator dies: what must never be, never is."""
+"""Whatever happens to a run, in whatever order, and wherever the operator dies: what must never
+be, never is."""
 
 import copy
 import json

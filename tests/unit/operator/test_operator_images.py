@@ -1,4 +1,5 @@
-"""Images of a run: its first pod's digest is kept to, images brought by hand serve, and two images never train together."""
+"""Images of a run: its first pod's digest is kept to, images brought by hand serve, and two images never
+train together."""
 
 import copy
 from typing import Any

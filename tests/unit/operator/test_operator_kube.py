@@ -166,7 +166,8 @@ def test_a_slow_server_never_holds_up_the_event_loop() -> None:
 
         server._serve = serve  # type: ignore[method-assign]
         calls = [asyncio.create_task(kube.apply(config_map(str(number), a="1"))) for number in range(100)]
-        # The server answers in the same loop, and only when this has come to its end: a call that waited for it would hang.
+        # The server answers in the same loop, and only when this has come to its end: a call that waited for
+        # it would hang.
         for _ in range(100):
             await asyncio.sleep(0.001)
         assert not any(call.done() for call in calls)

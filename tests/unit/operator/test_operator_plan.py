@@ -522,7 +522,7 @@ def test_a_coordinator_that_is_replaced_expects_the_nodes_that_are_there() -> No
     assert arguments[arguments.index("--expect") + 1] == "2"
 
 
-# ---- the coordinator's place -----------------------------------------------------------------------------------------
+# ---- the coordinator's place -------------------------------------------------------------------------------
 
 
 def coordinator_of(template: dict[str, Any]) -> dict[str, Any]:

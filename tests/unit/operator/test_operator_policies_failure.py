@@ -61,7 +61,7 @@ def test_others_of_a_failed_run_have_a_moment_to_end_by_themselves_and_keep_thei
     assert sorted(world.pods) == ["docs-lm-0-0", "docs-lm-1-0"]
 
 
-# ---- exit code 64 ----------------------------------------------------------------------------------------------------
+# ---- exit code 64 ------------------------------------------------------------------------------------------
 
 
 def test_exit_code_64_of_one_node_never_ends_a_run_whose_group_trains() -> None:
@@ -191,7 +191,7 @@ def test_a_restart_and_a_resumption_ask_anew_whether_the_input_is_right() -> Non
         assert world.reconcile().phase == Phase.FAILED, change
 
 
-# ---- hosts -----------------------------------------------------------------------------------------------------------
+# ---- hosts -------------------------------------------------------------------------------------------------
 
 
 def host_fault(text: str = "error: /volume: [Errno 116] Stale file handle") -> str:
@@ -596,7 +596,10 @@ def test_the_coordinators_verdict_ends_the_run_with_its_words() -> None:
         0,
         phase="Failed",
         reason="FailuresWithoutProgress",
-        message="workers failed 4 times without progress; 3 such failures are allowed. Last: worker_crash on rank 2 (node 2)",
+        message=(
+            "workers failed 4 times without progress; 3 such failures are allowed. Last: "
+            "worker_crash on rank 2 (node 2)"
+        ),
         lastFailure=failure,
     )
     decision = world.reconcile()

@@ -25,7 +25,7 @@ def record_of(world: Simulation, claim: str = "docs-lm", run: str = "docs-lm") -
     return found
 
 
-# ---- start -----------------------------------------------------------------------------------------------------------
+# ---- start -------------------------------------------------------------------------------------------------
 
 
 def test_a_new_run_gets_all_its_children_in_one_pass_and_nothing_in_the_next() -> None:
@@ -129,7 +129,7 @@ def test_pods_of_an_older_namesake_are_not_taken_over() -> None:
     assert world.look().nodes == ()
 
 
-# ---- bounds ----------------------------------------------------------------------------------------------------------
+# ---- bounds ------------------------------------------------------------------------------------------------
 
 
 def test_more_nodes_are_made_and_the_coordinator_is_told() -> None:
@@ -207,7 +207,7 @@ def test_priority_and_template_apply_to_pods_made_later() -> None:
     assert pod["spec"]["containers"][0]["resources"] == {"limits": {"memory": "2Gi"}}
 
 
-# ---- suspension ------------------------------------------------------------------------------------------------------
+# ---- suspension --------------------------------------------------------------------------------------------
 
 
 def test_suspension_lets_the_nodes_save_before_the_coordinator_goes() -> None:
@@ -386,7 +386,7 @@ def test_all_nodes_leaving_is_no_stop() -> None:
     assert world.reconcile().nodes_to_create == ((0, 1), (1, 1), (2, 1))
 
 
-# ---- restart ---------------------------------------------------------------------------------------------------------
+# ---- restart -----------------------------------------------------------------------------------------------
 
 
 def test_a_new_nonce_restarts_all_pods_gracefully_and_with_fresh_budgets() -> None:
@@ -465,7 +465,7 @@ def test_a_complete_run_never_trains_again_whatever_changes() -> None:
     assert len(world.created) == 4
 
 
-# ---- completion ------------------------------------------------------------------------------------------------------
+# ---- completion --------------------------------------------------------------------------------------------
 
 
 def completed(run: dict[str, Any] | None = None) -> Simulation:
@@ -562,7 +562,7 @@ def test_an_operator_that_dies_between_the_claims_record_and_the_status_complete
     assert len(world.created) == 4
 
 
-# ---- conflicts -------------------------------------------------------------------------------------------------------
+# ---- conflicts ---------------------------------------------------------------------------------------------
 
 
 def shared(name: str, *, path: str | None = None, uid: str | None = None, **spec: Any) -> dict[str, Any]:
@@ -668,7 +668,7 @@ def test_sections_that_do_not_decide_the_result_may_differ() -> None:
     assert again.reconcile().action == Action.RUN
 
 
-# ---- deadline, cleaning ----------------------------------------------------------------------------------------------
+# ---- deadline, cleaning ------------------------------------------------------------------------------------
 
 
 def test_a_deadline_ends_the_run_with_its_state_saved() -> None:
@@ -717,7 +717,7 @@ def test_after_its_time_to_live_only_the_run_and_its_volume_are_left() -> None:
     assert world.status["phase"] == "Complete"
 
 
-# ---- what the operator does not allow --------------------------------------------------------------------------------
+# ---- what the operator does not allow ----------------------------------------------------------------------
 
 ABUSES: list[dict[str, Any]] = [
     {"template": {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}},

@@ -1,4 +1,5 @@
-"""A quiet cluster: the operator takes no watch to be behind, whatever came before and in which order it was told.
+"""A quiet cluster: the operator takes no watch to be behind, whatever came before and in which order it was
+told.
 
 It counts as sick when a watch is behind for a hundred seconds, and the kubelet restarts it then.
 """

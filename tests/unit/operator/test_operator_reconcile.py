@@ -1,4 +1,5 @@
-"""Reconciling over an in-memory cluster: same children and status whatever happened on the way, and no needless write."""
+"""Reconciling over an in-memory cluster: same children and status whatever happened on the way, and no
+needless write."""
 
 import asyncio
 from collections.abc import Callable
@@ -567,7 +568,8 @@ def test_the_oldest_records_of_runs_that_are_gone_make_room_on_a_shared_volume()
 
 
 def inject(simulation: Simulation, name: str, ours: dict[str, Any]) -> None:
-    """A pod with a mesh's container, which the kubelet lists before ours and which runs on whatever ours does."""
+    """A pod with a mesh's container, which the kubelet lists before ours and which runs on whatever ours
+    does."""
     raw = simulation.store.get("pods", "ns", name)
     sidecar = {
         "name": "istio-proxy",

@@ -1,4 +1,5 @@
-"""Whatever the API server answers: the same pass says so in the status, the rest of the run is served, and it is tried again."""
+"""Whatever the API server answers: the same pass says so in the status, the rest of the run is served, and it
+is tried again."""
 
 import asyncio
 from typing import Any

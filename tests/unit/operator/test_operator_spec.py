@@ -121,7 +121,7 @@ def test_values_are_frozen() -> None:
         run.spec.nodes.min = 7
 
 
-# ---- once for each generation ----------------------------------------------------------------------------------------
+# ---- once for each generation ------------------------------------------------------------------------------
 
 
 def test_a_spec_is_parsed_once_for_each_generation_of_each_run(monkeypatch: pytest.MonkeyPatch) -> None:

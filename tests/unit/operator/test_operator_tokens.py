@@ -45,7 +45,7 @@ def mounted(pod: dict[str, Any]) -> str:
     return str(volume["secret"]["secretName"])
 
 
-# ---- the installation's key ------------------------------------------------------------------------------------------
+# ---- the installation's key --------------------------------------------------------------------------------
 
 
 def test_the_first_operator_makes_the_key_and_all_others_read_it() -> None:
@@ -99,7 +99,7 @@ def test_each_runs_token_is_an_hmac_of_its_uid() -> None:
     assert len({derive_token(key, uid) for key in (b"a" * 32, b"b" * 32) for uid in ("uid-1", "uid-2")}) == 4
 
 
-# ---- the Secret of a run ---------------------------------------------------------------------------------------------
+# ---- the Secret of a run -----------------------------------------------------------------------------------
 
 
 def test_a_run_has_one_secret_of_its_own_that_all_its_pods_mount(simulation: Simulation) -> None:

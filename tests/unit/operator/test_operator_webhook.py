@@ -52,7 +52,7 @@ def ask(new: Mapping[str, Any], old: Mapping[str, Any] | None = None) -> dict[st
     return response
 
 
-# ---- the answer ------------------------------------------------------------------------------------------------------
+# ---- the answer --------------------------------------------------------------------------------------------
 
 
 def test_a_valid_run_is_allowed() -> None:
@@ -118,7 +118,7 @@ def test_a_run_that_is_being_deleted_may_always_lose_its_finalizers() -> None:
     assert find_problems(make_object(metadata=gone, **WRONG), make_object(**WRONG)) == ()
 
 
-# ---- the certificate -------------------------------------------------------------------------------------------------
+# ---- the certificate ---------------------------------------------------------------------------------------
 
 
 def read(pem: bytes) -> x509.Certificate:
@@ -174,7 +174,7 @@ def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
     assert certificates.renew(certificates.read_bundle(data), names, now=NOW) is not None
 
 
-# ---- the server ------------------------------------------------------------------------------------------------------
+# ---- the server --------------------------------------------------------------------------------------------
 
 
 class Store:

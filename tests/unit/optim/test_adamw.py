@@ -89,7 +89,8 @@ def third_of_three() -> Iterator[DeviceMesh]:
 
 def test_a_shard_is_updated_to_the_bits_of_the_whole(third_of_three: DeviceMesh) -> None:
     torch.manual_seed(0)
-    # Rows of 77 elements, so that hardly any shard begins where a line does; the last rank has fewer rows, or none.
+    # Rows of 77 elements, so that hardly any shard begins where a line does; the last rank has fewer rows, or
+    # none.
     whole = nn.ParameterList([torch.randn(300, 77), torch.randn(50), torch.randn(4, 77)])
     shards = nn.ParameterList([DTensor.from_local(part(p), third_of_three, [Shard(0)], shape=p.shape, stride=p.stride())
         for p in whole])  # fmt: skip

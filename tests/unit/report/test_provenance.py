@@ -160,7 +160,8 @@ def test_a_command_keeps_its_words_and_loses_its_secrets(monkeypatch: pytest.Mon
     monkeypatch.setenv("HOME", "/home/ada")
     command = [
         "/home/ada/bin/evergrad", "run", "--set", "spec.training.horizon.tokens=20M", "--set", "spec.x.password=hunter2",
-        "--set=spec.x.token=abc=def", "--hf-token", "xyz", "--verbose", "HF_TOKEN=1", "--set", "env=[{name: API_KEY, value: s3}]",
+        "--set=spec.x.token=abc=def", "--hf-token", "xyz", "--verbose", "HF_TOKEN=1", "--set", ("env=[{name: "
+            "API_KEY, value: s3}]"),
         "https://ada:pw@example.org/x", "/home/adam/file",
     ]  # fmt: skip
     assert redact_command(command) == [

@@ -1,4 +1,7 @@
-"""The Helm chart as it renders: rights, security, scopes, names, values. On a cluster: tests/e2e/test_chart.py."""
+"""The Helm chart as it renders: rights, security, scopes, names, values.
+
+On a cluster: tests/e2e/test_chart.py.
+"""
 
 import json
 import re
@@ -25,7 +28,8 @@ CLUSTER_SCOPED = {
     "ValidatingWebhookConfiguration",
     "MutatingWebhookConfiguration",
 }
-# What the operator may do, exactly: (group, resource) → verbs. The lease's stand apart, in the release's namespace.
+# What the operator may do, exactly: (group, resource) → verbs. The lease's stand apart, in the release's
+# namespace.
 RIGHTS = {
     ("evergrad.dev", "trainingruns"): {"list", "watch"},
     ("evergrad.dev", "trainingruns/status"): {"patch"},

@@ -1,4 +1,5 @@
-"""The locks are complete, hashed, in step with what they were made from, and the right build of torch is chosen."""
+"""The locks are complete, hashed, in step with what they were made from, and the right build of torch is
+chosen."""
 
 import importlib.util
 import platform

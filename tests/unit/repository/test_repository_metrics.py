@@ -1,4 +1,7 @@
-"""The reference of metrics lists those of the operator, each with its type. What the trainer exports: tests/unit/observers."""
+"""The reference of metrics lists those of the operator, each with its type.
+
+What the trainer exports: tests/unit/observers.
+"""
 
 import re
 from dataclasses import fields

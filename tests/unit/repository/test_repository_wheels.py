@@ -1,4 +1,5 @@
-"""The three distributions build without a network, hold only their own package and ask only for what they need."""
+"""The three distributions build without a network, hold only their own package and ask only for what they
+need."""
 
 import email
 import os

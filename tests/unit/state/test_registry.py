@@ -1,4 +1,5 @@
-"""What is registered is what is saved, restored, fed, reset and compared, under the names that checkpoints have always had."""
+"""What is registered is what is saved, restored, fed, reset and compared, under the names that checkpoints
+have always had."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -50,7 +50,8 @@ def run_with_board(
 
 
 async def ask(directory: Path, *messages: dict[str, object] | bytes) -> dict[str, object]:
-    """Sends the messages on one connection and returns the answer to the last; {} when the board hung up instead."""
+    """Sends the messages on one connection and returns the answer to the last; {} when the board hung up
+    instead."""
     reader, writer = await asyncio.open_unix_connection(directory / SOCKET_NAME)
     for message in messages:
         writer.write(message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n")
@@ -203,7 +204,8 @@ def test_a_worker_that_connects_while_the_board_is_closed_is_hung_up_on(tmp_path
         with socket.socket(socket.AF_UNIX) as worker:
             worker.connect(str(tmp_path / SOCKET_NAME))
             worker.setblocking(False)
-            # After each number of the loop's turns the connection is somewhere else between the kernel and its handler.
+            # After each number of the loop's turns the connection is somewhere else between the kernel and
+            # its handler.
             for _ in range(turns):
                 await asyncio.sleep(0)
             await board.close()

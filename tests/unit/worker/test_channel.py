@@ -1,4 +1,5 @@
-"""Records between a supervisor and a worker keep their borders, their order and their types; an end that is gone is told."""
+"""Records between a supervisor and a worker keep their borders, their order and their types; an end that is
+gone is told."""
 
 import threading
 

@@ -54,7 +54,8 @@ class Node:
     def close_board(self) -> None:
         async def close() -> None:
             await self.board.close()
-            # Connections end on the loop, also one that was just being accepted: it has to turn until the last has.
+            # Connections end on the loop, also one that was just being accepted: it has to turn until the
+            # last has.
             for _ in range(20):
                 others = asyncio.all_tasks() - {asyncio.current_task()}
                 await asyncio.gather(*others, return_exceptions=True)

@@ -1,4 +1,5 @@
-"""The guard thread hears the supervisor while the main thread is elsewhere: ready, begin, soft and hard changes, the end."""
+"""The guard thread hears the supervisor while the main thread is elsewhere: ready, begin, soft and hard
+changes, the end."""
 
 import socket
 import threading

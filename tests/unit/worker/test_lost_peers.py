@@ -5,22 +5,40 @@ import pytest
 from evergrad_trainer.worker.lost_peers import LOST_WORDS, is_lost_peer
 
 GLOO = "RuntimeError: [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/"
-NCCL = "torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2006, "
+NCCL = (
+    "torch.distributed.DistBackendError: NCCL error in: "
+    "/pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:2006, "
+)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         # As torch 2.13 says it when a process of a group is killed, is frozen, or its store is gone.
-        f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:12170. This is typically caused by a remote worker crashing.",
+        (
+            f"{GLOO}pair.cc:553] Connection closed by peer [127.0.0.1]:12170. This is typically "
+            "caused by a remote worker crashing."
+        ),
         f"{GLOO}unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to complete",
         f"{GLOO}pair.cc:541] Read error [127.0.0.1]:9: Connection reset by peer",
-        f"Traceback (most recent call last):\n[rank1]: {GLOO}pair.cc:541] writev [127.0.0.1]:9: Broken pipe\nlast line",
+        (
+            f"Traceback (most recent call last):\n[rank1]: {GLOO}pair.cc:541] writev [127.0.0.1]:9: "
+            "Broken pipe\nlast line"
+        ),
         "torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed. Did",
-        "torch.distributed.DistNetworkError: The client socket has timed out after 2000ms while trying to connect to (a, 9).",
-        "torch.distributed.DistStoreError: Timed out after 3 seconds waiting for clients. 1/2 clients joined.",
+        (
+            "torch.distributed.DistNetworkError: The client socket has timed out after 2000ms while "
+            "trying to connect to (a, 9)."
+        ),
+        (
+            "torch.distributed.DistStoreError: Timed out after 3 seconds waiting for clients. 1/2 "
+            "clients joined."
+        ),
         f"{NCCL}remote process exited or there was a network error, NCCL version 2.27.3",
-        f"{NCCL}unhandled system error\nncclSystemError: a call failed\nLast error:\nsocketStartConnect: Connection refused",
+        (
+            f"{NCCL}unhandled system error\nncclSystemError: a call failed\nLast "
+            "error:\nsocketStartConnect: Connection refused"
+        ),
         "socketStartConnect: Connect to 10.0.0.1<43> failed : Connection refused",
         "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 1.",
         f"ended with exit code 70; it said: error: rank 1: {LOST_WORDS}",
@@ -37,15 +55,30 @@ def test_what_collectives_say_of_a_lost_peer_is_known_and_never_in_a_world_of_on
         "ValueError: these labels do not fit",
         "ConnectionResetError: [Errno 104] Connection reset by peer",
         "BrokenPipeError: [Errno 32] Broken pipe",
-        "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
-        "psycopg.OperationalError: connection failed: connection to server at 10.0.0.9, port 5432 failed: Connection refused",
+        (
+            "requests.exceptions.ConnectionError: ('Connection aborted.', ConnectionResetError(104, "
+            "'Connection reset by peer'))"
+        ),
+        (
+            "psycopg.OperationalError: connection failed: connection to server at 10.0.0.9, port "
+            "5432 failed: Connection refused"
+        ),
         "TimeoutError: Timed out waiting for a lock of torch.distributed.checkpoint",
         # The group's own frames around a database's error.
-        '  File "torch/distributed/elastic/errors/__init__.py", line 3, in wrapper\nConnectionRefusedError: Connection refused',
+        (
+            '  File "torch/distributed/elastic/errors/__init__.py", line 3, in '
+            "wrapper\nConnectionRefusedError: Connection refused"
+        ),
         # A remark, and then the cause.
-        "[rank1]:[W1122 00:48:09 TCPStore.cpp:138] [c10d] recvValue failed on Socket(fd=3): Broken pipe\nValueError: no label",
+        (
+            "[rank1]:[W1122 00:48:09 TCPStore.cpp:138] [c10d] recvValue failed on Socket(fd=3): "
+            "Broken pipe\nValueError: no label"
+        ),
         f"{NCCL}invalid usage (run with NCCL_DEBUG=WARN for details)\nDuplicate GPU detected",
-        "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. EADDRINUSE",
+        (
+            "torch.distributed.DistNetworkError: The server socket has failed to listen on any local "
+            "network address. EADDRINUSE"
+        ),
     ],
 )
 def test_an_error_of_the_scripts_own_stays_its_own(text: str) -> None:

@@ -1,4 +1,5 @@
-"""A state's number depends on each of its bits, and the majority of those that held the state names who is wrong."""
+"""A state's number depends on each of its bits, and the majority of those that held the state names who is
+wrong."""
 
 import pytest
 import torch

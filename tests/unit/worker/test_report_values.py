@@ -1,4 +1,5 @@
-"""What is read from the values of a report: a number where there is one, a reason where there is none, never an error."""
+"""What is read from the values of a report: a number where there is one, a reason where there is none, never
+an error."""
 
 from decimal import Decimal
 from typing import Any

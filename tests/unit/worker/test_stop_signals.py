@@ -73,7 +73,8 @@ def test_a_second_signal_ends_a_process_that_is_stuck(number: signal.Signals) ->
     """Stuck in C with the interpreter's lock released, as in a collective."""
     code = (
         "import threading; from evergrad_trainer.worker.signals import StopSignals; "
-        "s = StopSignals(); s.install(); print('ready', flush=True); lock = threading.Lock(); lock.acquire(); "
+        "s = StopSignals(); s.install(); print('ready', flush=True); lock = threading.Lock(); "
+        "lock.acquire(); "
         "[lock.acquire() for _ in range(1)]"
     )
     process = subprocess.Popen(

@@ -1,7 +1,8 @@
 """Five behaviours of torch's agent that no document promises and the rendezvous backend relies on.
 
-Each is seen on a real ``torchrun`` with a handler written down here, so that a new torch that behaves otherwise is noticed before
-it is used. ``EVERGRAD_TEST_PYTHON`` names another interpreter, whose torch is tried instead (``make test-torch-matrix``).
+Each is seen on a real ``torchrun`` with a handler written down here, so that a new torch that behaves
+otherwise is noticed before it is used. ``EVERGRAD_TEST_PYTHON`` names another interpreter, whose torch is
+tried instead (``make test-torch-matrix``).
 """
 
 import json

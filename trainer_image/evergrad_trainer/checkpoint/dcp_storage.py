@@ -1,4 +1,5 @@
-"""torch.distributed.checkpoint on our own store: raw tensor bytes, one file a rank, metadata as JSON, never a pickle."""
+"""torch.distributed.checkpoint on our own store: raw tensor bytes, one file a rank, metadata as JSON, never a
+pickle."""
 
 import dataclasses
 import math
@@ -36,14 +37,19 @@ from evergrad_trainer.checkpoint.store import Attempts, Library, ShardReader, Sh
 from evergrad_trainer.checkpoint.tensor_table import StoredChunk, Table, build_metadata, build_table
 
 SLAB_BYTES = 32 * 2**20
-"""Most extra memory that reading into a strided or remote tensor takes (or one row of it, if that is more)."""
+"""Most extra memory that reading into a strided or remote tensor takes (or one row of it, if that
+is more)."""
 
 Publish = Callable[[str, Table, tuple[FileEntry, ...]], dict[str, Any]]
-"""Makes a checkpoint of an attempt whose shards are durable; what it returns reaches every rank, as JSON values."""
+"""Makes a checkpoint of an attempt whose shards are durable; what it returns reaches every rank, as JSON
+values."""
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """Plans what a snapshot holds. A ``failure`` of staging here is raised where DCP tells all ranks of it."""
+    """Plans what a snapshot holds.
+
+    A ``failure`` of staging here is raised where DCP tells all ranks of it.
+    """
 
     def __init__(self, snapshot: Snapshot, *, failure: Exception | None = None) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -114,7 +120,8 @@ class StoreWriter(StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Rank 0, every shard durable: publish, and hand the outcome to all ranks inside the metadata DCP broadcasts."""
+        """Rank 0, every shard durable: publish, and hand the outcome to all ranks inside the metadata DCP
+        broadcasts."""
         written = [result for of_rank in results for result in of_rank]
         table = build_table(metadata, ((result.index.fqn, result.storage_data[0]) for result in written))
         entries = {result.storage_data[1].name: result.storage_data[1] for result in written}
@@ -139,7 +146,8 @@ class StoreWriter(StorageWriter):
 
 
 class StoreReader(StorageReader):
-    """Reads one published checkpoint into tensors that exist: whatever boxes they need, from whichever files hold them."""
+    """Reads one published checkpoint into tensors that exist: whatever boxes they need, from whichever files
+    hold them."""
 
     def __init__(self, library: Library, name: str, table: Table) -> None:
         self._library = library
@@ -234,7 +242,8 @@ def _read_box(
     starts: tuple[int, ...],
     target: torch.Tensor,
 ) -> None:
-    """Fill ``target`` with the box of its shape that begins at ``starts`` within the stored chunk ``place``."""
+    """Fill ``target`` with the box of its shape that begins at ``starts`` within the stored chunk
+    ``place``."""
     if target.numel() == 0:
         return
     starts, sizes = starts or (0,), place.sizes or (1,)

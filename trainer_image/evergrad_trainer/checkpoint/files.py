@@ -25,7 +25,10 @@ def hash_bytes(data: bytes | memoryview) -> str:
 
 @dataclass
 class Meter:
-    """Counts what is read, for somebody who waits to see whether it goes on. Threads may add to it together."""
+    """Counts what is read, for somebody who waits to see whether it goes on.
+
+    Threads may add to it together.
+    """
 
     units: int = 0
 
@@ -63,7 +66,8 @@ def write_all(descriptor: int, data: memoryview) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Create ``path``, which must not exist, with ``data`` on the disk when this returns (its directory entry is not yet)."""
+    """Create ``path``, which must not exist, with ``data`` on the disk when this returns (its directory entry
+    is not yet)."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with naming(path):
@@ -109,8 +113,8 @@ def rename_to_free_name(source: Path, target: Path) -> bool:
 def remove_tree(path: Path) -> bool:
     """Delete a directory as far as it goes; whether it is gone.
 
-    On a network volume a file that someone still has open leaves ESTALE or a directory that is "not empty": the rest is
-    deleted at the next start.
+    On a network volume a file that someone still has open leaves ESTALE or a directory that is "not empty":
+    the rest is deleted at the next start.
     """
     shutil.rmtree(path, ignore_errors=True)
     return not os.path.lexists(path)

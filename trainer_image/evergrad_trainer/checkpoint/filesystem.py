@@ -1,4 +1,5 @@
-"""A store on a POSIX directory, local or shared between nodes: rename publishes, fsync makes durable, ``gen/`` fences."""
+"""A store on a POSIX directory, local or shared between nodes: rename publishes, fsync makes durable,
+``gen/`` fences."""
 
 import contextlib
 import json
@@ -53,7 +54,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Medium:
-    """How to treat the volume: how long a fresh file may stay unseen, how much is written at once, what tests do in between."""
+    """How to treat the volume: how long a fresh file may stay unseen, how much is written at once, what tests
+    do in between."""
 
     stale_seconds: float = STALE_SECONDS
     block_bytes: int = files.BLOCK_BYTES
@@ -140,7 +142,8 @@ class FilesystemAttempts:
         try:
             check_fence(self._directory, generation, fresh=True)
         except FencedError:
-            # The claim came between the last look and the rename. The newer process may already be past this step on its own.
+            # The claim came between the last look and the rename. The newer process may already be past this
+            # step on its own.
             self._library.remove(name)
             raise
         return name

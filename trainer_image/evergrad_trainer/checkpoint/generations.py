@@ -16,10 +16,11 @@ from evergrad_trainer.volume import retry, volume_error
 
 
 def claim_generation(directory: Path) -> int:
-    """Claim the next free generation of a ``checkpoints`` directory, which is made if need be. Rank 0 of each start only.
+    """Claim the next free generation of a ``checkpoints`` directory, which is made if need be. Rank 0 of each
+    start only.
 
-    The claim is durable when this returns. Raises VolumeError if the directory cannot be written, RunDirectoryError if it can be
-    none.
+    The claim is durable when this returns. Raises VolumeError if the directory cannot be written,
+    RunDirectoryError if it can be none.
     """
 
     def claim() -> int:
@@ -39,8 +40,8 @@ def claim_generation(directory: Path) -> int:
 def claim_exactly(directory: Path, generation: int) -> None:
     """Claim ``generation``, whose number somebody else has given out, for this process.
 
-    Raises FencedError if it or a newer one is claimed already, VolumeError if the directory cannot be written, RunDirectoryError
-    if it can be none.
+    Raises FencedError if it or a newer one is claimed already, VolumeError if the directory cannot be
+    written, RunDirectoryError if it can be none.
     """
     path, mine, has_begun = directory / GENERATIONS / generation_name(generation), _claim(), False
 
@@ -65,7 +66,8 @@ def claim_exactly(directory: Path, generation: int) -> None:
 
 
 def check_fence(directory: Path, generation: int, *, fresh: bool = False) -> None:
-    """Raise FencedError if a newer process has claimed a ``checkpoints`` directory; OSError if it cannot be read.
+    """Raise FencedError if a newer process has claimed a ``checkpoints`` directory; OSError if it cannot be
+    read.
 
     ``fresh`` asks a network volume for the directory as it is now, not as this machine remembers it.
     """
@@ -85,14 +87,16 @@ def newest_generation(directory: Path, *, fresh: bool = False) -> int:
     """The highest generation ever claimed in a ``checkpoints`` directory; 0 if none."""
     claims = directory / GENERATIONS
     if fresh:
-        # An NFS client may answer from a listing that is up to a minute old. Changing the directory makes it ask again.
+        # An NFS client may answer from a listing that is up to a minute old. Changing the directory makes it
+        # ask again.
         os.utime(claims)
     numbers = (parse_generation_name(name) for name in os.listdir(claims))
     return max((number for number in numbers if number is not None), default=0)
 
 
 def _create_next(claims: Path) -> int:
-    # Numbers are never removed, so that a stale listing cannot make a used one look free: the create refuses it.
+    # Numbers are never removed, so that a stale listing cannot make a used one look free: the create refuses
+    # it.
     known = (parse_generation_name(name) for name in os.listdir(claims))
     generation = max((number for number in known if number is not None), default=0) + 1
     while True:
@@ -115,7 +119,8 @@ _NO_DIRECTORY: Final = (errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETO
 
 
 def _not_recorded(directory: Path, error: OSError) -> RunDirectoryError | VolumeError:
-    """Only a path that can be no directory is a mistake of the manifest; a mount that cannot be written is this host's."""
+    """Only a path that can be no directory is a mistake of the manifest; a mount that cannot be written is
+    this host's."""
     if error.errno in _NO_DIRECTORY:
         remedy = "Give the run a directory that can be written and has free space"
         return RunDirectoryError(Problem(str(directory), _NOT_RECORDED, why=str(error), remedy=remedy))

@@ -24,7 +24,8 @@ BEST = "best.json"
 MANIFEST = "manifest.json"
 TENSORS = "tensors.json"
 ALIGNMENT = 64
-"""Tensors begin at multiples of this many bytes in a shard: enough for every dtype and for a later memory map."""
+"""Tensors begin at multiples of this many bytes in a shard: enough for every dtype and for a later memory
+map."""
 
 _CHECKPOINT = re.compile(r"step-([0-9]{1,18})(?:\.g([0-9]{1,18})(?:\.([0-9]{1,18}))?)?")
 _ATTEMPT = re.compile(r"step-([0-9]{1,18})\.g([0-9]{1,18})\.([0-9]{1,18})")
@@ -44,7 +45,8 @@ class Version:
 
 
 def checkpoint_names(version: Version) -> Iterator[str]:
-    """Names to publish ``version`` under, in the order to try: the first that is free is taken; the last always is."""
+    """Names to publish ``version`` under, in the order to try: the first that is free is taken; the last
+    always is."""
     yield f"step-{version.step}"
     yield f"step-{version.step}.g{version.generation}"
     yield f"step-{version.step}.g{version.generation}.{version.serial}"

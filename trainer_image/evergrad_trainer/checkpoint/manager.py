@@ -62,10 +62,11 @@ class _Flight:
 
 
 class CheckpointManager:
-    """One process's part in its run's checkpoints. Used from the main thread; every rank makes the same calls in the same order.
+    """One process's part in its run's checkpoints. Used from the main thread; every rank makes the same calls
+    in the same order.
 
-    ``membership.world`` is read at each call and kept no longer than one save. ``on_event(type, fields)`` is called from
-    here only, never from the background thread.
+    ``membership.world`` is read at each call and kept no longer than one save. ``on_event(type, fields)`` is
+    called from here only, never from the background thread.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class CheckpointManager:
     def enter_world(self, *, failures: int, saves: int = 0) -> None:
         """Begin to save in ``membership.world``, which is new.
 
-        ``failures``: in a row so far, as the ranks have agreed. ``saves``: how many this generation may have seen already.
+        ``failures``: in a row so far, as the ranks have agreed. ``saves``: how many this generation may have
+        seen already.
         """
         self._serial = saves
         self._failures = failures
@@ -130,10 +132,10 @@ class CheckpointManager:
     ) -> float:
         """Save ``state`` and ``extra`` (JSON values) as they are now; seconds that training stood still.
 
-        Waits first for a save that is still under way. With ``wait``, or where saving is not asynchronous, returns when the
-        checkpoint is published or has failed (see ``published``). A failure is an event; SaveError only after several in a
-        row. Raises FencedError, on all ranks, once a newer process has claimed the directory; TypeError or ValueError for a
-        state or an ``extra`` that cannot be stored.
+        Waits first for a save that is still under way. With ``wait``, or where saving is not asynchronous,
+        returns when the checkpoint is published or has failed (see ``published``). A failure is an event;
+        SaveError only after several in a row. Raises FencedError, on all ranks, once a newer process has
+        claimed the directory; TypeError or ValueError for a state or an ``extra`` that cannot be stored.
         """
         started = time.monotonic()
         require_tensors(state)
@@ -164,9 +166,11 @@ class CheckpointManager:
         return flight.blocking_seconds
 
     def mark_best(self, step: int) -> None:
-        """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under way.
+        """Make the checkpoint of ``step``, saved already, the best one; waits for its save if that is under
+        way.
 
-        Every rank calls this; rank 0 writes. Trouble of the volume is told by an event: the checkpoint is no worse for it.
+        Every rank calls this; rank 0 writes. Trouble of the volume is told by an event: the checkpoint is no
+        worse for it.
         """
         self._land_flight()
         if not self._membership.world.is_main:
@@ -185,8 +189,8 @@ class CheckpointManager:
     def poll(self) -> None:
         """Report a save that has ended since the last call. To be called each step; costs next to nothing.
 
-        Raises SaveError after too many failures in a row. A newer claim on the directory is not raised here but told by
-        ``is_fenced``, because ranks notice it at different steps.
+        Raises SaveError after too many failures in a row. A newer claim on the directory is not raised here
+        but told by ``is_fenced``, because ranks notice it at different steps.
         """
         if self._flight is not None and self._flight.background.is_done:
             self._land_flight()
@@ -194,16 +198,21 @@ class CheckpointManager:
             self._look_at_fence()
 
     def wait(self) -> None:
-        """Wait for a save under way and report it. Raises SaveError, or FencedError if that save met a newer claim."""
+        """Wait for a save under way and report it.
+
+        Raises SaveError, or FencedError if that save met a newer claim.
+        """
         outcome = self._land_flight()
         if outcome is not None and outcome.fenced is not None:
             raise outcome.fenced
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> Restored | None:
-        """Load the newest checkpoint that validates into ``state`` in place, all ranks together; None if there never was one.
+        """Load the newest checkpoint that validates into ``state`` in place, all ranks together; None if
+        there never was one.
 
-        First removes what killed processes left behind. Damaged checkpoints go to ``quarantine/``, each with an event.
-        Raises CheckpointError if there are checkpoints and none can be used, or if they are not this run's.
+        First removes what killed processes left behind. Damaged checkpoints go to ``quarantine/``, each with
+        an event. Raises CheckpointError if there are checkpoints and none can be used, or if they are not
+        this run's.
         """
         world = self._membership.world
         if world.is_main:
@@ -232,7 +241,8 @@ class CheckpointManager:
         return restored
 
     def is_fenced(self) -> bool:
-        """Whether this rank knows that a newer process has claimed the directory; the loop folds it into its agreed flags."""
+        """Whether this rank knows that a newer process has claimed the directory; the loop folds it into its
+        agreed flags."""
         return self._fenced is not None
 
     def fenced_error(self) -> FencedError:
@@ -250,7 +260,8 @@ class CheckpointManager:
             self._stager.release()
 
     def abandon(self, *, patience_seconds: float = 5.0) -> None:
-        """Leave in an exception's path: a save that ends within the patience is reported, one that hangs is left behind.
+        """Leave in an exception's path: a save that ends within the patience is reported, one that hangs is
+        left behind.
 
         Its thread may wait for a peer that is gone; it never keeps the process from ending.
         """
@@ -278,12 +289,18 @@ class CheckpointManager:
         self._flight = None
         outcome = self._report(flight)
         if self._failures >= self._settings.max_failures and outcome.fenced is None:
-            text = f"{self._directory}: {self._failures} saves in a row have failed; the last one: {outcome.reason}"
+            text = (
+                f"{self._directory}: {self._failures} saves in a row have failed; the last one: "
+                f"{outcome.reason}"
+            )
             raise SaveError(text, ErrorKind.ENVIRONMENT if outcome.is_of_host else ErrorKind.INTERNAL)
         return outcome
 
     def _join(self, flight: _Flight) -> None:
-        """Wait for the end of a save. Raises PeerLostError when it cannot end because the world was given up."""
+        """Wait for the end of a save.
+
+        Raises PeerLostError when it cannot end because the world was given up.
+        """
         interrupt = self._membership.world.interrupt
         if interrupt is None:
             flight.background.join()

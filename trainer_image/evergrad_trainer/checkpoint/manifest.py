@@ -1,4 +1,7 @@
-"""What a published checkpoint says of itself: ``manifest.json``, its fields, its encoding and its checks. Pure: no torch."""
+"""What a published checkpoint says of itself: ``manifest.json``, its fields, its encoding and its checks.
+
+Pure: no torch.
+"""
 
 import json
 from dataclasses import asdict, dataclass
@@ -13,7 +16,10 @@ FORMAT = 1
 
 
 class InvalidCheckpointError(EvergradError):
-    """A checkpoint is damaged or incomplete. ``str`` is the reason, e.g. ``file rank-00000.bin: checksum differs``."""
+    """A checkpoint is damaged or incomplete.
+
+    ``str`` is the reason, e.g. ``file rank-00000.bin: checksum differs``.
+    """
 
 
 class UnknownFormatError(EvergradError):
@@ -40,7 +46,10 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's facts. ``finished`` is Unix time in seconds; ``extra`` is the caller's, JSON values only."""
+    """A checkpoint's facts.
+
+    ``finished`` is Unix time in seconds; ``extra`` is the caller's, JSON values only.
+    """
 
     version: Version
     world_size: int
@@ -70,7 +79,8 @@ class Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of ``manifest.json``, with a checksum over all fields so that a flipped bit in them is seen."""
+    """The bytes of ``manifest.json``, with a checksum over all fields so that a flipped bit in
+    them is seen."""
     return (
         json.dumps({**_to_json(manifest), "checksum": manifest.checksum}, indent=1, allow_nan=False).encode()
         + b"\n"
@@ -78,7 +88,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    """Read ``manifest.json``. Raises InvalidCheckpointError for damage, UnknownFormatError for a newer program's."""
+    """Read ``manifest.json``.
+
+    Raises InvalidCheckpointError for damage, UnknownFormatError for a newer program's.
+    """
     if not data:
         raise InvalidCheckpointError(f"file {MANIFEST}: is empty")
     try:

@@ -1,8 +1,8 @@
 """Finding the newest checkpoint that validates and loading it into tensors that exist, all ranks together.
 
-Rank 0 looks, validates and reads; the others get what it has read by the path by which newcomers are fed, and need no volume.
-Only where each rank holds a part of its own (DTensors) does each read its part. What others wait for is bounded by rank 0's
-progress, not by the size of the state.
+Rank 0 looks, validates and reads; the others get what it has read by the path by which newcomers are fed, and
+need no volume. Only where each rank holds a part of its own (DTensors) does each read its part. What others
+wait for is bounded by rank 0's progress, not by the size of the state.
 """
 
 import logging
@@ -40,7 +40,8 @@ from evergrad_trainer.world import World
 BEAT_SECONDS = 1.0
 """How often rank 0 says that it is still at it while it validates checkpoints."""
 STALL_SECONDS = 600.0
-"""How long rank 0 may validate without one more byte read, or one more checkpoint looked at, before all give up."""
+"""How long rank 0 may validate without one more byte read, or one more checkpoint looked at, before all give
+up."""
 NAMED_TENSORS = 5
 """How many tensor names an error lists of each kind."""
 
@@ -60,7 +61,8 @@ class Restored:
 
 @dataclass(frozen=True)
 class Rejected:
-    """A checkpoint that was passed over; ``quarantined_as`` is where it is now, None if it was left where it was."""
+    """A checkpoint that was passed over; ``quarantined_as`` is where it is now, None if it was left where it
+    was."""
 
     checkpoint: str
     step: int
@@ -88,7 +90,10 @@ class Search:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Rank 0's decision, as it travels to the others. Neither checkpoint nor problems: there is nothing to load."""
+    """Rank 0's decision, as it travels to the others.
+
+    Neither checkpoint nor problems: there is nothing to load.
+    """
 
     checkpoint: str = ""
     step: int = 0
@@ -104,10 +109,11 @@ class _Choice:
 def load_newest(
     search: Search, state: Mapping[str, torch.Tensor], *, world: World
 ) -> tuple[Restored, list[Rejected]] | None:
-    """Load the newest valid checkpoint into ``state`` in place; None if there never was one. Every rank calls this.
+    """Load the newest valid checkpoint into ``state`` in place; None if there never was one. Every rank calls
+    this.
 
-    Returns also what was passed over. Raises CheckpointError, the same on all ranks, if there are checkpoints and none
-    can be used, if they belong to another identity, or if their tensors are not those of ``state``.
+    Returns also what was passed over. Raises CheckpointError, the same on all ranks, if there are checkpoints
+    and none can be used, if they belong to another identity, or if their tensors are not those of ``state``.
     """
     started = time.monotonic()
     rejected: list[Rejected] = []
@@ -132,11 +138,15 @@ def load_newest(
 
 
 def read_state(library: Library, name: str, table: Table, state: Mapping[str, torch.Tensor]) -> None:
-    """Fill ``state`` from a checkpoint in place, on this rank alone. Raises InvalidCheckpointError or OSError."""
+    """Fill ``state`` from a checkpoint in place, on this rank alone.
+
+    Raises InvalidCheckpointError or OSError.
+    """
     ignore_solo_warning()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
-        # Which bytes a rank needs follows from its own tensors: no exchange, so nothing hangs if a peer fails to read.
+        # Which bytes a rank needs follows from its own tensors: no exchange, so nothing hangs if a peer fails
+        # to read.
         dcp_load(dict(state), storage_reader=StoreReader(library, name, table), planner=planner, no_dist=True)
     except CheckpointException as error:
         raise error.failures[0][0] from None
@@ -152,7 +162,8 @@ def open_table(library: Library, name: str, manifest: Manifest, *, prefix: str =
 
 
 def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: str) -> list[Problem]:
-    """What keeps ``table`` from filling ``state``: keys on one side only, other shapes, integers for floats."""
+    """What keeps ``table`` from filling ``state``: keys on one side only, other shapes, integers
+    for floats."""
     shapes = [
         f"{key} (stored {list(table[key].shape)}, wanted {list(value.shape)})"
         for key, value in state.items()
@@ -176,7 +187,10 @@ def compare_tensors(table: Table, state: Mapping[str, torch.Tensor], *, where: s
 
 
 def _choose_together(search: Search, tried: list[Rejected], world: World) -> _Choice:
-    """Rank 0's choice on all ranks. While it validates, it says so every second: others wait for a beat, not for the end."""
+    """Rank 0's choice on all ranks.
+
+    While it validates, it says so every second: others wait for a beat, not for the end.
+    """
     if world.size == 1:
         return _choose(search, tried)
     chosen: list[_Choice] = []
@@ -199,7 +213,10 @@ def _choose_together(search: Search, tried: list[Rejected], world: World) -> _Ch
                 answer = asdict(_Choice(trouble="the checkpoints could not be validated: see rank 0's log"))
             elif time.monotonic() - since > STALL_SECONDS:
                 where = search.library.locate("")
-                why = f"{where}: nothing could be read for {STALL_SECONDS:.0f} s. Check the volume and its server."
+                why = (
+                    f"{where}: nothing could be read for {STALL_SECONDS:.0f} s. Check the "
+                    "volume and its server."
+                )
                 answer = asdict(_Choice(trouble=why))
         # One broadcast a beat: the timeout of each is that of a beat.
         if (answer := world.broadcast_json(answer)) is not None:
@@ -251,7 +268,10 @@ def _load_and_pass_along(
 
 
 def _open(search: Search, choice: _Choice, state: Mapping[str, torch.Tensor]) -> tuple[Table, list[Problem]]:
-    """The chosen checkpoint's table, and what keeps it from filling ``state``. Raises InvalidCheckpointError or OSError."""
+    """The chosen checkpoint's table, and what keeps it from filling ``state``.
+
+    Raises InvalidCheckpointError or OSError.
+    """
     manifest = search.library.read_manifest(choice.checkpoint, patient=True)
     if manifest.checksum != choice.checksum:
         raise InvalidCheckpointError("the manifest is not the one that rank 0 validated")
@@ -285,7 +305,10 @@ def _choose(search: Search, tried: list[Rejected]) -> _Choice:
 
 
 def _search(search: Search, tried: list[Rejected]) -> _Choice:
-    """The newest candidate that validates. Damaged ones before it are set aside only now: without a valid one nothing moves."""
+    """The newest candidate that validates.
+
+    Damaged ones before it are set aside only now: without a valid one nothing moves.
+    """
     damaged: list[tuple[Candidate, InvalidCheckpointError | OSError | VolumeError]] = []
     names = {rejection.checkpoint for rejection in tried}
     for candidate in _candidates(search):
@@ -325,7 +348,8 @@ def _search(search: Search, tried: list[Rejected]) -> _Choice:
 
 
 def _validate(search: Search, name: str) -> Manifest:
-    """Raises InvalidCheckpointError, UnknownFormatError; OSError or VolumeError where the volume cannot be read."""
+    """Raises InvalidCheckpointError, UnknownFormatError; OSError or VolumeError where the volume cannot be
+    read."""
     return retry(
         lambda: search.library.validate(name, checksums=search.checksums, meter=search.meter),
         where=search.library.locate(name),

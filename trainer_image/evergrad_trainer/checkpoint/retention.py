@@ -7,16 +7,19 @@ from evergrad_trainer.checkpoint.store import Candidate
 
 
 def choose_best(candidates: Sequence[Candidate], pointer: str | None) -> str | None:
-    """The best checkpoint's name: the newest of those saved as the best and of the one ``best.json`` points to.
+    """The best checkpoint's name: the newest of those saved as the best and of the one ``best.json`` points
+    to.
 
-    The manifests count too, because a kill between publishing and writing the pointer must not unpin the new best.
+    The manifests count too, because a kill between publishing and writing the pointer must not unpin the new
+    best.
     """
     marked = [candidate for candidate in candidates if candidate.name == pointer or _was_best(candidate)]
     return max(marked, key=_version).name if marked else None
 
 
 def choose_removals(valid: Sequence[Candidate], *, keep: int, pinned: Collection[str]) -> list[str]:
-    """Names to remove so that the ``keep`` newest of the ``valid`` candidates and all ``pinned`` ones stay; oldest first.
+    """Names to remove so that the ``keep`` newest of the ``valid`` candidates and all ``pinned`` ones stay;
+    oldest first.
 
     Candidates that do not validate must not be passed: they neither count nor are removed.
     """

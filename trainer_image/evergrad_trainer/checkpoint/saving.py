@@ -1,4 +1,7 @@
-"""One save, from a snapshot in host memory to a published checkpoint. Runs in a thread of its own on every rank."""
+"""One save, from a snapshot in host memory to a published checkpoint.
+
+Runs in a thread of its own on every rank.
+"""
 
 import contextlib
 import errno
@@ -39,9 +42,11 @@ from evergrad_trainer.errors import FencedError
 from evergrad_trainer.host_trouble import is_host_trouble
 
 BACKGROUND_NICENESS = 10
-"""Of a save beside training: training goes first, and the save still ends within seconds on cores that are all busy.
+"""Of a save beside training: training goes first, and the save still ends within seconds on cores that are
+all busy.
 
-At 19 a save of 600 MB lasted as long as training kept both cores busy (over 20 s), and was not durable for that long.
+At 19 a save of 600 MB lasted as long as training kept both cores busy (over 20 s), and was not durable for
+that long.
 """
 
 _log = logging.getLogger(__name__)
@@ -49,7 +54,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveOrder:
-    """What to save as what. ``group`` (gloo, None in a world of one) belongs to this save alone until it ends."""
+    """What to save as what.
+
+    ``group`` (gloo, None in a world of one) belongs to this save alone until it ends.
+    """
 
     version: Version
     identity: Identity
@@ -63,7 +71,10 @@ class SaveOrder:
 
 @dataclass(frozen=True)
 class Published:
-    """A checkpoint of this process that exists now. ``seconds`` from the snapshot to the end of the publication."""
+    """A checkpoint of this process that exists now.
+
+    ``seconds`` from the snapshot to the end of the publication.
+    """
 
     step: int
     generation: int
@@ -74,10 +85,11 @@ class Published:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there are now.
+    """How a save ended: ``published``, or why not. ``kept`` (rank 0) counts the validated checkpoints there
+    are now.
 
-    ``is_peer_lost``: its group broke, which says nothing about the volume. ``is_of_host``: trouble of a volume or a host, which
-    may pass, was all that was wrong. ``trouble``: the reason as a value.
+    ``is_peer_lost``: its group broke, which says nothing about the volume. ``is_of_host``: trouble of a
+    volume or a host, which may pass, was all that was wrong. ``trouble``: the reason as a value.
     """
 
     published: Published | None = None
@@ -92,8 +104,8 @@ class Outcome:
 class BackgroundSave:
     """A save under way. With ``yields`` its thread leaves the cores to training.
 
-    The thread is a daemon and not dcp.async_save's executor, whose threads the interpreter joins at its exit: a thread
-    that waits for a frozen peer would hold a failed process for the whole timeout of the group.
+    The thread is a daemon and not dcp.async_save's executor, whose threads the interpreter joins at its exit:
+    a thread that waits for a frozen peer would hold a failed process for the whole timeout of the group.
     """
 
     def __init__(self, run: Callable[[], Outcome], *, name: str, yields: bool) -> None:
@@ -128,14 +140,20 @@ class BackgroundSave:
 
 
 def ignore_solo_warning() -> None:
-    """Silence DCP's advice that a world of one is a world of one. Main thread only: filters are the process's."""
+    """Silence DCP's advice that a world of one is a world of one.
+
+    Main thread only: filters are the process's.
+    """
     warnings.filterwarnings(
         "ignore", message="torch.distributed is disabled, unavailable or uninitialized", category=UserWarning
     )
 
 
 def run_save(store: Store, order: SaveOrder, planner: SnapshotPlanner) -> Outcome:
-    """Write, publish, mark, retire old checkpoints. Failures of any rank come back as the same outcome on all; never raises."""
+    """Write, publish, mark, retire old checkpoints.
+
+    Failures of any rank come back as the same outcome on all; never raises.
+    """
     started = time.monotonic()
     publish = functools.partial(_publish, store, order)
     writer = StoreWriter(store.attempts, version=order.version, rank=order.rank, publish=publish)
@@ -194,7 +212,10 @@ def _publish(
 
 
 def _settle(store: Store, order: SaveOrder, name: str) -> int:
-    """Pointers and retention. The checkpoint stands whatever happens here, so trouble is logged and tried again next time."""
+    """Pointers and retention.
+
+    The checkpoint stands whatever happens here, so trouble is logged and tried again next time.
+    """
     kept = 0
     try:
         store.library.mark_latest(name, order.version)

@@ -1,4 +1,5 @@
-"""One rank's file: tensors gathered into large blocks, each hashed and written past the page cache, the end synced."""
+"""One rank's file: tensors gathered into large blocks, each hashed and written past the page cache, the end
+synced."""
 
 import contextlib
 import errno
@@ -18,10 +19,12 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 class ShardFile:
-    """Writes whole blocks directly from one aligned buffer to the disk (O_DIRECT), where the file system lets it.
+    """Writes whole blocks directly from one aligned buffer to the disk (O_DIRECT), where the file system lets
+    it.
 
-    Nobody reads a checkpoint soon, and a copy of it in the page cache costs training: allocating and filling those pages
-    took 0.3 to 2.3 s of a core for 600 MB, all of this takes 0.2 s; and they push out what is read, such as the data.
+    Nobody reads a checkpoint soon, and a copy of it in the page cache costs training: allocating and filling
+    those pages took 0.3 to 2.3 s of a core for 600 MB, all of this takes 0.2 s; and they push out what is
+    read, such as the data.
     """
 
     def __init__(
@@ -33,7 +36,10 @@ class ShardFile:
         faults: FaultPoints,
         block_bytes: int = files.BLOCK_BYTES,
     ) -> None:
-        """``descriptor`` is ``path``, newly created for writing; this object closes it. ``block_bytes``: whole memory pages."""
+        """``descriptor`` is ``path``, newly created for writing; this object closes it.
+
+        ``block_bytes``: whole memory pages.
+        """
         self._descriptor = descriptor
         self._path = path
         self._rank = rank
@@ -104,7 +110,10 @@ class ShardFile:
 
 
 def _set_direct(descriptor: int, wanted: bool) -> bool:
-    """Switch direct writing on or off; whether it is on now. A file system that has none refuses to switch it on."""
+    """Switch direct writing on or off; whether it is on now.
+
+    A file system that has none refuses to switch it on.
+    """
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~_DIRECT
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if wanted else flags)

@@ -1,4 +1,5 @@
-"""A copy of the state by value in host memory that is used again for the next save: all that training waits for."""
+"""A copy of the state by value in host memory that is used again for the next save: all that training waits
+for."""
 
 import heapq
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ from evergrad_trainer.checkpoint.layout import ALIGNMENT
 
 @dataclass(frozen=True)
 class StagedTensor:
-    """This rank's part of one tensor: ``data`` (contiguous, on the host) is the box at ``offsets`` of a tensor of ``shape``."""
+    """This rank's part of one tensor: ``data`` (contiguous, on the host) is the box at ``offsets`` of a
+    tensor of ``shape``."""
 
     data: torch.Tensor
     offsets: tuple[int, ...]
@@ -24,14 +26,18 @@ class StagedTensor:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What this rank writes. ``signature`` names keys, dtypes and shapes of the whole state and is the same on every rank."""
+    """What this rank writes.
+
+    ``signature`` names keys, dtypes and shapes of the whole state and is the same on every rank.
+    """
 
     tensors: dict[str, StagedTensor]
     signature: str
 
 
 def require_tensors(state: Mapping[str, object]) -> None:
-    """Raise TypeError, naming the keys, if the state holds anything but dense tensors with memory behind them."""
+    """Raise TypeError, naming the keys, if the state holds anything but dense tensors with memory behind
+    them."""
     wrong = [
         f"{key} ({type(value).__name__})"
         for key, value in state.items()
@@ -42,7 +48,10 @@ def require_tensors(state: Mapping[str, object]) -> None:
 
 
 def assign_owners(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Which rank writes each replicated tensor: largest first to the rank with the fewest bytes. The same on every rank."""
+    """Which rank writes each replicated tensor: largest first to the rank with the fewest bytes.
+
+    The same on every rank.
+    """
     loads = [(0, rank) for rank in range(world_size)]
     owners = {}
     for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
@@ -61,17 +70,19 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class HostStager:
-    """Copies what one rank will write into one host buffer, kept between saves (pinned where the source is an accelerator)."""
+    """Copies what one rank will write into one host buffer, kept between saves (pinned where the source is an
+    accelerator)."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     @torch.no_grad()
     def stage(self, state: Mapping[str, torch.Tensor], *, rank: int, world_size: int) -> Snapshot:
-        """Snapshot ``state`` by value. The previous snapshot's memory is overwritten: its save must have ended.
+        """Snapshot ``state`` by value. The previous snapshot's memory is overwritten: its save must have
+        ended.
 
-        Replicated tensors are copied only by the rank that writes them. Raises MemoryError or RuntimeError if there is no
-        memory for the copy.
+        Replicated tensors are copied only by the rank that writes them. Raises MemoryError or RuntimeError if
+        there is no memory for the copy.
         """
         replicated = {key: value.nbytes for key, value in state.items() if not isinstance(value, DTensor)}
         owners = assign_owners(replicated, world_size)
@@ -117,7 +128,8 @@ class HostStager:
 def _copy_into(place: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     if source.device.type != "cpu" or not source.is_contiguous() or source.numel() == 0:
         return place.copy_(source, non_blocking=source.is_cuda)
-    # One thread fills the memory bus; torch would gather its threads for every tensor and wait for them on a busy machine.
+    # One thread fills the memory bus; torch would gather its threads for every tensor and wait for them on a
+    # busy machine.
     view_bytes(place)[:] = view_bytes(source)
     return place
 

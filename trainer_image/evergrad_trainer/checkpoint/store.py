@@ -1,8 +1,9 @@
-"""What a place for checkpoints must be able to do. The shared volume is one (``filesystem.py``); no torch here.
+"""What a place for checkpoints must be able to do. The shared volume is one (``filesystem.py``); no torch
+here.
 
-A store knows names and bytes. Tensors are ``dcp_storage.py``'s matter, policy (when, how many, what to do about a
-failure) is ``manager.py``'s. All methods but those of ShardWriter and ShardReader run on rank 0 unless they say otherwise,
-and raise OSError for whatever the medium refuses.
+A store knows names and bytes. Tensors are ``dcp_storage.py``'s matter, policy (when, how many, what to do
+about a failure) is ``manager.py``'s. All methods but those of ShardWriter and ShardReader run on rank 0
+unless they say otherwise, and raise OSError for whatever the medium refuses.
 """
 
 from contextlib import AbstractContextManager
@@ -83,7 +84,8 @@ class Library(Protocol):
         """Names in quarantine."""
 
     def validate(self, name: str, *, checksums: bool, meter: Meter | None = None) -> Manifest:
-        """Check that every file is there with its size (and its hash). Raises InvalidCheckpointError or UnknownFormatError.
+        """Check that every file is there with its size (and its hash). Raises InvalidCheckpointError or
+        UnknownFormatError.
 
         ``meter`` counts what has been read.
         """

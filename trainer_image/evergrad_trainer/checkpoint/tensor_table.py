@@ -1,4 +1,7 @@
-"""``tensors.json``: which bytes of which file are which part of which tensor. DCP's metadata as JSON, never as a pickle."""
+"""``tensors.json``: which bytes of which file are which part of which tensor.
+
+DCP's metadata as JSON, never as a pickle.
+"""
 
 import json
 import math
@@ -43,7 +46,8 @@ Table = dict[str, StoredTensor]
 
 
 def build_table(metadata: Metadata, stored: Iterable[tuple[str, StoredChunk]]) -> Table:
-    """The table of what all ranks wrote: dtypes and shapes from DCP's global plan, places from the ranks' results."""
+    """The table of what all ranks wrote: dtypes and shapes from DCP's global plan, places from the ranks'
+    results."""
     chunks: dict[str, list[StoredChunk]] = {key: [] for key in metadata.state_dict_metadata}
     for key, chunk in stored:
         chunks[key].append(chunk)
@@ -85,7 +89,10 @@ def encode_table(table: Table) -> bytes:
 
 
 def decode_table(data: bytes) -> Table:
-    """Read ``tensors.json``. Raises InvalidCheckpointError if it is not one or does not cover every tensor."""
+    """Read ``tensors.json``.
+
+    Raises InvalidCheckpointError if it is not one or does not cover every tensor.
+    """
     try:
         table = {key: _decode_tensor(tensor) for key, tensor in json.loads(data).items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -1,4 +1,5 @@
-"""Reading checkpoints outside the run they belong to: weights to begin another run with, plain tensors to export."""
+"""Reading checkpoints outside the run they belong to: weights to begin another run with, plain tensors to
+export."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +22,12 @@ WEIGHTS = "model."
 def load_weights(
     path: Path, state: Mapping[str, torch.Tensor], *, world: World | None = None, checksums: bool = True
 ) -> Restored:
-    """Load another run's weights into the ``model.`` tensors of ``state`` in place; floats of another width are converted.
+    """Load another run's weights into the ``model.`` tensors of ``state`` in place; floats of another width
+    are converted.
 
-    ``path`` is a run directory, its ``checkpoints`` (the newest that validates is taken) or one checkpoint. Nothing in it is
-    changed. With a ``world`` every rank calls this. Raises CheckpointError if nothing there can be used or if the tensors
-    are not those of ``state``.
+    ``path`` is a run directory, its ``checkpoints`` (the newest that validates is taken) or one checkpoint.
+    Nothing in it is changed. With a ``world`` every rank calls this. Raises CheckpointError if nothing there
+    can be used or if the tensors are not those of ``state``.
     """
     directory, only = _find(path)
     library = filesystem_store(directory).library
@@ -39,7 +41,8 @@ def load_weights(
 
 
 def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.Tensor]:
-    """All tensors of one checkpoint whose keys begin with ``prefix``, whole, on the host, in this process alone.
+    """All tensors of one checkpoint whose keys begin with ``prefix``, whole, on the host, in this process
+    alone.
 
     Raises CheckpointError if the checkpoint does not validate.
     """
@@ -56,7 +59,8 @@ def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.T
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
-    """The newest checkpoint (of ``step``) that validates, in a run directory, its ``checkpoints``, or ``path`` itself.
+    """The newest checkpoint (of ``step``) that validates, in a run directory, its ``checkpoints``, or
+    ``path`` itself.
 
     Raises CheckpointError, naming what was found and why it cannot be used.
     """
@@ -78,7 +82,8 @@ def find_checkpoint(path: Path, *, step: int | None = None) -> Path:
 
 
 def _find(path: Path) -> tuple[Path, str | None]:
-    """The directory of checkpoints that ``path`` means, and the one name in it that it means, if it means one."""
+    """The directory of checkpoints that ``path`` means, and the one name in it that it means, if it means
+    one."""
     path = path.resolve()
     if (path / MANIFEST).exists() or parse_checkpoint_name(path.name):
         return path.parent, path.name

@@ -25,7 +25,10 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class Row:
-    """One published checkpoint, as ``list`` shows it. ``reason`` says why one without facts cannot be read."""
+    """One published checkpoint, as ``list`` shows it.
+
+    ``reason`` says why one without facts cannot be read.
+    """
 
     checkpoint: str
     step: int

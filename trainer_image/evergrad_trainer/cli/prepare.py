@@ -1,4 +1,5 @@
-"""``evergrad prepare``: make the token files of a run before it trains; also the progress people see while ``run`` does it."""
+"""``evergrad prepare``: make the token files of a run before it trains; also the progress people see while
+``run`` does it."""
 
 import argparse
 import json
@@ -53,7 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Returns 0 when everything is prepared, 75 after Ctrl-C: what is finished is kept. Raises DataError, ConfigurationError."""
+    """Returns 0 when everything is prepared, 75 after Ctrl-C: what is finished is kept.
+
+    Raises DataError, ConfigurationError.
+    """
     loaded = load_from(args)
     if loaded.run.spec.script is not None:
         _say_nothing_to_prepare(loaded.run.metadata.name, as_json=args.json)
@@ -99,9 +103,11 @@ def prepare_with_progress(
     workers: int | None = None,
     stream: TextIO | None = None,
 ) -> Prepared:
-    """``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few seconds.
+    """``prepare`` with a bar where ``stream`` (default: stderr) is a terminal, else with a line every few
+    seconds.
 
-    Says nothing when there is nothing to do, but for lines that were skipped as malformed: those are named at every start.
+    Says nothing when there is nothing to do, but for lines that were skipped as malformed: those are named at
+    every start.
     """
     shown = sys.stderr if stream is None else stream
     with _display(shown) as display:

@@ -29,7 +29,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Write both files. Raises RunDirectoryError for what is no run directory or cannot be read or written."""
+    """Write both files.
+
+    Raises RunDirectoryError for what is no run directory or cannot be read or written.
+    """
     # Plots take a second to import; --help should not.
     from evergrad_trainer.report.build import write_report
     from evergrad_trainer.run_directory import dumps_strict

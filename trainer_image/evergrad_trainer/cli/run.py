@@ -65,7 +65,8 @@ def execute(args: argparse.Namespace) -> int:
     if standing.state == "complete":
         _say_complete(directory, loaded)
         return int(ExitCode.DONE)
-    # Imports make hundreds of thousands of objects that stay: collecting among them costs a tenth of the start-up.
+    # Imports make hundreds of thousands of objects that stay: collecting among them costs a tenth of the
+    # start-up.
     gc.disable()
     # Heavy imports, only for a run that will train; before workers are forked, so that these start warm.
     from evergrad_trainer.worker.run import run_session
@@ -99,7 +100,10 @@ def execute(args: argparse.Namespace) -> int:
 
 
 def _read_request(args: argparse.Namespace) -> RunRequest:
-    """Check the arguments and give them their meanings. Raises ConfigurationError, and as ``load_from`` does."""
+    """Check the arguments and give them their meanings.
+
+    Raises ConfigurationError, and as ``load_from`` does.
+    """
     loaded = load_from(args)
     problems = [
         Problem(f"--{name}", f"{value} is below 1", "", "Give a positive number")

@@ -76,8 +76,8 @@ def machine_and_workers(
 
     ``asked``: ``--workers``; without it the manifest decides, else one an accelerator, else 1.
 
-    ``forks_above``: this process forks workers if there are more than that; it then must not touch an accelerator, not even to
-    ask for its memory. None: it never does.
+    ``forks_above``: this process forks workers if there are more than that; it then must not touch an
+    accelerator, not even to ask for its memory. None: it never does.
     """
     # torch takes a second to import, which `evergrad --help` need not wait for.
     from evergrad_trainer.distributed import accelerator_memory_bytes, count_accelerators

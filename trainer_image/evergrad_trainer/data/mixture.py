@@ -1,4 +1,5 @@
-"""The mixture: stream position → (source, running index) → (epoch, window), by index alone and without state."""
+"""The mixture: stream position → (source, running index) → (epoch, window), by index alone and
+without state."""
 
 import heapq
 import math
@@ -21,7 +22,8 @@ _CACHED_PERMUTATIONS: Final = 256
 
 
 def quantise_weights(weights: Sequence[float]) -> list[int]:
-    """Round weights to shares of ``PERIOD`` by largest remainder: each within 1 of its exact share, their sum exact.
+    """Round weights to shares of ``PERIOD`` by largest remainder: each within 1 of its exact share, their sum
+    exact.
 
     Raises ConfigurationError for a weight so small that its share would be 0.
     """
@@ -37,7 +39,10 @@ def quantise_weights(weights: Sequence[float]) -> list[int]:
             f"spec.training.data.sources[{source}].weight",
             f"{weights[source]:g} is too small a share of all weights",
             f"shares are rounded to 1/{PERIOD} and this one becomes 0",
-            f"Raise it to at least {_round_up(float((total - exact[source]) / (PERIOD - 1))):g}, or remove the source",
+            (
+                f"Raise it to at least {_round_up(float((total - exact[source]) / (PERIOD - 1))):g}, "
+                "or remove the source"
+            ),
         )
         for source, share in enumerate(shares)
         if share == 0
@@ -56,9 +61,10 @@ def _round_up(value: float) -> float:
 def _order_of_sources(shares: tuple[int, ...]) -> npt.NDArray[np.int64]:
     """The source at each position of a period, so that every prefix is within 1 of every source's share.
 
-    Pick j of source k may not come before, nor after, the position at which k would be off by 1 - 1/(2K-2); the earliest
-    deadline goes first. Such a schedule always exists: R. Tijdeman, "The chairman assignment problem" (1980).
-    Plain even spacing, picks at (j + 1/2)/share, does not keep this: sources of equal share would come in one burst.
+    Pick j of source k may not come before, nor after, the position at which k would be off by 1 - 1/(2K-2);
+    the earliest deadline goes first. Such a schedule always exists: R. Tijdeman, "The chairman assignment
+    problem" (1980). Plain even spacing, picks at (j + 1/2)/share, does not keep this: sources of equal share
+    would come in one burst.
     """
     count, scale = len(shares), 2 * len(shares) - 2
     arrivals: list[list[int]] = [[] for _ in range(PERIOD + 1)]
@@ -91,10 +97,11 @@ class Located:
 
 
 class Mixture:
-    """Which sample stands at each position of the endless stream. Every source repeats in epochs, each newly permuted.
+    """Which sample stands at each position of the endless stream. Every source repeats in epochs, each newly
+    permuted.
 
-    ``sizes`` are windows a source (at least 1), ``weights`` relative shares. A source's epoch ends inside a step where it
-    must: the next position of that source is the first of its next epoch.
+    ``sizes`` are windows a source (at least 1), ``weights`` relative shares. A source's epoch ends inside a
+    step where it must: the next position of that source is the first of its next epoch.
     """
 
     def __init__(self, sizes: Sequence[int], *, weights: Sequence[float], seed: int) -> None:
@@ -130,7 +137,8 @@ class Mixture:
         running = periods * self._share_of[sources] + self._rank_at[within]
         epochs, indices = np.divmod(running, self._size_of[sources])
         windows = np.empty_like(indices)
-        # One permutation serves all positions of the same source and epoch: usually one or two of them in a slot.
+        # One permutation serves all positions of the same source and epoch: usually one or two of them in a
+        # slot.
         for source, epoch in set(zip(sources.tolist(), epochs.tolist(), strict=True)):
             chosen = (sources == source) & (epochs == epoch)
             windows[chosen] = self._permutation(source, epoch).many(indices[chosen])

@@ -1,7 +1,7 @@
 """The published sample order: a keyed permutation without state, sample ids and their 64-bit hashes.
 
-Everything here is a contract: a change would silently reorder every run that is resumed. Golden values are pinned
-by the tests. Reference: docs/decisions/0002-data-order.md.
+Everything here is a contract: a change would silently reorder every run that is resumed. Golden values are
+pinned by the tests. Reference: docs/decisions/0002-data-order.md.
 """
 
 from dataclasses import dataclass
@@ -72,8 +72,9 @@ def sample_hashes(positions: Integers, sources: Integers, epochs: Integers, wind
 class Permutation:
     """A bijection of [0, size), keyed by (seed, source, epoch): O(1) memory, O(1) seek.
 
-    A balanced Feistel network over the smallest domain of an even number of bits that holds ``size``. A value outside
-    [0, size) is permuted again until it falls inside (cycle walking), at most about four times on average.
+    A balanced Feistel network over the smallest domain of an even number of bits that holds ``size``. A value
+    outside [0, size) is permuted again until it falls inside (cycle walking), at most about four times on
+    average.
     """
 
     def __init__(self, *, seed: int, source: int, epoch: int, size: int) -> None:
@@ -93,7 +94,10 @@ class Permutation:
         return value
 
     def many(self, indices: Integers) -> Integers:
-        """Where every one of ``indices`` (uint64, one dimension) goes. Raises IndexError if one is outside."""
+        """Where every one of ``indices`` (uint64, one dimension) goes.
+
+        Raises IndexError if one is outside.
+        """
         if indices.size and int(indices.max()) >= self.size:
             raise IndexError(f"{int(indices.max())} is outside a permutation of {self.size}")
         if indices.size <= _FEW:

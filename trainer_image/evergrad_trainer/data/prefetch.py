@@ -17,7 +17,10 @@ class Slots(Protocol):
 
 
 class Prefetcher:
-    """``take`` gives exactly the micro-batch asked for. What was foreseen wrongly is dropped: the world may change any time."""
+    """``take`` gives exactly the micro-batch asked for.
+
+    What was foreseen wrongly is dropped: the world may change any time.
+    """
 
     def __init__(self, stream: Slots) -> None:
         self._stream = stream
@@ -29,7 +32,10 @@ class Prefetcher:
         self._thread: threading.Thread | None = None
 
     def take(self, step: int, slot: int, *, upcoming: Sequence[Key] = ()) -> Batch:
-        """The micro-batch of (step, slot); ``upcoming`` will probably be asked for next. Raises what reading it raised."""
+        """The micro-batch of (step, slot); ``upcoming`` will probably be asked for next.
+
+        Raises what reading it raised.
+        """
         key = (step, slot)
         with self._changed:
             while self._reading == key:

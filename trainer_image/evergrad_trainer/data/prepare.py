@@ -1,4 +1,5 @@
-"""Prepare: source files → token files, once a fingerprint, in parallel, resumable, published by one rename."""
+"""Prepare: source files → token files, once a fingerprint, in parallel, resumable, published by
+one rename."""
 
 import os
 from collections.abc import Sequence
@@ -55,8 +56,9 @@ def prepare(
 ) -> Prepared:
     """Make everything ready to be read; what is published already is only looked at. Idempotent.
 
-    Relative paths start at ``base_directory``; ``prepared_directory`` counts where the manifest names none. ``workers``: helper
-    processes, by default one a core. Raises DataError for whatever is wrong with files, lines or the tokenizer.
+    Relative paths start at ``base_directory``; ``prepared_directory`` counts where the manifest names none.
+    ``workers``: helper processes, by default one a core. Raises DataError for whatever is wrong with files,
+    lines or the tokenizer.
     """
     root = resolve_prepared_directory(training, base_directory=base_directory, default=prepared_directory)
     sources, evaluation = training_files(training, base_directory), evaluation_files(training, base_directory)
@@ -93,7 +95,8 @@ def check_unchanged(
 ) -> None:
     """Raise DataError naming each source whose content is not what ``recorded`` was prepared from.
 
-    For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that look touched.
+    For a run that is resumed, before ``prepare`` makes anything of the new content. Reads only files that
+    look touched.
     """
     root = resolve_prepared_directory(training, base_directory=base_directory, default=prepared_directory)
     pairs = (

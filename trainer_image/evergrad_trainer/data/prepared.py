@@ -1,4 +1,5 @@
-"""Prepared data as it lies on disk: a directory a fingerprint with token files and an index, checked before it is used."""
+"""Prepared data as it lies on disk: a directory a fingerprint with token files and an index, checked before
+it is used."""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +26,8 @@ WIDTH: Final[dict[Dtype, int]] = {"uint16": 2, "uint32": 4}
 class Shard:
     """Tokens [start, start + tokens) of a flat little-endian file.
 
-    ``documents``: a file of int64 pairs (first token in the shard, line in the source), one a document, where there are any.
+    ``documents``: a file of int64 pairs (first token in the shard, line in the source), one a document, where
+    there are any.
     """
 
     path: Path
@@ -49,10 +51,11 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class PreparedSource:
-    """One source, ready to be read. ``documents`` counts all of them, held-out ones included; None where there are none to count.
+    """One source, ready to be read. ``documents`` counts all of them, held-out ones included; None where
+    there are none to count.
 
-    ``skipped``: lines that gave no document, by reason. ``repaired``: documents in which half a surrogate pair was replaced.
-    ``reused``: nothing had to be done for it this time.
+    ``skipped``: lines that gave no document, by reason. ``repaired``: documents in which half a surrogate
+    pair was replaced. ``reused``: nothing had to be done for it this time.
     """
 
     name: str
@@ -75,7 +78,10 @@ class PreparedSource:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All of a manifest's data, ready to be read. Goes through JSON to other processes and into the run directory."""
+    """All of a manifest's data, ready to be read.
+
+    Goes through JSON to other processes and into the run directory.
+    """
 
     sources: tuple[PreparedSource, ...]
     evaluation: tuple[PreparedSource, ...]
@@ -134,7 +140,10 @@ class Published:
 
 
 def open_published(directory: Path) -> Published | None:
-    """The finished preparation in ``directory``, or None if there is none. Raises DataError if files are missing or cut short."""
+    """The finished preparation in ``directory``, or None if there is none.
+
+    Raises DataError if files are missing or cut short.
+    """
     try:
         text = (directory / INDEX).read_text(encoding="utf-8")
     except FileNotFoundError:

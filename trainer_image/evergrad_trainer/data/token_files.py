@@ -33,17 +33,20 @@ def count_windows(tokens: int, sequence_length: int) -> int:
 
 @dataclass(frozen=True)
 class Windows:
-    """``tokens`` int64 [n, S + 1], filled up with the end id; ``lengths`` int64 [n]: how many of each row are real."""
+    """``tokens`` int64 [n, S + 1], filled up with the end id; ``lengths`` int64 [n]: how many of each row are
+    real."""
 
     tokens: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
 
 
 class TokenReader:
-    """Windows of one token sequence: window i is tokens [i·S, i·S + S + 1) of the concatenated shards; the last may be shorter.
+    """Windows of one token sequence: window i is tokens [i·S, i·S + S + 1) of the concatenated shards; the
+    last may be shorter.
 
-    Reads with ``pread``, never through a memory map: resident memory stays bounded, and a file cut short is an error with its
-    name rather than a SIGBUS (docs/decisions/0003-token-files.md). Safe to use from several threads.
+    Reads with ``pread``, never through a memory map: resident memory stays bounded, and a file cut short is
+    an error with its name rather than a SIGBUS (docs/decisions/0003-token-files.md). Safe to use from several
+    threads.
     """
 
     def __init__(self, sequence: TokenSequence, *, sequence_length: int, end_of_document: int) -> None:
@@ -58,7 +61,10 @@ class TokenReader:
         self._files = _Files()
 
     def read(self, windows: Sequence[int]) -> Windows:
-        """The windows of these numbers, in this order. Raises IndexError, and DataError for a missing or shortened file."""
+        """The windows of these numbers, in this order.
+
+        Raises IndexError, and DataError for a missing or shortened file.
+        """
         rows = np.full((len(windows), self._length + 1), self._end, dtype=self._dtype)
         lengths = np.empty(len(windows), dtype=np.int64)
         for row, window in enumerate(windows):
@@ -70,7 +76,8 @@ class TokenReader:
         return Windows(rows.astype(np.int64), lengths)
 
     def place(self, window: int) -> tuple[Shard, int, int]:
-        """The shard in which a window begins, and the window's first token and end in it (at most the shard's end)."""
+        """The shard in which a window begins, and the window's first token and end in it (at most the shard's
+        end)."""
         begin = window * self._length
         index = bisect_right(self._starts, begin) - 1
         first = begin - self._starts[index]
@@ -103,8 +110,8 @@ class _Files:
     def read(self, path: Path, target: memoryview, offset: int) -> None:
         """Fill ``target`` from ``offset`` bytes on.
 
-        Raises DataError for a file that is gone, or that is too short also when it is opened anew; VolumeError for trouble of
-        the volume that does not pass.
+        Raises DataError for a file that is gone, or that is too short also when it is opened anew;
+        VolumeError for trouble of the volume that does not pass.
         """
         shortest: int | None = None
         while True:
@@ -128,7 +135,10 @@ class _Files:
             time.sleep(_STALE_SECONDS)
 
     def _fill(self, path: Path, target: memoryview, offset: int) -> int | None:
-        """None once ``target`` is full; else the size of the file, which ends before. Closes the file on an OSError."""
+        """None once ``target`` is full; else the size of the file, which ends before.
+
+        Closes the file on an OSError.
+        """
         count = 0
         try:
             while count < len(target):
@@ -171,7 +181,10 @@ def _close_all(files: "OrderedDict[Path, int]") -> None:
 
 
 def _unreadable(path: Path, what: str) -> Problem:
-    remedy = f"If it is a source file, restore it; if it is prepared data, delete the directory {path.parent} and prepare again"
+    remedy = (
+        "If it is a source file, restore it; if it is prepared data, delete the directory "
+        f"{path.parent} and prepare again"
+    )
     return Problem(str(path), what, "it was removed or cut short after it was prepared", remedy)
 
 

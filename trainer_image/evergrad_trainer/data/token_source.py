@@ -17,7 +17,8 @@ LABELS: Final = "labels"
 
 
 class TokenSource:
-    """``input_ids`` and ``labels``, int64 [items, S]; labels are shifted by one, and IGNORE_INDEX where nothing is learned.
+    """``input_ids`` and ``labels``, int64 [items, S]; labels are shifted by one, and IGNORE_INDEX where
+    nothing is learned.
 
     An item weighs as many tokens as carry a label. ``sequence`` is the part of ``source`` to read: its
     training tokens, or what is held out of them.

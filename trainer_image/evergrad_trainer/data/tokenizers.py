@@ -1,4 +1,5 @@
-"""Tokenizers: the built-in one of bytes, and any transformers tokenizer from a local directory, never with remote code."""
+"""Tokenizers: the built-in one of bytes, and any transformers tokenizer from a local directory, never with
+remote code."""
 
 import json
 import re
@@ -60,7 +61,8 @@ class TextTokenizer(Protocol):
         """The ids of each text, without any special token around them."""
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        """The ids of all texts in one array, each text followed by the end id, and the number of ids of each (end included)."""
+        """The ids of all texts in one array, each text followed by the end id, and the number of ids of each
+        (end included)."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; ends of documents are left out."""
@@ -107,7 +109,8 @@ class ByteTokenizer:
         return [np.frombuffer(data, dtype=np.uint8).astype(np.uint16) for data in _utf8(texts)]
 
     def encode_documents(self, texts: Sequence[str]) -> tuple[Tokens, npt.NDArray[np.int64]]:
-        # One array for all documents: the separator, which no text contains, becomes the end id and marks the lengths.
+        # One array for all documents: the separator, which no text contains, becomes the end id and marks the
+        # lengths.
         joined = bytes([_SEPARATOR]).join([*_utf8(texts), b""])
         data = np.frombuffer(joined, dtype=np.uint8)
         ends = np.flatnonzero(data == _SEPARATOR)
@@ -144,7 +147,8 @@ def _utf8(texts: Sequence[str]) -> list[bytes]:
 
 
 def _byte_names() -> dict[int, str]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)."""
+    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's
+    ``bytes_to_unicode``)."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -159,8 +163,8 @@ def _byte_names() -> dict[int, str]:
 class BackendTokenizer:
     """A tokenizer of the tokenizers library.
 
-    ``files``: what ``save_pretrained`` copies. ``in_batches``: encode many texts a call, about a fifth quicker; only where the
-    library's own threads are switched off, as in the helpers of ``prepare``.
+    ``files``: what ``save_pretrained`` copies. ``in_batches``: encode many texts a call, about a fifth
+    quicker; only where the library's own threads are switched off, as in the helpers of ``prepare``.
     """
 
     def __init__(
@@ -302,7 +306,8 @@ def _read_end_token(directory: Path) -> str | None:
 
 
 def _load_with_transformers(directory: Path) -> BackendTokenizer:
-    """Older directories without a tokenizer.json: transformers converts them, offline and without their code."""
+    """Older directories without a tokenizer.json: transformers converts them, offline and without
+    their code."""
     found = [directory / name for name in (*_CONFIG_FILES, *_OTHER_FILES) if (directory / name).is_file()]
     if not found:
         raise _problem(

@@ -1,4 +1,5 @@
-"""A transformers causal model from a configuration or a local directory: safetensors only, never remote code."""
+"""A transformers causal model from a configuration or a local directory: safetensors only, never
+remote code."""
 
 import difflib
 import json
@@ -45,7 +46,8 @@ class ModelPlan:
         return str(self.config.model_type)
 
     def describe(self) -> dict[str, Any]:
-        """What transformers made of the configuration, its own defaults included, as JSON values: what decides the function.
+        """What transformers made of the configuration, its own defaults included, as JSON values: what
+        decides the function.
 
         The manifest and the path of a directory do not: defaults change with transformers, and files by hand.
         """
@@ -85,7 +87,8 @@ def build_model(
 ) -> "PreTrainedModel":
     """The model on the CPU, in training mode, its initial weights a function of ``seed`` alone.
 
-    ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them. Raises ModelError.
+    ``with_weights=False`` leaves the weights uninitialised, for a checkpoint that is loaded over them. Raises
+    ModelError.
     """
     from transformers import AutoModelForCausalLM
 
@@ -184,7 +187,10 @@ def _read_directory(directory: Path) -> "PreTrainedConfig":
 
 
 def find_weights(directory: Path) -> Path | None:
-    """The directory if it has safetensors; None if it has no weights at all. Pickled weights alone are refused."""
+    """The directory if it has safetensors; None if it has no weights at all.
+
+    Pickled weights alone are refused.
+    """
     if any(directory.glob("*.safetensors")):
         return directory
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)

@@ -1,4 +1,5 @@
-"""Compilation of a model block by block: gradients of later blocks are summed while earlier ones are computed."""
+"""Compilation of a model block by block: gradients of later blocks are summed while earlier ones are
+computed."""
 
 from collections.abc import Sequence
 
@@ -22,8 +23,8 @@ def compile_blocks(model: nn.Module, blocks: Sequence[nn.Module] = ()) -> bool:
 
     One graph of the whole model would be one node of autograd: its gradients come at once, after all of the
     backward pass, so that no sum over ranks could begin under it, and all of them are in memory beside the
-    buckets. Blocks of one kind share one graph, which also compiles in a fraction of the time. FSDP2's gathers
-    stay between the graphs.
+    buckets. Blocks of one kind share one graph, which also compiles in a fraction of the time. FSDP2's
+    gathers stay between the graphs.
     """
     blocks = blocks or transformer_blocks(model)
     for block in blocks:

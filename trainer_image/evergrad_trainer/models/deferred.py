@@ -1,8 +1,8 @@
 """A model without memory for its weights, which are made one by one after it has been cut into shards.
 
-Its weights have the bits that :func:`evergrad_trainer.models.build.build_model` gives them. What fills a parameter is
-recorded while the model is built on the meta device, and replayed in the same order, so that the generator's numbers
-are the same ones; a process holds one whole tensor at a time, and keeps its part of it.
+Its weights have the bits that :func:`evergrad_trainer.models.build.build_model` gives them. What fills a
+parameter is recorded while the model is built on the meta device, and replayed in the same order, so that the
+generator's numbers are the same ones; a process holds one whole tensor at a time, and keeps its part of it.
 """
 
 import contextlib
@@ -59,7 +59,8 @@ class _Fill:
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes what is done in place to tensors without memory; ``is_replayable`` unless it meets what it does not know."""
+    """Notes what is done in place to tensors without memory; ``is_replayable`` unless it meets what it does
+    not know."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -83,7 +84,8 @@ class DeferredModel:
     def __init__(self, model: "PreTrainedModel", fills: list[_Fill], seed: int) -> None:
         self.model = model
         self.weights: Weights | None = None
-        """What :meth:`materialise` fills the parameters with; without it they are left as they are in memory."""
+        """What :meth:`materialise` fills the parameters with; without it they are left as they
+        are in memory."""
         self._fills = fills
         self._seed = seed
         # As they are before sharding replaces them.
@@ -96,7 +98,8 @@ class DeferredModel:
             for module in self.model.modules():
                 for name, old in module._parameters.items():
                     if old is not None:
-                        # Two modules that share a weight go on sharing it, which ``to_empty`` would not let them.
+                        # Two modules that share a weight go on sharing it, which ``to_empty`` would not let
+                        # them.
                         if id(old) not in made:
                             empty = torch.empty_like(old, device=device)
                             made[id(old)] = nn.Parameter(empty, old.requires_grad)
@@ -201,7 +204,10 @@ def defer_model(
 
 @contextlib.contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Put each parameter on the meta device as its module gets it. Buffers stay real: nothing would compute them again."""
+    """Put each parameter on the meta device as its module gets it.
+
+    Buffers stay real: nothing would compute them again.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

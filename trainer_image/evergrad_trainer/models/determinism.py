@@ -7,7 +7,8 @@ import torch
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 """Read by cuBLAS with its first handle, so that it must be set before the process begins."""
 CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
-"""The values with which cuBLAS adds in the same order each time (its documentation, "Results reproducibility")."""
+"""The values with which cuBLAS adds in the same order each time (its documentation, "Results
+reproducibility")."""
 
 
 def is_cublas_deterministic() -> bool:

@@ -32,7 +32,10 @@ def check_experts(config: "PreTrainedConfig", *, where: str) -> Iterator[Problem
     elif coefficient and not text.output_router_logits:
         what = f"the router loss of {text.model_type} is left out"
         why = "output_router_logits is false, and experts that are not kept in balance collapse"
-        remedy = "Set output_router_logits: true in the model's configuration, or router_aux_loss_coef: 0 to train without it"
+        remedy = (
+            "Set output_router_logits: true in the model's configuration, or router_aux_loss_coef: 0 "
+            "to train without it"
+        )
         yield Problem(where, what, why, remedy)
 
 

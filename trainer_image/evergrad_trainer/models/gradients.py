@@ -1,7 +1,8 @@
 """How the gradients of a step's slots become one sum on every rank.
 
-Plain data parallelism reduces our own flat buckets instead of wrapping the model, so that the group can change between
-two steps. ``begin`` → for each slot: ``before_backward``, backward, ``after_backward`` → ``finish``.
+Plain data parallelism reduces our own flat buckets instead of wrapping the model, so that the group can
+change between two steps. ``begin`` → for each slot: ``before_backward``, backward, ``after_backward`` →
+``finish``.
 """
 
 import math
@@ -48,7 +49,8 @@ class _Bucket:
 
 
 def _partition(parameters: Sequence[torch.nn.Parameter], bucket_bytes: int) -> list[list[torch.nn.Parameter]]:
-    """Parameters in reverse order (about that of the backward pass), cut where a bucket is full or the type changes."""
+    """Parameters in reverse order (about that of the backward pass), cut where a bucket is full or the type
+    changes."""
     buckets: list[list[torch.nn.Parameter]] = []
     size = 0
     for parameter in reversed(parameters):
@@ -138,11 +140,12 @@ class BucketedSum:
 
 
 class ExactSum:
-    """Sums that do not depend on order: every slot's gradient is rounded to a fixed grid and summed as 64-bit integers.
+    """Sums that do not depend on order: every slot's gradient is rounded to a fixed grid and summed as 64-bit
+    integers.
 
-    Integer addition is associative, so worlds of every size give the same bits, at 8 bytes a parameter and without overlap.
-    The grid is 2**-44 (5.7e-14); sums up to 2**18 fit. A slot that could leave that range is not added but counted, in one place
-    more at the end of each sum, so that all ranks learn of it together.
+    Integer addition is associative, so worlds of every size give the same bits, at 8 bytes a parameter and
+    without overlap. The grid is 2**-44 (5.7e-14); sums up to 2**18 fit. A slot that could leave that range is
+    not added but counted, in one place more at the end of each sum, so that all ranks learn of it together.
     """
 
     GRID_BITS = 44
@@ -240,9 +243,11 @@ def _gradient_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _fill_missing(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Give parameters that took no part in the step a gradient of zero: the optimizer would pass over one without a gradient.
+    """Give parameters that took no part in the step a gradient of zero: the optimizer would pass over one
+    without a gradient.
 
-    Then its decay and its moments would depend on whether its world sums in buckets, which are zeros where nothing was added.
+    Then its decay and its moments would depend on whether its world sums in buckets, which are zeros where
+    nothing was added.
     """
     for parameter in parameters:
         if parameter.grad is None:

@@ -1,4 +1,5 @@
-"""Weights of a transformers directory into a model that already exists: safetensors only, every name and shape checked."""
+"""Weights of a transformers directory into a model that already exists: safetensors only, every name and
+shape checked."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,10 @@ _FIELD = "spec.training.initFrom.path"
 def load_model_directory(
     directory: Path, state: dict[str, torch.Tensor], *, config: "PreTrainedConfig"
 ) -> None:
-    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``. Raises ModelError unless all are there."""
+    """Copy the weights in ``directory`` over the ``model.`` tensors of ``state``.
+
+    Raises ModelError unless all are there.
+    """
     if find_weights(directory) is None:
         raise ModelError(
             Problem(

@@ -1,4 +1,5 @@
-"""Disturbances for a run on this machine: a plan that follows from its seed, and the hand that carries it out and says so."""
+"""Disturbances for a run on this machine: a plan that follows from its seed, and the hand that carries it out
+and says so."""
 
 import contextlib
 import http.client
@@ -68,7 +69,10 @@ class Disturbance:
 
 @dataclass(frozen=True)
 class Event:
-    """After ``pause_seconds`` of undisturbed training. ``awaits_all``: the next one waits until all nodes train again."""
+    """After ``pause_seconds`` of undisturbed training.
+
+    ``awaits_all``: the next one waits until all nodes train again.
+    """
 
     pause_seconds: float
     disturbances: tuple[Disturbance, ...]
@@ -101,7 +105,8 @@ def _draw(source: random.Random, *, delay_seconds: float) -> Disturbance:
 
 
 def choose_victim(pick: float, alive: Mapping[int, int], whole: Set[int]) -> int | None:
-    """Index of a node that may be disturbed: without it somebody still holds the newest state. None if there is none.
+    """Index of a node that may be disturbed: without it somebody still holds the newest state. None if there
+    is none.
 
     ``alive``: process id by index; ``whole``: the process ids of those that hold the state.
     """
@@ -158,7 +163,8 @@ class DisturbedNodes(LocalNodes):
         }
 
     def workers(self, index: int) -> list[int]:
-        """Process ids of a node's workers: its children but for its own helpers, which are in its process group."""
+        """Process ids of a node's workers: its children but for its own helpers, which are in its process
+        group."""
         pid = self.nodes[index].process.pid or 0
         with contextlib.suppress(OSError):
             children = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text("ascii").split())
@@ -207,7 +213,8 @@ def describe_tally(tally: Tally, *, repeated: int) -> str:
         f"{cause.replace('_', ' ')} {seconds:.1f}" for cause, seconds in tally.total_lost().items()
     )
     return (
-        f"chaos: {tally.num_events} events ({kinds or 'none'}), generation {tally.generation}, steps repeated: {repeated}, "
+        f"chaos: {tally.num_events} events ({kinds or 'none'}), generation {tally.generation}, "
+        f"steps repeated: {repeated}, "
         f"longest recovery {tally.longest_seconds:.1f} s, seconds lost by cause: {lost or 'none'}"
     )
 
@@ -224,7 +231,10 @@ def count_repeated(metrics: Path) -> int:
 
 
 class Chaos:
-    """Carries the plan out, one event after the other has been recovered from. ``tick`` is called some times a second."""
+    """Carries the plan out, one event after the other has been recovered from.
+
+    ``tick`` is called some times a second.
+    """
 
     def __init__(self, seed: int, coordinator: LocalCoordinator, nodes: DisturbedNodes) -> None:
         self.tally = Tally()
@@ -266,7 +276,7 @@ class Chaos:
             self._looked_at = now
             self._watch(now)
 
-    # ---- recovery ----------------------------------------------------------------------------------------------------
+    # ---- recovery ------------------------------------------------------------------------------------------
 
     def _watch(self, now: float) -> None:
         status = self._look()
@@ -282,7 +292,8 @@ class Chaos:
         elif now - self._began > _PATIENCE_SECONDS:
             self._has_given_up = True
             _say(
-                f"event {self.tally.num_events}: no recovery within {_PATIENCE_SECONDS:g} s; leaves the run alone. {status}"
+                f"event {self.tally.num_events}: no recovery within {_PATIENCE_SECONDS:g} s; "
+                f"leaves the run alone. {status}"
             )
 
     def _look(self) -> dict[str, Any] | None:
@@ -296,7 +307,8 @@ class Chaos:
         return status
 
     def _has_recovered(self, status: dict[str, Any]) -> bool:
-        """Steps are reported, and not only such as were done before the disturbance: a newer generation's, or the third."""
+        """Steps are reported, and not only such as were done before the disturbance: a newer generation's, or
+        the third."""
         running = self._running(status)
         if (
             status["phase"] != "Running"
@@ -322,7 +334,7 @@ class Chaos:
         members = [int(one["node"]) for one in status["nodes"]["members"] if one["state"] == "running"]
         return [alive[index] for index in members if index in alive]
 
-    # ---- disturbance -------------------------------------------------------------------------------------------------
+    # ---- disturbance ---------------------------------------------------------------------------------------
 
     def _begin_next(self, now: float) -> None:
         self._event = next(self._events)
@@ -397,7 +409,8 @@ class Chaos:
         self._starving = one
 
     def _await_feeding(self, one: Disturbance, now: float) -> None:
-        """Until a group of two forms anew: its members bring each other to one state before they say that they are up."""
+        """Until a group of two forms anew: its members bring each other to one state before they say that
+        they are up."""
         status = self._look()
         if status is not None and status["generation"] >= self._needs_generation and status["worldSize"] == 2:
             self._starving = None

@@ -1,4 +1,5 @@
-"""A node's side of the conversation with its coordinator: says things, and says again what may have found nobody who listened."""
+"""A node's side of the conversation with its coordinator: says things, and says again what may have found
+nobody who listened."""
 
 import asyncio
 import logging
@@ -40,7 +41,10 @@ class Member(Protocol):
 
 
 class Conversation:
-    """One connection after the other to the same address, on one event loop. Nothing here waits for an answer."""
+    """One connection after the other to the same address, on one event loop.
+
+    Nothing here waits for an answer.
+    """
 
     def __init__(
         self,
@@ -68,7 +72,10 @@ class Conversation:
         """The place that the newest hello named."""
 
     async def converse(self, *, is_over: Callable[[], bool]) -> bool:
-        """Speak until the run is over; False if the node was refused. A refusal may be of this moment: it is asked again."""
+        """Speak until the run is over; False if the node was refused.
+
+        A refusal may be of this moment: it is asked again.
+        """
         await self._client.run()
         while not is_over() and 0 < self.num_refusals <= len(_REFUSED_SECONDS):
             await asyncio.sleep(_REFUSED_SECONDS[self.num_refusals - 1])
@@ -92,7 +99,10 @@ class Conversation:
         return await self._client.commit(generation)
 
     def send(self, message: Message) -> bool:
-        """Whether the message is on its way. One that cannot be encoded counts so, too: said again, it would fail again."""
+        """Whether the message is on its way.
+
+        One that cannot be encoded counts so, too: said again, it would fail again.
+        """
         self.remember(message)
         try:
             return self._client.send(message)
@@ -154,13 +164,15 @@ class Conversation:
         self._on_message(message)
 
     def _greet(self) -> None:
-        """Said on every connection, after the hello: what a coordinator may not have heard, or heard and forgotten."""
+        """Said on every connection, after the hello: what a coordinator may not have heard, or heard and
+        forgotten."""
         member, said = self._member(), self._said
         # A worker may have become warm between hello and welcome.
         self.send(Capacity(member.capacity))
         place = member.place
         if said is not None and (place is None or place.generation != said.generation):
-            # A hello may wait long for a coordinator that stood still: the group that it named is left by now.
+            # A hello may wait long for a coordinator that stood still: the group that it named is left by
+            # now.
             broken = self._last.get(Broken)
             if not isinstance(broken, Broken) or broken.generation != said.generation:
                 message = "the node left its group while the coordinator was away"

@@ -1,6 +1,8 @@
-"""The workers of one node that outlive their worlds: asks, counts and replaces them. Decides nothing about the group.
+"""The workers of one node that outlive their worlds: asks, counts and replaces them. Decides nothing about
+the group.
 
-The supervisor tells a crew what the coordinator said; the crew hands back reports: values of ``node.reports``.
+The supervisor tells a crew what the coordinator said; the crew hands back reports: values of
+``node.reports``.
 """
 
 import dataclasses
@@ -47,7 +49,10 @@ class Crew(Protocol):
 
 @dataclass(frozen=True)
 class Bounds:
-    """``setup_seconds``: for the members of a group, who are all ready, to meet. ``timeout_seconds``: of its collectives."""
+    """``setup_seconds``: for the members of a group, who are all ready, to meet.
+
+    ``timeout_seconds``: of its collectives.
+    """
 
     setup_seconds: float
     timeout_seconds: float
@@ -65,7 +70,8 @@ class InProcessCrew:
         describe_place: Callable[[int, int], str],
         bounds: Bounds,
     ) -> None:
-        """``start(local_rank, serial)`` starts a process; ``describe_place(step, slot)`` names the samples of a slot."""
+        """``start(local_rank, serial)`` starts a process; ``describe_place(step, slot)`` names the samples of
+        a slot."""
         self._starts = WorkerStarts(start, num_workers=num_workers)
         self._tell = report
         self._describe_place = describe_place
@@ -81,13 +87,14 @@ class InProcessCrew:
         self._are_saved = True
         self._saver: Worker | None = None
 
-    # ---- what the supervisor says ------------------------------------------------------------------------------------
+    # ---- what the supervisor says --------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
         """Workers that could take part in a group: none before all have started, or one of them could not.
 
-        A node that showed itself with its first warm worker would begin a group that the second one changes at once.
+        A node that showed itself with its first warm worker would begin a group that the second one changes
+        at once.
         """
         return len(self._starts.warm) if self._starts.has_started else 0
 
@@ -111,7 +118,8 @@ class InProcessCrew:
         self._change = order
         self._cause, self._detail, self._is_only_holder = cause, detail, is_only_holder
         self._patience.asked_at = time.monotonic()
-        # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be lost.
+        # A plan that is told again is answered again: the answer, or the coordinator that heard it, may be
+        # lost.
         self._answered = min(self._answered, order.generation - 1)
         for worker in self._starts.warm:
             worker.channel.send(self._change, wait=False)
@@ -170,7 +178,7 @@ class InProcessCrew:
     def is_empty(self) -> bool:
         return not self._starts.workers
 
-    # ---- what the workers say ----------------------------------------------------------------------------------------
+    # ---- what the workers say ------------------------------------------------------------------------------
 
     def hear(self, worker: Worker, record: say.Record) -> None:
         """A record from a worker."""
@@ -254,7 +262,7 @@ class InProcessCrew:
                 _log.warning("worker %d (pid %d) %s and is replaced", worker.local_rank, worker.pid, why)
                 worker.kill()
 
-    # ---- within ------------------------------------------------------------------------------------------------------
+    # ---- within --------------------------------------------------------------------------------------------
 
     def _check_ready(self) -> None:
         generation = self._change.generation

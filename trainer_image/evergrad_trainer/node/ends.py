@@ -41,7 +41,10 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How one worker ended. ``cause``, ``kind``, ``text`` and ``is_final`` describe the trouble, where there was any."""
+    """How one worker ended.
+
+    ``cause``, ``kind``, ``text`` and ``is_final`` describe the trouble, where there was any.
+    """
 
     why: Why
     exit_code: int
@@ -70,7 +73,10 @@ def decide_why(exit_code: int, *, was_asked: bool) -> Why:
 
 
 def describe_lasting_end(worker: Worker, exit_code: int, *, place: str) -> WorkerEnd:
-    """The end, unasked, of a worker that outlives its groups. ``place``: what it was doing, for one that said nothing."""
+    """The end, unasked, of a worker that outlives its groups.
+
+    ``place``: what it was doing, for one that said nothing.
+    """
     if worker.failure is not None:
         return _describe_failure(worker.failure, exit_code, world_size=1)
     return _describe_silent(worker, exit_code, world_size=1, place=place)
@@ -139,7 +145,8 @@ def build_broken(worker: Worker, end: WorkerEnd, *, generation: int) -> Broken:
 
 
 class HostTrouble:
-    """Counts the failures of this host: tried again here some times, with a growing pause, then left to another host."""
+    """Counts the failures of this host: tried again here some times, with a growing pause, then left to
+    another host."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -147,7 +154,8 @@ class HostTrouble:
         self._at = float("-inf")
 
     def note(self, step: int) -> float | None:
-        """One more failure, after ``step``: the pause before the next attempt, in seconds, or None to give up."""
+        """One more failure, after ``step``: the pause before the next attempt, in seconds, or None to give
+        up."""
         now = time.monotonic()
         if step > self._step or now - self._at > UNDISTURBED_SECONDS:
             self._count = 0

@@ -36,7 +36,8 @@ def kind_of(broken: Broken) -> ErrorKind:
 
 
 def count_oom_kills(cgroup: Path = _CGROUP) -> int | None:
-    """Processes of this container the kernel has killed for want of memory so far; None where it does not say."""
+    """Processes of this container the kernel has killed for want of memory so far; None where it does not
+    say."""
     for name in ("memory.events", "memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in (cgroup / name).read_text("ascii").splitlines():

@@ -1,4 +1,5 @@
-"""What must be equal in all nodes of a group, as texts by name: versions, configuration, device, and the user's own files."""
+"""What must be equal in all nodes of a group, as texts by name: versions, configuration, device, and the
+user's own files."""
 
 import contextlib
 import importlib.metadata
@@ -46,7 +47,8 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
 
 
 def hash_script(script: Script, base_directory: Path) -> str:
-    """A hash of the files that the command names and of the modules beside them that they import, directly or not."""
+    """A hash of the files that the command names and of the modules beside them that they import, directly or
+    not."""
     folder, roots = _find_roots(script, base_directory)
     return hash_sources(roots, folder)
 

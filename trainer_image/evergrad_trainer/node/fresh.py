@@ -1,4 +1,5 @@
-"""The workers of one node where each generation has its own: scripts, and state that no single rank holds whole (level 2)."""
+"""The workers of one node where each generation has its own: scripts, and state that no single rank holds
+whole (level 2)."""
 
 import signal
 import time
@@ -16,7 +17,10 @@ _HARD_SECONDS = 0.3
 
 
 class FreshCrew:
-    """Starts workers when a group begins and ends them when it is left. ``start(local_rank, serial, variables)``."""
+    """Starts workers when a group begins and ends them when it is left.
+
+    ``start(local_rank, serial, variables)``.
+    """
 
     def __init__(
         self,
@@ -27,7 +31,8 @@ class FreshCrew:
         can_stop: Callable[[int], bool],
         grace_seconds: float,
     ) -> None:
-        """``can_stop(generation)``: whether its workers save and leave when they are asked to; they get ``grace_seconds``."""
+        """``can_stop(generation)``: whether its workers save and leave when they are asked to; they get
+        ``grace_seconds``."""
         self._start_process = start
         self._num_workers = num_workers
         self._tell = report

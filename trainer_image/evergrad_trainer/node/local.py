@@ -1,4 +1,5 @@
-"""Several nodes on this machine: one coordinator and N supervisors as local processes, replaced when they are lost."""
+"""Several nodes on this machine: one coordinator and N supervisors as local processes, replaced when they are
+lost."""
 
 import contextlib
 import gc
@@ -39,7 +40,8 @@ _FINAL = (
 
 
 class _LeaveAtOnce(BaseException):
-    """Raised by the handler of a second signal, wherever the launcher is; no ``except Exception`` stops it."""
+    """Raised by the handler of a second signal, wherever the launcher is; no ``except Exception``
+    stops it."""
 
 
 class CoordinatorFailedError(EvergradError):
@@ -48,7 +50,10 @@ class CoordinatorFailedError(EvergradError):
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """What a local coordinator is started with. ``state``: the file of its generation, whose lock is the run's."""
+    """What a local coordinator is started with.
+
+    ``state``: the file of its generation, whose lock is the run's.
+    """
 
     run: str
     min_nodes: int
@@ -216,7 +221,8 @@ class LocalNodes:
 
 
 class _Stops:
-    """SIGTERM and SIGINT as the launcher receives them: the first is noted, the second interrupts whatever it does."""
+    """SIGTERM and SIGINT as the launcher receives them: the first is noted, the second interrupts whatever it
+    does."""
 
     def __init__(self) -> None:
         self.count = StopCount()
@@ -247,8 +253,8 @@ def run_local(
 ) -> int:
     """Run a coordinator and its nodes to the end of the run; the run's exit code.
 
-    SIGINT or SIGTERM asks all nodes to leave, which takes their grace period at most; a second one ends them at once.
-    ``on_tick`` is called some times a second, for whoever wants to disturb.
+    SIGINT or SIGTERM asks all nodes to leave, which takes their grace period at most; a second one ends them
+    at once. ``on_tick`` is called some times a second, for whoever wants to disturb.
     """
     stops = _Stops()
     gc.freeze()
@@ -256,8 +262,10 @@ def run_local(
     try:
         coordinator.start()
         print(
-            f"coordinator 127.0.0.1:{coordinator.port}, state http://127.0.0.1:{coordinator.status_port}/status; "
-            f"another node: evergrad node FILE --join 127.0.0.1:{coordinator.port} --token-file {coordinator.token_file}",
+            f"coordinator 127.0.0.1:{coordinator.port}, state "
+            f"http://127.0.0.1:{coordinator.status_port}/status; "
+            f"another node: evergrad node FILE --join 127.0.0.1:{coordinator.port} --token-file "
+            f"{coordinator.token_file}",
             flush=True,
         )
         nodes.start()
@@ -284,7 +292,8 @@ def run_local(
 def _follow(
     coordinator: LocalCoordinator, nodes: LocalNodes, stops: _Stops, on_tick: Callable[[], None]
 ) -> bool:
-    """Look after both until no node is left, or a while after the run's end; False if nodes do not leave as they were asked."""
+    """Look after both until no node is left, or a while after the run's end; False if nodes do not leave as
+    they were asked."""
     over_at: float | None = None
     while not nodes.are_over and (over_at is None or time.monotonic() - over_at < _END_SECONDS):
         sentinels = [node.process.sentinel for node in nodes.nodes.values() if node.process.exitcode is None]

@@ -1,4 +1,5 @@
-"""What a node's supervisor says on stderr: one line each, with the node in front as its workers' lines have it."""
+"""What a node's supervisor says on stderr: one line each, with the node in front as its workers' lines have
+it."""
 
 import asyncio
 import logging
@@ -38,7 +39,10 @@ def fall_silent() -> None:
 
 
 async def warn_of_silence(seconds_since_contact: Callable[[], float], *, address: str) -> None:
-    """Until cancelled: say it every ten seconds while the coordinator at ``address`` does not answer. Infinite: it never has."""
+    """Until cancelled: say it every ten seconds while the coordinator at ``address`` does not answer.
+
+    Infinite: it never has.
+    """
     waited = 0.0
     while True:
         await asyncio.sleep(SAY_SECONDS)
@@ -52,7 +56,8 @@ async def warn_of_silence(seconds_since_contact: Callable[[], float], *, address
 
 
 class _NodeHandler(logging.StreamHandler[TextIO]):
-    """Over the line of a progress bar, which another process draws on the same terminal: the bar is drawn again below."""
+    """Over the line of a progress bar, which another process draws on the same terminal: the bar is drawn
+    again below."""
 
     def __init__(self, node: str, stream: TextIO) -> None:
         super().__init__(stream)
@@ -60,7 +65,10 @@ class _NodeHandler(logging.StreamHandler[TextIO]):
 
 
 class _NodeFormatter(logging.Formatter):
-    """``[node 0] was asked to leave``. The first line alone: what follows in a failure, its worker has printed."""
+    """``[node 0] was asked to leave``.
+
+    The first line alone: what follows in a failure, its worker has printed.
+    """
 
     def __init__(self, node: str, *, clears_line: bool) -> None:
         super().__init__()

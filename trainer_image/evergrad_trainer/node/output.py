@@ -22,7 +22,10 @@ class WorkerOutput:
     def __init__(
         self, descriptor: int, *, path: Path, node: str, rank: Callable[[], int], is_forwarded: bool
     ) -> None:
-        """Must be made inside a running event loop. A file that cannot be opened is done without, since training can be."""
+        """Must be made inside a running event loop.
+
+        A file that cannot be opened is done without, since training can be.
+        """
         self._file = _open(path)
         self._descriptor = descriptor
         self._node = node

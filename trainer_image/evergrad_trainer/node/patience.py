@@ -9,15 +9,18 @@ PING_SECONDS = 0.5
 FROZEN_SECONDS = 10.0
 """A worker whose guard thread has not answered for so long is frozen: it is killed and replaced."""
 STUCK_SECONDS = 10.0
-"""At least this long a worker may take to leave a group that is given up; three of its longest slots if that is longer.
+"""At least this long a worker may take to leave a group that is given up; three of its longest slots if that
+is longer.
 
-A slot lasts until its device has run it: an accelerator's queue is emptied before the group is left. Where no slot has ended
-yet, or the worker may be the last that holds the state, the timeout of its operations is the bound.
+A slot lasts until its device has run it: an accelerator's queue is emptied before the group is left. Where no
+slot has ended yet, or the worker may be the last that holds the state, the timeout of its operations is the
+bound.
 """
 
 
 class Patience:
-    """Judges workers by when they were heard last, and by when they were asked to leave a group that is gone."""
+    """Judges workers by when they were heard last, and by when they were asked to leave a group
+    that is gone."""
 
     def __init__(self, *, timeout_seconds: float) -> None:
         """``timeout_seconds``: of the workers' collectives."""
@@ -26,7 +29,8 @@ class Patience:
         self.asked_at = 0.0
 
     def check_clock(self, now: float, workers: Collection[Worker]) -> None:
-        """If this process stood still itself, silence says nothing about the others: all of them begin anew."""
+        """If this process stood still itself, silence says nothing about the others: all of them
+        begin anew."""
         if now - self._last_check > 4 * PING_SECONDS:
             for worker in workers:
                 worker.last_heard = now
@@ -34,7 +38,10 @@ class Patience:
         self._last_check = now
 
     def why_kill(self, worker: Worker, now: float, *, is_asked: bool, is_only_holder: bool) -> str | None:
-        """What is wrong with a worker that must be replaced. ``is_asked``: to leave at once, and it has not answered yet."""
+        """What is wrong with a worker that must be replaced.
+
+        ``is_asked``: to leave at once, and it has not answered yet.
+        """
         if now - worker.last_heard > FROZEN_SECONDS:
             return "is frozen"
         if not is_asked:

@@ -1,4 +1,5 @@
-"""The processes of a node's workers as its event loop sees them: what they say, what they print, and their ends."""
+"""The processes of a node's workers as its event loop sees them: what they say, what they print, and their
+ends."""
 
 import asyncio
 import contextlib
@@ -13,7 +14,10 @@ from evergrad_trainer.node.workers import Worker, end_orphans
 
 
 class WorkerProcesses:
-    """Watches workers from their start until they are reaped. The crew gets each record, then the exit code."""
+    """Watches workers from their start until they are reaped.
+
+    The crew gets each record, then the exit code.
+    """
 
     def __init__(self, settings: NodeSettings, tasks: TaskWatch, *, crew: Callable[[], Crew]) -> None:
         self._settings = settings

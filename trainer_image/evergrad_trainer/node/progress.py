@@ -1,4 +1,5 @@
-"""Progress on its way from a node to the coordinator: the newest is told, not too often, and nothing is kept that cannot be."""
+"""Progress on its way from a node to the coordinator: the newest is told, not too often, and nothing is kept
+that cannot be."""
 
 import time
 from collections.abc import Callable
@@ -14,7 +15,8 @@ PROGRESS_SECONDS = 0.5
 
 
 class ProgressSender:
-    """Holds the newest progress until ``send`` takes it: ``send`` says whether the message is on its way, or hopeless."""
+    """Holds the newest progress until ``send`` takes it: ``send`` says whether the message is on its way, or
+    hopeless."""
 
     def __init__(self, send: Callable[[Message], bool]) -> None:
         self._send = send
@@ -48,7 +50,8 @@ class ProgressSender:
 
 
 class RecordReader:
-    """Reads what workers say of their training: the node's metrics get all of it, the coordinator the progress in it."""
+    """Reads what workers say of their training: the node's metrics get all of it, the coordinator the
+    progress in it."""
 
     def __init__(self, metrics: NodeMetrics, sender: ProgressSender) -> None:
         self._metrics = metrics

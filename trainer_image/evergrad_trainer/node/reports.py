@@ -1,7 +1,8 @@
-"""What a node's workers report to their supervisor, as values: messages of the protocol where it has the word.
+"""What a node's workers report to their supervisor, as values: messages of the protocol where it has the
+word.
 
-One way only: a supervisor calls its workers' keeper, and the keeper gives it one of these. So neither needs to know the other's
-methods, and a test reads a list.
+One way only: a supervisor calls its workers' keeper, and the keeper gives it one of these. So neither needs
+to know the other's methods, and a test reads a list.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from evergrad_trainer.worker import channel as say
 
 @dataclass(frozen=True)
 class WorkersReady:
-    """All warm workers are out of every group older than ``generation``; ``step``: the newest that one of them holds."""
+    """All warm workers are out of every group older than ``generation``; ``step``: the newest that one of
+    them holds."""
 
     generation: int
     workers: int
@@ -47,5 +49,5 @@ Report = (
     | WorkersLeft
     | NoWorkers
 )
-"""``say.Result``: rank 0's word that the run's end is written down. ``Result``: all fresh workers have ended because the run
-asked for it. ``Done``: they have ended well."""
+"""``say.Result``: rank 0's word that the run's end is written down. ``Result``: all fresh workers have ended
+because the run asked for it. ``Done``: they have ended well."""

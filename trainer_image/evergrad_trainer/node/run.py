@@ -58,7 +58,10 @@ def prepare_process() -> None:
 def choose_start_method(
     wanted: Literal["auto", "fork", "forkserver", "spawn"], *, num_accelerators: int
 ) -> StartMethod:
-    """How workers are started. ``auto`` is fork, which is quickest, unless a forked process could not use the accelerators."""
+    """How workers are started.
+
+    ``auto`` is fork, which is quickest, unless a forked process could not use the accelerators.
+    """
     if wanted != "auto":
         return wanted
     if num_accelerators and torch.cuda.is_initialized():
@@ -184,7 +187,8 @@ def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation:
 
 
 def _captures(settings: NodeSettings) -> Captures:
-    """A bar is drawn by rank 0 itself, which needs the terminal; a command's only node prints where the command would."""
+    """A bar is drawn by rank 0 itself, which needs the terminal; a command's only node prints where the
+    command would."""
     return "stderr" if settings.is_only_node or sys.stdout.isatty() else "both"
 
 
@@ -196,7 +200,8 @@ def with_grace_of(script: Script, settings: NodeSettings) -> NodeSettings:
 
 
 def stop_seconds(grace_seconds: float) -> float:
-    """How long a script that was asked to stop may still work: it leaves by itself a moment before its node would kill it."""
+    """How long a script that was asked to stop may still work: it leaves by itself a moment before its node
+    would kill it."""
     return grace_seconds - min(_MARGIN_SECONDS, grace_seconds / 10)
 
 

@@ -1,4 +1,5 @@
-"""What a worker of ``spec.script`` does: run a Python file or module in a warm process, or become an executable."""
+"""What a worker of ``spec.script`` does: run a Python file or module in a warm process, or become an
+executable."""
 
 import ast
 import contextlib
@@ -25,9 +26,11 @@ _LAST_FRAMES = 12
 
 
 def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
-    """Import here, once, what the script will import first, so that forked workers start warm; what was imported.
+    """Import here, once, what the script will import first, so that forked workers start warm; what was
+    imported.
 
-    Only well-known libraries: importing the user's own modules in another process than the worker could do anything.
+    Only well-known libraries: importing the user's own modules in another process than the worker could do
+    anything.
     """
     path = program_path(script.program, base_directory) if script.program.kind == "file" else None
     wanted = {"torch"} | (_imports_of(path) if path is not None else set())
@@ -42,7 +45,10 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
 
 
 def run_script(channel: Channel, pulse: Pulse, *, script: Script, base_directory: Path, is_warm: bool) -> int:
-    """Be one worker of a script; returns its exit code. ``is_warm``: run Python in this process instead of a new one."""
+    """Be one worker of a script; returns its exit code.
+
+    ``is_warm``: run Python in this process instead of a new one.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     os.environ.update(script.env)
@@ -98,7 +104,8 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _imports_of(path: Path) -> set[str]:
-    """Top-level names a Python file imports; nothing for a file that cannot be read or parsed: its worker will say so."""
+    """Top-level names a Python file imports; nothing for a file that cannot be read or parsed: its worker
+    will say so."""
     names: set[str] = set()
     with contextlib.suppress(OSError, SyntaxError, ValueError):
         for node in ast.walk(ast.parse(path.read_bytes())):

@@ -10,8 +10,9 @@ from evergrad_coordinator.protocol import Recovery
 class NodeSettings:
     """What one node is and where it belongs.
 
-    ``address``: where other nodes reach this one. ``grace_seconds``: from SIGTERM to leaving on its own. ``shares_host``: other
-    nodes have the same ports. ``is_only_node``: of a command for one node, whose rank 0 prints where the command prints.
+    ``address``: where other nodes reach this one. ``grace_seconds``: from SIGTERM to leaving on its own.
+    ``shares_host``: other nodes have the same ports. ``is_only_node``: of a command for one node, whose rank
+    0 prints where the command prints.
     """
 
     run: str

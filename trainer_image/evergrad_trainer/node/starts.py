@@ -1,4 +1,5 @@
-"""Starts a node's lasting workers, and starts others in the place of those that ended: after a pause, and not for ever."""
+"""Starts a node's lasting workers, and starts others in the place of those that ended: after a pause, and not
+for ever."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +10,16 @@ from evergrad_trainer.node.reports import NoWorkers
 from evergrad_trainer.node.workers import Worker
 
 RESTART_SECONDS = 1.0
-"""Before a lost worker is started again: building a model beside them would slow down those that are about to go on."""
+"""Before a lost worker is started again: building a model beside them would slow down those that are about to
+go on."""
 _LONGEST_PAUSE = 10.0
 _FAILED_STARTS = 3
 """Workers that ended before they were warm, in a row, after which the node gives up."""
 
 
 class WorkerStarts:
-    """The workers that run, by local rank, and those that are to be started at a time of the monotonic clock."""
+    """The workers that run, by local rank, and those that are to be started at a time of the
+    monotonic clock."""
 
     def __init__(self, start: Callable[[int, int], Worker], *, num_workers: int) -> None:
         """``start(local_rank, serial)`` starts a process."""
@@ -26,7 +29,8 @@ class WorkerStarts:
         self.are_over = False
         """From here on nobody is started."""
         self.has_started = False
-        """Whether each worker has been warm, or one has ended: from here on the node counts those that are."""
+        """Whether each worker has been warm, or one has ended: from here on the node counts those
+        that are."""
         self._serial = 0
         self._failed_starts = 0
         self._trouble = HostTrouble()

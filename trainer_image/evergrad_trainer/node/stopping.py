@@ -1,4 +1,5 @@
-"""Requests to stop as a node receives them: SIGTERM or SIGINT once to leave in order, twice to end at once."""
+"""Requests to stop as a node receives them: SIGTERM or SIGINT once to leave in order, twice to
+end at once."""
 
 import asyncio
 import contextlib
@@ -13,15 +14,18 @@ from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.worker.signals import StopCount
 
 _ALONE_SECONDS = 3.0
-"""For a node whose grace period is over to leave without a coordinator; a pod has five before its kubelet kills it."""
+"""For a node whose grace period is over to leave without a coordinator; a pod has five before its kubelet
+kills it."""
 _LAST_SECONDS = 1.5
-"""For a node that ends at once to kill its workers; then the process is ended whatever its event loop does."""
+"""For a node that ends at once to kill its workers; then the process is ended whatever its event
+loop does."""
 
 
 class StopRequests:
     """Listens in a thread: the event loop may stand still, and must not keep the process from its end.
 
-    ``on_first`` and ``on_last`` are called on ``loop``: at the first signal, and at the second or when the time is over.
+    ``on_first`` and ``on_last`` are called on ``loop``: at the first signal, and at the second or when the
+    time is over.
     """
 
     def __init__(
@@ -46,7 +50,8 @@ class StopRequests:
 
     def install(self) -> None:
         """Start listening. Only for the main thread."""
-        # The handlers do nothing; they make Python write each signal's number into the pipe, from C and at once.
+        # The handlers do nothing; they make Python write each signal's number into the pipe, from C and at
+        # once.
         self._previous_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, lambda *_: None)

@@ -1,7 +1,9 @@
-"""One node of a run: passes on what the coordinator and the workers say to whom it concerns. Decides nothing itself.
+"""One node of a run: passes on what the coordinator and the workers say to whom it concerns. Decides nothing
+itself.
 
-Who calls whom: the coordinator's messages and the processes' ends come in by the event loop; the supervisor calls its crew (the
-keeper of the node's workers), and the crew hands reports back through one function. Who waits for whom:
+Who calls whom: the coordinator's messages and the processes' ends come in by the event loop; the supervisor
+calls its crew (the keeper of the node's workers), and the crew hands reports back through one function. Who
+waits for whom:
 
 * the supervisor waits for nobody: messages to workers and to the coordinator are left in buffers, and a worker that does not
   read is found by the crew's tick;
@@ -58,7 +60,8 @@ _TICK_SECONDS = 0.25
 _UNREACHABLE_SECONDS = 3.0
 """After so long without the coordinator a node that must go leaves on its own."""
 _TURNS = 8
-"""Of the event loop, from the end of a process until what it had said is read: a connection is accepted first."""
+"""Of the event loop, from the end of a process until what it had said is read: a connection is accepted
+first."""
 _KILL_SECONDS = 10.0
 """How long workers may take to end once the run is over …"""
 _KILLED_SECONDS = 1.0
@@ -72,7 +75,8 @@ class NodeEnd:
         self._settings = settings
         self.exit_code: int | None = None
         self.is_hurried = False
-        """Whether workers are killed, and nothing lingers, since there is no time or nobody who could look after them."""
+        """Whether workers are killed, and nothing lingers, since there is no time or nobody who could look
+        after them."""
         self.over = asyncio.Event()
         self.cause = ""
         self._kind = ErrorKind.INTERNAL
@@ -156,7 +160,7 @@ class Supervisor:
             stops.uninstall()
         return self._end.write()
 
-    # ---- workers -----------------------------------------------------------------------------------------------------
+    # ---- workers -------------------------------------------------------------------------------------------
 
     def adopt(self, worker: Worker) -> Worker:
         """Listen to a worker that was just started."""
@@ -184,8 +188,8 @@ class Supervisor:
             case say.Observed():
                 self._records.take_record(report.kind, report.record)
             case Done() | Result():
-                # Remembered at once, said a moment later: the end of a script's process may be seen before its last report is
-                # read, and after the end of the run nobody listens.
+                # Remembered at once, said a moment later: the end of a script's process may be seen before
+                # its last report is read, and after the end of the run nobody listens.
                 self.conversation.remember(report)
                 self._tasks.begin(self._send_after_reports(report), "last words")
             case WorkersLeft():
@@ -206,7 +210,8 @@ class Supervisor:
         if report.workers == 0:
             self.conversation.send(Ready(report.generation, 0, 0, -1))
             return
-        # A new store for each round, on a port nobody knew before: late members of an older one cannot meet newer ones.
+        # A new store for each round, on a port nobody knew before: late members of an older one cannot meet
+        # newer ones.
         try:
             self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
         except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
@@ -234,7 +239,7 @@ class Supervisor:
         """A script says where it is, in whatever values; only the world's rank 0 speaks for the run."""
         self._tasks.call(self._records.take_report, report)
 
-    # ---- the coordinator ---------------------------------------------------------------------------------------------
+    # ---- the coordinator -----------------------------------------------------------------------------------
 
     async def _converse(self) -> None:
         if not await self.conversation.converse(is_over=self._end.over.is_set):
@@ -280,7 +285,7 @@ class Supervisor:
                 where = f"node {self._settings.node} on host {socket.gethostname()}"
                 self._end.note(ErrorKind.ENVIRONMENT, f"{where} was refused: {message.message}")
 
-    # ---- signals and time --------------------------------------------------------------------------------------------
+    # ---- signals and time ----------------------------------------------------------------------------------
 
     def _leave(self) -> None:
         """Asked to go: the coordinator plans a group without this node."""
@@ -308,7 +313,8 @@ class Supervisor:
             self._on_tick()
             self._progress.flush_if_due()
             away = self.conversation.seconds_since_contact
-            # Workers that have ended well cannot be ruled by others, and the place they had vouches for their end.
+            # Workers that have ended well cannot be ruled by others, and the place they had vouches for their
+            # end.
             is_training = self._crew.place is not None and not self.conversation.has_said(Done)
             if not self._is_cut_off and is_training and away > self.conversation.lease_seconds:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
@@ -332,7 +338,7 @@ class Supervisor:
                     say.Plan(say.LOCAL_GENERATION, hard=False), cause="node_left", detail="preemption"
                 )
 
-    # ---- the end -----------------------------------------------------------------------------------------------------
+    # ---- the end -------------------------------------------------------------------------------------------
 
     def _fail(self, where: str, error: BaseException) -> None:
         """End the node: a part of its supervisor is gone, without which it would only look alive."""

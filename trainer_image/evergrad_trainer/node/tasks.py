@@ -1,4 +1,5 @@
-"""The parts of a supervisor that run by themselves, none of which may end unseen: a node without one only looks alive."""
+"""The parts of a supervisor that run by themselves, none of which may end unseen: a node without one only
+looks alive."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -7,7 +8,8 @@ OnFailure = Callable[[str, BaseException], None]
 
 
 class TaskWatch:
-    """Runs tasks and callbacks of an event loop; ``on_failure(name, error)`` is called for each that fails."""
+    """Runs tasks and callbacks of an event loop; ``on_failure(name, error)`` is called for each
+    that fails."""
 
     def __init__(self, on_failure: OnFailure) -> None:
         self._on_failure = on_failure

@@ -34,7 +34,10 @@ class Target(Protocol):
 
 @dataclass
 class Worker:
-    """One worker process as its supervisor knows it. ``serial`` counts the processes this node has started in this place."""
+    """One worker process as its supervisor knows it.
+
+    ``serial`` counts the processes this node has started in this place.
+    """
 
     local_rank: int
     serial: int
@@ -69,7 +72,8 @@ class Worker:
         return self.state in ("idle", "inside")
 
     def was_oom_killed(self) -> bool:
-        """Whether it was SIGKILL, not ours, and the kernel killed somebody in this container for want of memory meanwhile."""
+        """Whether it was SIGKILL, not ours, and the kernel killed somebody in this container for want of
+        memory meanwhile."""
         now = count_oom_kills()
         is_more = now is not None and self.oom_kills_before is not None and now > self.oom_kills_before
         return is_more and not self.was_killed and self.process.exitcode == -signal.SIGKILL
@@ -136,7 +140,8 @@ class _Start:
 
 
 class _Descriptor:
-    """An open file that a worker gets however it is started: a fork has it, the other methods pass it on as they pickle this."""
+    """An open file that a worker gets however it is started: a fork has it, the other methods pass it on as
+    they pickle this."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -179,7 +184,8 @@ def _run_target(start: _Start) -> int:
 
 
 def _forget_parent(*, keep: tuple[int | None, ...]) -> None:
-    """Undo what a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to be closed."""
+    """Undo what a fork copies: the node's signal handling, and its sockets, whose other ends wait for them to
+    be closed."""
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN if number in (signal.SIGTERM, signal.SIGINT) else signal.SIG_DFL)
@@ -203,15 +209,18 @@ def name_process(name: str) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of whatever its workers leave behind, as the first process of a container is anyway."""
+    """Make this process the parent of whatever its workers leave behind, as the first process of a container
+    is anyway."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_orphans(*, known: Collection[int]) -> None:
-    """Kill and reap what workers have started and left behind; the ``known`` processes are the workers themselves.
+    """Kill and reap what workers have started and left behind; the ``known`` processes are the workers
+    themselves.
 
-    They are told from this process's own helpers by their process group, which is that of the worker they come from.
+    They are told from this process's own helpers by their process group, which is that of the worker they
+    come from.
     """
     for child in _children():
         with contextlib.suppress(ProcessLookupError, ChildProcessError):

@@ -1,7 +1,7 @@
 """Where the time of a run went: productive seconds, and lost ones by cause. Pure.
 
-Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput-measurement. A step is kept when no later
-process had to begin before it and no later row repeats it.
+Goodput = time in steps that were kept / elapsed time, as in Google's ml-goodput-measurement. A step is kept
+when no later process had to begin before it and no later row repeats it.
 """
 
 import bisect
@@ -22,10 +22,10 @@ from evergrad_trainer.records import EvaluationRecord, Event, EventType
 CAUSES = tuple(LOSSES)
 """What time is lost to.
 
-startup: process start → first step, less what restore, evaluation and checkpoint claim of it · restore: reading a checkpoint ·
-recompute: steps that were trained again later · checkpoint: training stood still for a save · evaluation ·
-reconfiguration: last step in one world → first step in the next, less what evaluation and checkpoint claim of it · downtime: no
-process was there · other: between the steps, and after the last one.
+startup: process start → first step, less what restore, evaluation and checkpoint claim of it · restore:
+reading a checkpoint · recompute: steps that were trained again later · checkpoint: training stood still for a
+save · evaluation · reconfiguration: last step in one world → first step in the next, less what evaluation and
+checkpoint claim of it · downtime: no process was there · other: between the steps, and after the last one.
 """
 
 _CLOCK_TOLERANCE_SECONDS = 0.001
@@ -35,9 +35,11 @@ _CLOCKS_APART_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class ProcessAccount:
-    """One process of the run, or all those that handed its state on from world to world, from one start to the next.
+    """One process of the run, or all those that handed its state on from world to world, from one start to
+    the next.
 
-    ``seconds`` has every cause of CAUSES and ``productive``; they sum to its share of the time. ``world_size``: at its start.
+    ``seconds`` has every cause of CAUSES and ``productive``; they sum to its share of the time.
+    ``world_size``: at its start.
     """
 
     generation: int
@@ -57,7 +59,10 @@ class ProcessAccount:
 
 @dataclass(frozen=True)
 class Restart:
-    """One new beginning. ``cause``: signal, stop_file, stop_after_steps, after_step, complete (extended), failed or killed."""
+    """One new beginning.
+
+    ``cause``: signal, stop_file, stop_after_steps, after_step, complete (extended), failed or killed.
+    """
 
     cause: str
     detail: str
@@ -107,7 +112,8 @@ class Goodput:
 
     @property
     def reconfiguration_seconds_by_cause(self) -> dict[ChangeCause, float]:
-        """Seconds lost to changes of the world, by their cause; they sum to ``lost_seconds["reconfiguration"]``."""
+        """Seconds lost to changes of the world, by their cause; they sum to
+        ``lost_seconds["reconfiguration"]``."""
         return {
             cause: math.fsum(change.seconds for change in self.changes if change.cause == cause)
             for cause in self.changes_by_cause
@@ -138,7 +144,10 @@ class Goodput:
 
 
 def account(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> Goodput:
-    """Account for all processes of a run, in the order of their files. A killed process has no end event; that is no error."""
+    """Account for all processes of a run, in the order of their files.
+
+    A killed process has no end event; that is no error.
+    """
     parts = _split(steps, events, evaluations)
     if not parts:
         return Goodput(0.0, dict.fromkeys(CAUSES, 0.0), (), (), ())
@@ -165,7 +174,10 @@ def account(steps: StepTable, events: Sequence[Event], evaluations: Sequence[Eva
 
 @dataclass
 class _Part:
-    """What one process has left. ``rows``: its rows' indices; ``start``: None where its start event is lost."""
+    """What one process has left.
+
+    ``rows``: its rows' indices; ``start``: None where its start event is lost.
+    """
 
     generation: int
     start: Event | None
@@ -205,7 +217,8 @@ class _Part:
 
 
 def _split(steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]) -> list[_Part]:
-    """Give every line to its process, by generation: each start raises it, and no line carries an older one."""
+    """Give every line to its process, by generation: each start raises it, and no line carries an
+    older one."""
     parts = [_Part(event.generation, event, steps) for event in events if event.type == EventType.START]
     parts += [_Part(generation, None, steps) for generation in _without_start(steps, events, evaluations)]
     parts.sort(key=lambda part: part.generation)
@@ -229,13 +242,14 @@ def _split(steps: StepTable, events: Sequence[Event], evaluations: Sequence[Eval
 def _without_start(
     steps: StepTable, events: Sequence[Event], evaluations: Sequence[EvaluationRecord]
 ) -> set[int]:
-    """Generations of processes that left no start event: they failed before it, or the events are lost altogether."""
+    """Generations of processes that left no start event: they failed before it, or the events are lost
+    altogether."""
     started = {event.generation for event in events if event.type == EventType.START}
     trained = set(np.unique(steps.generation).tolist())
     if not started:
         return trained | {event.generation for event in events} | {one.generation for one in evaluations}
-    # A generation with steps, a world or a stop but no start goes on with the state of the one before; one that only failed is a
-    # process of its own, unless its peers went on without it.
+    # A generation with steps, a world or a stop but no start goes on with the state of the one before; one
+    # that only failed is a process of its own, unless its peers went on without it.
     goes_on = {
         event.generation for event in events if event.type in (EventType.WORLD, EventType.STOP)
     } | trained
@@ -257,7 +271,8 @@ def _next_begin(begins: Sequence[tuple[int, str]], generation: int) -> str | Non
 
 
 def _kept(steps: StepTable, parts: list[_Part]) -> npt.NDArray[np.bool_]:
-    """Which rows count for good: the last of their step, and not after the step a later process or world began from."""
+    """Which rows count for good: the last of their step, and not after the step a later process or world
+    began from."""
     holds = np.zeros(len(steps), np.bool_)
     earliest = math.inf
     for part in reversed(parts):
@@ -283,9 +298,11 @@ def _seconds(values: npt.NDArray[np.float64]) -> float:
 
 
 def _begin(part: _Part, previous_end: float | None) -> float:
-    """When a part of the run began. Of two that were there at once, the newer one began where the older one ended.
+    """When a part of the run began. Of two that were there at once, the newer one began where the older one
+    ended.
 
-    A node outlives its workers: a start may name a process that was there before the last sign of the part before.
+    A node outlives its workers: a start may name a process that was there before the last sign of the part
+    before.
     """
     if previous_end is None or part.start is None or part.start.time < previous_end:
         return part.begin
@@ -313,7 +330,8 @@ def _account_process(
     first = int(steps.generation[rows[0]]) if len(rows) else math.inf
     before_first = sum(change.seconds for change in changes if change.generation <= first)
     seconds["startup"] = _startup(part, begin, end, claimed=restore + before_first)
-    # Durations come from a clock that never goes back. Where they exceed the wall time, the wall clock was set.
+    # Durations come from a clock that never goes back. Where they exceed the wall time, the wall clock was
+    # set.
     measured = math.fsum(value for cause, value in seconds.items() if cause != "downtime")
     seconds["other"] = max(0.0, end - begin - measured)
     ended, detail = _ending(part.events, is_last=is_last)
@@ -348,7 +366,8 @@ def _blocking(events: Sequence[Event]) -> float:
 
 
 def _startup(part: _Part, begin: float, end: float, *, claimed: float) -> float:
-    """Process start → begin of the first step (or the end, without one), less what other causes ``claimed`` of it."""
+    """Process start → begin of the first step (or the end, without one), less what other causes ``claimed``
+    of it."""
     first, until = math.inf, end
     if len(part.rows):
         row = part.rows[0]
@@ -406,7 +425,8 @@ def _odd_clocks(part: _Part, previous_end: float | None) -> list[str]:
         notes.append(f"the clock went back by {duration(backwards)} while generation {part.generation} ran")
     if previous_end is not None and previous_end - _begin(part, previous_end) > _CLOCK_TOLERANCE_SECONDS:
         notes.append(
-            f"generation {part.generation} began {duration(previous_end - part.begin)} before the last sign of the one before: "
+            f"generation {part.generation} began {duration(previous_end - part.begin)} before "
+            "the last sign of the one before: "
             "the clock went back, or both ran at once"
         )
     return notes

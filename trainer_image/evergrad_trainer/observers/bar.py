@@ -1,4 +1,5 @@
-"""The progress bar of a terminal: one line that is drawn anew, with what is worth keeping scrolling by above it."""
+"""The progress bar of a terminal: one line that is drawn anew, with what is worth keeping scrolling by above
+it."""
 
 import math
 import time
@@ -88,7 +89,8 @@ class _Line:
 
 
 class ProgressBar(BaseObserver):
-    """Draws at most five times a second, in the calling thread: no thread of its own competes with the training."""
+    """Draws at most five times a second, in the calling thread: no thread of its own competes with the
+    training."""
 
     def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

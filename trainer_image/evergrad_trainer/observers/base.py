@@ -16,7 +16,10 @@ WISHES: tuple[Wish, ...] = get_args(Wish)
 
 
 class Observer(Protocol):
-    """Hears of everything that happens in a run, on rank 0, between two steps. Must return quickly and change nothing."""
+    """Hears of everything that happens in a run, on rank 0, between two steps.
+
+    Must return quickly and change nothing.
+    """
 
     essential: bool
     """Whether the run must stop when this observer fails; the others are switched off instead."""
@@ -57,7 +60,10 @@ class BaseObserver:
         """Called at each transition of the run."""
 
     def wishes(self) -> frozenset[Wish]:
-        """Called before each step: what this observer asks for. All ranks do it after that step, at its boundary."""
+        """Called before each step: what this observer asks for.
+
+        All ranks do it after that step, at its boundary.
+        """
         return frozenset()
 
     def close(self) -> None:
@@ -77,8 +83,9 @@ def _known(wishes: Iterable[Wish]) -> frozenset[Wish]:
 class Observers(BaseObserver):
     """Tells several observers, in order.
 
-    An exception of an ordinary observer is logged and counted; after three in a row the observer is switched off, and the
-    others get a ``warning`` event that says so. An exception of an essential one is raised: an OSError as a RunDirectoryError.
+    An exception of an ordinary observer is logged and counted; after three in a row the observer is switched
+    off, and the others get a ``warning`` event that says so. An exception of an essential one is raised: an
+    OSError as a RunDirectoryError.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:

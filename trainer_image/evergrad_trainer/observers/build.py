@@ -33,9 +33,9 @@ def build_observers(
     """The run's JSON lines first, since they are the record; then the log and the progress;
     the endpoint comes last because closing it may linger.
 
-    ``stream``: where progress goes; a bar if it is a terminal. ``should_stop`` cuts the endpoint's lingering short. With a
-    ``relay`` the records go there, and the endpoint is somebody else's.
-    Raises RunDirectoryError and ConfigurationError.
+    ``stream``: where progress goes; a bar if it is a terminal. ``should_stop`` cuts the endpoint's lingering
+    short. With a ``relay`` the records go there, and the endpoint is somebody else's. Raises
+    RunDirectoryError and ConfigurationError.
     """
     observers: list[Observer] = [
         RunLog(directory),

@@ -1,4 +1,5 @@
-"""Reads a run's JSON-lines files back: steps as columns (a million of them fit), evaluations and events as records."""
+"""Reads a run's JSON-lines files back: steps as columns (a million of them fit), evaluations and events as
+records."""
 
 import math
 import os
@@ -30,7 +31,8 @@ _CHUNK = 4096
 
 @dataclass(frozen=True)
 class StepTable:
-    """The rows of metrics.jsonl as columns of equal length, in the order of the file. Fields as in StepRecord.
+    """The rows of metrics.jsonl as columns of equal length, in the order of the file. Fields as in
+    StepRecord.
 
     ``metrics``: a column for each name that any row has; not a number where a row has it not.
     """
@@ -93,7 +95,10 @@ _VALUES = itemgetter(*_NAMES)
 
 
 class _Columns:
-    """Collects rows into typed columns. ``extend`` raises KeyError, TypeError, ValueError or OverflowError for a bad one."""
+    """Collects rows into typed columns.
+
+    ``extend`` raises KeyError, TypeError, ValueError or OverflowError for a bad one.
+    """
 
     def __init__(self) -> None:
         self._columns: dict[str, array[Any]] = {name: array(_typecode(name)) for name in _NAMES}
@@ -151,7 +156,8 @@ class History:
 
 
 def read_history(directory: RunDirectory) -> History:
-    """Read the three files; a missing one is empty, as is the unfinished last line of a killed or running process.
+    """Read the three files; a missing one is empty, as is the unfinished last line of a killed or running
+    process.
 
     Raises RunDirectoryError, naming file and line, for a line that is no row of that file.
     """
@@ -163,7 +169,10 @@ def read_history(directory: RunDirectory) -> History:
 
 
 def read_steps(path: Path, notes: list[str]) -> StepTable:
-    """The rows of a metrics file; appends to ``notes`` what was odd. Raises RunDirectoryError with the line of a bad row."""
+    """The rows of a metrics file; appends to ``notes`` what was odd.
+
+    Raises RunDirectoryError with the line of a bad row.
+    """
     columns, lines = _Columns(), JsonLines(path)
     rows = iter(lines)
     while chunk := list(islice(rows, _CHUNK)):
@@ -246,7 +255,10 @@ class Before:
 
 
 def read_before(directory: RunDirectory, *, tail_bytes: int = 4 << 20) -> Before:
-    """Look at the ends of metrics.jsonl and events.jsonl, some ten thousand rows, in milliseconds. Raises RunDirectoryError."""
+    """Look at the ends of metrics.jsonl and events.jsonl, some ten thousand rows, in milliseconds.
+
+    Raises RunDirectoryError.
+    """
     rows = [*_tail(directory.metrics, tail_bytes), *_tail(directory.events, 1 << 16)]
     steps = [row["step"] for row in rows if "sample_hash" in row and isinstance(row.get("step"), int)]
     times = [float(row["time"]) for row in rows if isinstance(row.get("time"), int | float)]

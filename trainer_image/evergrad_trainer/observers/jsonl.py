@@ -1,4 +1,5 @@
-"""Writes metrics.jsonl, events.jsonl and evaluation.jsonl: one strict JSON object a line, in the file when the call returns."""
+"""Writes metrics.jsonl, events.jsonl and evaluation.jsonl: one strict JSON object a line, in the file when
+the call returns."""
 
 import logging
 import os
@@ -33,13 +34,18 @@ _START_FACTS = ("model", "parameters", "precision", "parallelism", "tokens_per_s
 
 
 class JsonLinesWriter:
-    """Appends objects to one file. A line reaches the kernel in one ``write``, so that a kill loses no finished step.
+    """Appends objects to one file. A line reaches the kernel in one ``write``, so that a kill loses no
+    finished step.
 
-    While the volume is away or full, lines wait in memory, and are written in their order later: training needs nothing of them.
+    While the volume is away or full, lines wait in memory, and are written in their order later: training
+    needs nothing of them.
     """
 
     def __init__(self, path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open ``path``, cutting off what a kill left of a line: see ``cut_bytes``. Raises RunDirectoryError or VolumeError."""
+        """Open ``path``, cutting off what a kill left of a line: see ``cut_bytes``.
+
+        Raises RunDirectoryError or VolumeError.
+        """
         self._path = path
         self._clock = clock
         self._waiting: deque[bytes] = deque()
@@ -144,7 +150,10 @@ class JsonLinesWriter:
 
 
 class RunLog(BaseObserver):
-    """The run's memory. Essential: a run that can no longer keep its steps, not even in memory, must not go on."""
+    """The run's memory.
+
+    Essential: a run that can no longer keep its steps, not even in memory, must not go on.
+    """
 
     essential = True
 

@@ -11,26 +11,30 @@ PHASES = ("data", "forward_backward", "comm_wait", "optimizer", "checkpoint", "e
 class LiveAccounting:
     """The same accounts as they grow, for counters: nothing ever decreases.
 
-    It cannot know which steps a later process will repeat, so it counts a repeated step as ``recompute`` when it is trained
-    again, not when it was trained first; over all processes of a run the totals differ from ``account`` by no more than that.
-    A save is reported after the pause it caused; until the next pause its blocking seconds count as ``other`` too.
+    It cannot know which steps a later process will repeat, so it counts a repeated step as ``recompute`` when
+    it is trained again, not when it was trained first; over all processes of a run the totals differ from
+    ``account`` by no more than that. A save is reported after the pause it caused; until the next pause its
+    blocking seconds count as ``other`` too.
     """
 
     def __init__(self, *, highest_step: int = 0, last_time: float | None = None) -> None:
-        """``highest_step`` and ``last_time`` (Unix s): what earlier processes of the run have left, see history.read_before."""
+        """``highest_step`` and ``last_time`` (Unix s): what earlier processes of the run have left, see
+        history.read_before."""
         self.productive = 0.0
         self.lost = dict.fromkeys(CAUSES, 0.0)
         self.phases = dict.fromkeys(PHASES, 0.0)
         self._highest_step = highest_step
         self._last_time = last_time
         self._since: float | None = None
-        """Up to here all time is accounted for; None where nothing was heard yet, or others have accounted for it."""
+        """Up to here all time is accounted for; None where nothing was heard yet, or others have accounted
+        for it."""
         self._pausing = "startup"
         """What the time since then is lost to, if nothing claims it."""
         self._claimed = 0.0
 
     def begin(self, *, highest_step: int | None, last_time: float | None, takes_over: bool) -> None:
-        """A process becomes rank 0. What others did since the last one here is in their accounts, not in these.
+        """A process becomes rank 0. What others did since the last one here is in their accounts, not in
+        these.
 
         ``highest_step`` and ``last_time``: as at the beginning; None where nobody has looked.
         """

@@ -25,7 +25,8 @@ class Rate:
         self._is_first = True
 
     def add(self, amount: float, *, first_seconds: float) -> None:
-        """``amount`` was finished now; ``first_seconds``: how long it took, used until there is a second one."""
+        """``amount`` was finished now; ``first_seconds``: how long it took, used until there is a
+        second one."""
         now = self._clock()
         if not self._points:
             self._points.append((now - first_seconds, 0.0))

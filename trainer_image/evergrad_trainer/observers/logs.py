@@ -14,7 +14,8 @@ _log = logging.getLogger(__name__)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever ``sys.stderr`` is when it writes: while the progress bar is up, that is the bar's own proxy."""
+    """Writes to whatever ``sys.stderr`` is when it writes: while the progress bar is up, that is the bar's
+    own proxy."""
 
     @property
     def stream(self) -> TextIO:
@@ -50,7 +51,8 @@ def setup_logging(
     level: int = logging.INFO,
     on_terminal: bool | None = None,
 ) -> Logs:
-    """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and warnings to stderr if ``on_terminal`` (default: rank 0's).
+    """Log to ``logs/node-<node>-rank-<rank>.log`` (appending), and warnings to stderr if ``on_terminal``
+    (default: rank 0's).
 
     Raises RunDirectoryError.
     """

@@ -34,7 +34,8 @@ def _metrics(metrics: Mapping[str, float]) -> str:
 
 
 class ProgressLines(BaseObserver):
-    """Plain lines for pipes, files and ``kubectl logs``: a kind, then key=value pairs; no colours, nothing rewritten."""
+    """Plain lines for pipes, files and ``kubectl logs``: a kind, then key=value pairs; no colours, nothing
+    rewritten."""
 
     def __init__(self, stream: TextIO, *, every: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream
@@ -48,8 +49,10 @@ class ProgressLines(BaseObserver):
             return
         self._print(
             f"start run={info.name} step={info.start_step}/{info.total_steps} model={info.model} "
-            f"parameters={short_count(info.parameters)} processes={info.world_size} precision={info.precision} "
-            f"parallelism={info.parallelism} tokens_per_step={info.tokens_per_step} directory={info.run_directory}"
+            f"parameters={short_count(info.parameters)} processes={info.world_size} "
+            f"precision={info.precision} "
+            f"parallelism={info.parallelism} tokens_per_step={info.tokens_per_step} "
+            f"directory={info.run_directory}"
         )
         if info.metrics_address:
             self._print(f"metrics address={info.metrics_address}")
@@ -60,7 +63,8 @@ class ProgressLines(BaseObserver):
         if record.step % self._every and record.step != state.total_steps:
             return
         self._print(
-            f"step {record.step}/{state.total_steps} loss={real(record.loss)} tokens/s={state.tokens_per_second:.0f} "
+            f"step {record.step}/{state.total_steps} loss={real(record.loss)} "
+            f"tokens/s={state.tokens_per_second:.0f} "
             f"eta={duration(state.remaining_seconds)} learning_rate={compact(record.learning_rate)} "
             f"grad_norm={real(record.grad_norm, 3)}{_metrics(record.metrics)}"
         )

@@ -17,13 +17,17 @@ _log = logging.getLogger(__name__)
 
 
 class Relay(BaseObserver):
-    """The sending side. ``send(kind, record)``: ``kind`` is the observer's method, ``record`` its argument as JSON values."""
+    """The sending side.
+
+    ``send(kind, record)``: ``kind`` is the observer's method, ``record`` its argument as JSON values.
+    """
 
     def __init__(self, send: Callable[[str, dict[str, Any]], None]) -> None:
         self._send = send
 
     def run_start(self, info: RunInfo) -> None:
-        # The receiver has not heard what rank 0 did elsewhere meanwhile, and must not wait for a slow volume to learn it.
+        # The receiver has not heard what rank 0 did elsewhere meanwhile, and must not wait for a slow volume
+        # to learn it.
         try:
             before = read_before(RunDirectory(Path(info.run_directory)))
             info = replace(info, highest_step=before.highest_step, last_time=before.last_time)

@@ -15,7 +15,10 @@ from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
 @dataclass(frozen=True)
 class WorldChange:
-    """One change. ``seconds``: training stood still for it, from the last step before it to the first step after it."""
+    """One change.
+
+    ``seconds``: training stood still for it, from the last step before it to the first step after it.
+    """
 
     time: float
     generation: int
@@ -30,7 +33,8 @@ class WorldChange:
 
 
 def words_of(world: Event) -> str:
-    """The cause of a ``world`` event in words; a file of an older version has them where its cause would be."""
+    """The cause of a ``world`` event in words; a file of an older version has them where its
+    cause would be."""
     return str(world.fields.get("detail") or world.fields.get("cause") or "")
 
 
@@ -47,8 +51,8 @@ def measure_changes(
 ) -> tuple[WorldChange, ...]:
     """The changes among the ``events`` of one part of a run, which has these ``rows`` and evaluations.
 
-    Where several changes follow each other without a step in between, each has the time up to its own event, the last one the
-    rest too. What saves and evaluations claim of the time is not counted again.
+    Where several changes follow each other without a step in between, each has the time up to its own event,
+    the last one the rest too. What saves and evaluations claim of the time is not counted again.
     """
     worlds = [event for event in events if event.type == EventType.WORLD]
     if not worlds:
@@ -98,7 +102,8 @@ def _change(world: Event, seconds: float) -> WorldChange:
 
 
 def _row_before(rows: npt.NDArray[np.int64], steps: StepTable, time: float) -> int | None:
-    """The last of these rows that was written by ``time``: one who was frozen may write an old row much later."""
+    """The last of these rows that was written by ``time``: one who was frozen may write an old row much
+    later."""
     for row in rows[::-1]:
         if steps.time[row] <= time:
             return int(row)
@@ -122,7 +127,8 @@ def _evaluating(evaluations: Sequence[EvaluationRecord], begin: float, end: floa
 def _saving(events: Sequence[Event], steps: StepTable, row: int, *, later: npt.NDArray[np.int64]) -> float:
     """Seconds that saves of a row's step claim of the time after it; they are reported later.
 
-    Where the worlds after it forgot that step and trained it again, among the rows ``later``, a save may be of that one.
+    Where the worlds after it forgot that step and trained it again, among the rows ``later``, a save may be
+    of that one.
     """
     step = int(steps.step[row])
     again = later[steps.step[later] == step][:1]

@@ -1,4 +1,5 @@
-"""AdamW with decay groups, its state allocated from the beginning; sharded or whole, an element gets the same update."""
+"""AdamW with decay groups, its state allocated from the beginning; sharded or whole, an element gets the same
+update."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, overload
@@ -14,7 +15,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's fused AdamW; where ranks hold parts of tensors on the CPU, each part gets the bits of the whole tensor."""
+    """torch's fused AdamW; where ranks hold parts of tensors on the CPU, each part gets the bits of the whole
+    tensor."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -32,7 +34,8 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             raise ValueError("a sharded AdamW takes no closure")
         for group in self.param_groups:
-            # Parts of one group that have seen as many updates go to the kernel together: all of them, in ordinary training.
+            # Parts of one group that have seen as many updates go to the kernel together: all of them, in
+            # ordinary training.
             by_updates: dict[float, list[Part]] = {}
             for updates, part in self._parts(group["params"]):
                 by_updates.setdefault(updates, []).append(part)
@@ -48,7 +51,8 @@ class AdamW(torch.optim.AdamW):
         return None
 
     def _parts(self, parameters: list[nn.Parameter]) -> Iterator[tuple[float, Part]]:
-        """(updates before this one, what this rank holds) of every parameter with a gradient, whose updates are counted here."""
+        """(updates before this one, what this rank holds) of every parameter with a gradient, whose updates
+        are counted here."""
         for parameter in parameters:
             if parameter.grad is None:
                 continue
@@ -69,7 +73,8 @@ class AdamW(torch.optim.AdamW):
 def build_adamw(model: nn.Module, settings: Optimizer) -> AdamW:
     """AdamW (fused) over the trainable parameters of ``model``; vectors (norms, biases) are not decayed.
 
-    The state is allocated at once, so that a checkpoint can be loaded into it and memory does not grow in the first step.
+    The state is allocated at once, so that a checkpoint can be loaded into it and memory does not grow in the
+    first step.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [

@@ -1,12 +1,14 @@
 """An AdamW update whose result for an element does not depend on which part of its tensor a process holds.
 
-torch's fused kernel on the CPU works through a tensor in vectors, and does what is left at its end one element at a time,
-with other roundings. Cut a tensor in two and, of 3 million results, a few differ in the last bit: benchmarks/adamw_cuts.py
-measures it. ``foreach`` and the plain loop do not depend on cuts, but take several passes over memory where the fused
-kernel takes one, and their bits are not those that runs have had so far.
+torch's fused kernel on the CPU works through a tensor in vectors, and does what is left at its end one
+element at a time, with other roundings. Cut a tensor in two and, of 3 million results, a few differ in the
+last bit: benchmarks/adamw_cuts.py measures it. ``foreach`` and the plain loop do not depend on cuts, but take
+several passes over memory where the fused kernel takes one, and their bits are not those that runs have had
+so far.
 
-The kernel's threads and vectors begin at multiples of a cache line. A part is therefore updated line by line: lines that are
-whole in place, and the two that others hold a part of as copies, at the same places as in the whole tensor.
+The kernel's threads and vectors begin at multiples of a cache line. A part is therefore updated line by line:
+lines that are whole in place, and the two that others hold a part of as copies, at the same places as in the
+whole tensor.
 """
 
 import itertools
@@ -21,7 +23,8 @@ _LINE_BYTES = 64
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [begin, begin + n) of a tensor of ``total`` elements: its flat weights, gradient and moments, n elements each."""
+    """Elements [begin, begin + n) of a tensor of ``total`` elements: its flat weights, gradient and moments,
+    n elements each."""
 
     weights: torch.Tensor
     gradient: torch.Tensor
@@ -45,7 +48,10 @@ def update_parts(
     epsilon: float,
     weight_decay: float,
 ) -> None:
-    """Update weights and moments of all parts in place, on the CPU. ``updates``: how many the moments have seen before."""
+    """Update weights and moments of all parts in place, on the CPU.
+
+    ``updates``: how many the moments have seen before.
+    """
     columns: tuple[list[torch.Tensor], ...] = ([], [], [], [])
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part in parts:
@@ -83,7 +89,8 @@ def update_parts(
 
 
 def plan_lines(part: Part) -> list[tuple[int, int, int, int]]:
-    """(start, end, line_begin, line_end): elements of the part that are updated together, and the lines of the whole around them.
+    """(start, end, line_begin, line_end): elements of the part that are updated together, and the lines of
+    the whole around them.
 
     The kernel's rest, at the end of the whole tensor, is a line of its own: a shorter one.
     """

@@ -1,4 +1,7 @@
-"""Appends one entry a process to provenance.json: command, versions, commit, hardware, seed. Safe to publish."""
+"""Appends one entry a process to provenance.json: command, versions, commit, hardware, seed.
+
+Safe to publish.
+"""
 
 import os
 import platform
@@ -29,7 +32,8 @@ def record_process(
 ) -> dict[str, Any]:
     """Append what this process is to ``provenance.json`` and return the entry. Rank 0 only.
 
-    ``command``: the words of the command line. Raises RunDirectoryError when the file cannot be read or written.
+    ``command``: the words of the command line. Raises RunDirectoryError when the file cannot be read or
+    written.
     """
     seed = None if run.spec.training is None else run.spec.training.reproducibility.seed
     entry = describe_process(command=command, seed=seed, world_size=world_size, generation=generation)
@@ -56,7 +60,10 @@ def read_processes(directory: RunDirectory) -> list[dict[str, Any]]:
 def describe_process(
     *, command: Sequence[str], seed: int | None, world_size: int, generation: int
 ) -> dict[str, Any]:
-    """This process in JSON values, without secrets, host name, user name or home directory. ``seed``: None for a script."""
+    """This process in JSON values, without secrets, host name, user name or home directory.
+
+    ``seed``: None for a script.
+    """
     return {
         "time": time.time(),
         "generation": generation,
@@ -81,7 +88,8 @@ def _versions() -> dict[str, str | None]:
 
 
 def _git(directory: Path) -> dict[str, Any] | None:
-    """The commit checked out around ``directory`` and whether tracked files differ from it; None outside a checkout."""
+    """The commit checked out around ``directory`` and whether tracked files differ from it; None outside a
+    checkout."""
     commit = _ask_git(directory, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return None
@@ -135,7 +143,8 @@ def _memory_bytes() -> int | None:
 
 
 def _gpus() -> list[str]:
-    """Names of the accelerators this process sees, if it has torch loaded: loading it only to ask would take seconds."""
+    """Names of the accelerators this process sees, if it has torch loaded: loading it only to ask would take
+    seconds."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return []

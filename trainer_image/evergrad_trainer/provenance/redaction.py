@@ -1,4 +1,7 @@
-"""Takes secrets and the home directory out of what is about to be written down. Pure but for the home directory's name."""
+"""Takes secrets and the home directory out of what is about to be written down.
+
+Pure but for the home directory's name.
+"""
 
 import re
 from collections.abc import Sequence
@@ -18,16 +21,18 @@ _CREDENTIALS_IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def is_secret(key: str) -> bool:
-    """Whether a key names a secret: ``hf_token``, ``spec.registryPassword`` do, ``tokenizer`` and ``horizon.tokens`` do not."""
+    """Whether a key names a secret: ``hf_token``, ``spec.registryPassword`` do, ``tokenizer`` and
+    ``horizon.tokens`` do not."""
     words = [word.lower() for word in _WORD.findall(key)]
     return bool(_SECRET_WORDS & set(words)) or any(pair in _SECRET_PAIRS for pair in pairwise(words))
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """The words of a command without the values of secret keys or credentials inside URLs; the home directory as ~.
+    """The words of a command without the values of secret keys or credentials inside URLs; the home directory
+    as ~.
 
-    Covers ``--set key=value``, ``--set=key=value``, ``--key=value``, ``--key value``, ``KEY=value`` and structured values that
-    name a secret inside.
+    Covers ``--set key=value``, ``--set=key=value``, ``--key=value``, ``--key value``, ``KEY=value`` and
+    structured values that name a secret inside.
     """
     redacted: list[str] = []
     is_value_secret = False

@@ -1,7 +1,7 @@
 """The content of Python files and of the modules beside them that they import, as one hash.
 
-Imports are read from the text, so that what a program writes below its own folder makes no difference; one that
-is made while it runs is not seen.
+Imports are read from the text, so that what a program writes below its own folder makes no difference; one
+that is made while it runs is not seen.
 """
 
 import ast
@@ -36,7 +36,8 @@ def hash_sources(roots: Sequence[Path], folder: Path) -> str:
 
 
 def files_of_module(folder: Path, parts: Sequence[str]) -> list[Path]:
-    """The files that importing ``parts`` from ``folder`` would run: each package on the way, and the module."""
+    """The files that importing ``parts`` from ``folder`` would run: each package on the way, and
+    the module."""
     found = []
     for end in range(1, len(parts) + 1):
         path = folder.joinpath(*parts[:end])

@@ -1,4 +1,5 @@
-"""Opens a run's recipe: its task, its sources as streams of micro-batches, and what it measures between steps."""
+"""Opens a run's recipe: its task, its sources as streams of micro-batches, and what it measures between
+steps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

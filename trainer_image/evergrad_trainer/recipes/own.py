@@ -1,4 +1,5 @@
-"""A task of the user's own: loads ``module:attr`` from beside the manifest, and names its errors by file and line."""
+"""A task of the user's own: loads ``module:attr`` from beside the manifest, and names its errors by file and
+line."""
 
 import importlib
 import sys
@@ -26,7 +27,10 @@ _OF_THE_HOST = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorE
 
 
 class Code:
-    """Names the line of a task that an error comes from. Without a ``folder`` the task is ours, and so are its errors."""
+    """Names the line of a task that an error comes from.
+
+    Without a ``folder`` the task is ours, and so are its errors.
+    """
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = None if folder is None else folder.resolve()
@@ -62,7 +66,8 @@ class Code:
         self._has_trained = True
 
     def _find_line(self, error: Exception) -> str | None:
-        """``file:line`` of the innermost frame in the user's files; of a syntax error the line it is about."""
+        """``file:line`` of the innermost frame in the user's files; of a syntax error the line it
+        is about."""
         if isinstance(error, SyntaxError) and error.filename and self._is_own(error.filename):
             return f"{error.filename}:{error.lineno}"
         frames = [
@@ -111,7 +116,10 @@ def load_own(training: Training, base_directory: Path) -> tuple[Task, Code]:
 
 
 def parse_options(model: type[Section], values: Mapping[str, Any]) -> Section:
-    """The options as the task's model types them. Raises ConfigurationError with all problems, in the file's paths."""
+    """The options as the task's model types them.
+
+    Raises ConfigurationError with all problems, in the file's paths.
+    """
     try:
         return model.model_validate(values)
     except ValidationError as error:

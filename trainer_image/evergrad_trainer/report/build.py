@@ -23,9 +23,11 @@ class ReportPaths:
 
 
 def write_report(run_directory: Path, *, output: Path | None = None, now: float | None = None) -> ReportPaths:
-    """Write both forms into ``output`` (default: the run directory). The same files give the same report but for its time.
+    """Write both forms into ``output`` (default: the run directory). The same files give the same report but
+    for its time.
 
-    Raises RunDirectoryError for what is no run directory, for unreadable files, and where the report cannot be written.
+    Raises RunDirectoryError for what is no run directory, for unreadable files, and where the report cannot
+    be written.
     """
     facts = gather_facts(RunDirectory(run_directory))
     created = utc(time.time() if now is None else now)

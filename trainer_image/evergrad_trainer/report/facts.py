@@ -124,7 +124,10 @@ def _current_step(steps: StepTable) -> int:
 
 
 def _split(steps: StepTable) -> tuple[StepTable, StepTable]:
-    """The rows that count and the rest. Rows beyond the newest row's step were lost in a kill and will be trained again."""
+    """The rows that count and the rest.
+
+    Rows beyond the newest row's step were lost in a kill and will be trained again.
+    """
     last = steps.last_rows()
     last = last[steps.step[last] <= _current_step(steps)]
     is_counting = np.zeros(len(steps), np.bool_)
@@ -292,7 +295,8 @@ def _world_figures(goodput: Goodput) -> list[Figure]:
 
 
 def _shares(goodput: Goodput) -> tuple[Share, ...]:
-    """Productive time first, then what was lost, the largest part first; causes that took nothing are left out."""
+    """Productive time first, then what was lost, the largest part first; causes that took nothing are left
+    out."""
     elapsed = goodput.elapsed_seconds
     lost = sorted(goodput.lost_seconds.items(), key=lambda item: -item[1])
     parts = [

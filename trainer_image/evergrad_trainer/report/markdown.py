@@ -45,7 +45,8 @@ def render_markdown(facts: Facts, *, created: str) -> str:
     if facts.configuration:
         parts += ["## Resolved configuration", _fenced(facts.configuration)]
     parts.append(
-        f"Written by evergrad {__version__} on {created} UTC. Loss is in nats per token; the last row of a step counts."
+        f"Written by evergrad {__version__} on {created} UTC. Loss is in nats per token; the "
+        "last row of a step counts."
     )
     return "\n\n".join(part for part in parts if part) + "\n"
 

@@ -36,7 +36,8 @@ def envelope(x: Integers, y: Reals, *, points: int = 700) -> Curve:
 
 
 def means(x: Integers, y: Reals, *, points: int = 300) -> Curve:
-    """Every point, or the mean of each of ``points`` spans at its middle; values that are no numbers are left out."""
+    """Every point, or the mean of each of ``points`` spans at its middle; values that are no numbers are left
+    out."""
     if len(x) <= points:
         return Curve(x.astype(np.float64), y)
     spans = _spans(len(x), points)
@@ -55,7 +56,10 @@ def _spans(length: int, number: int) -> list[tuple[int, int]]:
 
 
 def smooth(y: Reals, window: int) -> Reals:
-    """Mean of the ``window`` values around each, fewer at the ends, of those that are finite. Centred, so it does not lag."""
+    """Mean of the ``window`` values around each, fewer at the ends, of those that are finite.
+
+    Centred, so it does not lag.
+    """
     is_finite = np.isfinite(y)
     # In long doubles, so that one huge value does not blur all sums after it.
     sums = np.concatenate([[0.0], np.cumsum(np.where(is_finite, y, 0.0), dtype=np.longdouble)])
@@ -68,6 +72,7 @@ def smooth(y: Reals, window: int) -> Reals:
 
 
 def broken(x: Integers, y: Reals) -> Curve:
-    """The curve with a break wherever the steps do not rise by one: another attempt at the same steps begins there."""
+    """The curve with a break wherever the steps do not rise by one: another attempt at the same steps begins
+    there."""
     cuts = np.nonzero(np.diff(x) != 1)[0] + 1
     return Curve(np.insert(x.astype(np.float64), cuts, np.nan), np.insert(y, cuts, np.nan))

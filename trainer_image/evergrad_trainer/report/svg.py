@@ -1,4 +1,5 @@
-"""From matplotlib to markup that may stand inside an HTML page: themed by CSS, no foreign names, nothing fetched."""
+"""From matplotlib to markup that may stand inside an HTML page: themed by CSS, no foreign names, nothing
+fetched."""
 
 import io
 import re
@@ -27,8 +28,8 @@ def draw(
 ) -> str:
     """Draw onto axes of ``size`` pixels and return the markup. ``across`` labels the x axis.
 
-    ``key`` makes ids unique within the page and the output repeatable. ``unit`` labels the y axis. ``label`` tells screen
-    readers what the plot shows.
+    ``key`` makes ids unique within the page and the output repeatable. ``unit`` labels the y axis. ``label``
+    tells screen readers what the plot shows.
     """
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_STYLE | {"svg.hashsalt": key}):
@@ -125,7 +126,8 @@ _REFERENCE = re.compile(r'(url\(#|href="#)([^")]+)')
 
 
 def clean(svg: str, *, key: str, label: str) -> str:
-    """Strip what only a file of its own needs, make ids unique, and let the page's style rule colours and fonts."""
+    """Strip what only a file of its own needs, make ids unique, and let the page's style rule colours and
+    fonts."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)

@@ -1,4 +1,5 @@
-"""Providers of tensors for the state registry: modules, optimizers, and tensors that a recipe keeps besides."""
+"""Providers of tensors for the state registry: modules, optimizers, and tensors that a recipe
+keeps besides."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -34,11 +35,12 @@ class ModuleState:
 
 
 class OptimizerState:
-    """Registers any optimizer's state by its own names: ``<parameter>.<slot>``, such as ``head.weight.exp_avg``.
+    """Registers any optimizer's state by its own names: ``<parameter>.<slot>``, such as
+    ``head.weight.exp_avg``.
 
-    Scalars that torch keeps for each parameter, such as Adam's ``step``, are values and not tensors: they are written as one
-    number where all parameters have the same. The optimizer's state is allocated before it is registered, and its tensors are
-    zero before the first step.
+    Scalars that torch keeps for each parameter, such as Adam's ``step``, are values and not tensors: they are
+    written as one number where all parameters have the same. The optimizer's state is allocated before it is
+    registered, and its tensors are zero before the first step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -94,19 +96,26 @@ class OptimizerState:
                     yield name, slot, value
 
     def _is_scalar(self, name: str, slot: str, value: object) -> bool:
-        """Whether a slot is one number. The moments of a parameter without dimensions have none either, and are tensors."""
+        """Whether a slot is one number.
+
+        The moments of a parameter without dimensions have none either, and are tensors.
+        """
         if not isinstance(value, torch.Tensor):
             return isinstance(value, int | float)
         return value.ndim == 0 and (slot == "step" or self._parameters[name].ndim > 0)
 
 
 class KeptTensors:
-    """Registers tensors that a recipe keeps besides its modules, such as an average of weights or a snapshot of them."""
+    """Registers tensors that a recipe keeps besides its modules, such as an average of weights or a snapshot
+    of them."""
 
     def __init__(
         self, kept: Mapping[str, torch.Tensor], *, initial: Callable[[], Mapping[str, torch.Tensor]]
     ) -> None:
-        """``kept`` is complete: names and shapes stay, contents change. ``initial``: the contents before the first step."""
+        """``kept`` is complete: names and shapes stay, contents change.
+
+        ``initial``: the contents before the first step.
+        """
         self._kept = dict(kept)
         self._initial = initial
 

@@ -1,7 +1,7 @@
 """The registry of a run's state: whatever a run needs to go on is registered here once, under a name.
 
-Saving, restoring, feeding a newcomer, going back to the beginning, exporting and comparing replicas all read the registry, so
-that what they cover cannot differ. A provider has tensors, small JSON values, or both:
+Saving, restoring, feeding a newcomer, going back to the beginning, exporting and comparing replicas all read
+the registry, so that what they cover cannot differ. A provider has tensors, small JSON values, or both:
 
 ====================  ==============================================  ==========================================
 name                  tensors, as ``<name>.<its own name>``           values
@@ -13,8 +13,8 @@ name                  tensors, as ``<name>.<its own name>``           values
 ``description``                                                       the resolved model, compared on loading
 ====================  ==============================================  ==========================================
 
-Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that a task
-keeps besides. Observers register their own state.
+Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that
+a task keeps besides. Observers register their own state.
 
 Rules for providers:
 
@@ -32,7 +32,8 @@ from typing import Any, Final, Protocol
 import torch
 
 MAX_VALUES_BYTES: Final = 256 * 1024
-"""Most bytes of JSON that one provider's values may take: they travel whenever a group forms, and are in every manifest."""
+"""Most bytes of JSON that one provider's values may take: they travel whenever a group forms, and are in
+every manifest."""
 
 COUNTERS: Final = "counters"
 CURSOR: Final = "cursor"
@@ -54,9 +55,11 @@ class Provider(Protocol):
         """JSON values that belong to the state after the last finished step; empty if there are none."""
 
     def load_values(self, values: Values) -> None:
-        """Take over what :meth:`values` returned for the state that is being restored, in this process or in another.
+        """Take over what :meth:`values` returned for the state that is being restored, in this process or in
+        another.
 
-        An empty mapping means that the state was saved before this provider existed. Tensors may not have arrived yet.
+        An empty mapping means that the state was saved before this provider existed. Tensors may not have
+        arrived yet.
         """
 
     def reset(self) -> None:
@@ -79,13 +82,17 @@ class Registry:
         self._providers: dict[str, Provider] = {}
 
     def register(self, name: str, provider: Provider) -> None:
-        """Add a provider. ``name`` has no dot, since it is the first part of its tensors' names. Raises ValueError."""
+        """Add a provider.
+
+        ``name`` has no dot, since it is the first part of its tensors' names. Raises ValueError.
+        """
         if not name or "." in name or name in self._providers:
             raise ValueError(f"the state registry cannot take {name!r}: names are unique and without dots")
         self._providers[name] = provider
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Every live tensor as ``<provider>.<name>``: what a checkpoint holds and what is fed to a newcomer."""
+        """Every live tensor as ``<provider>.<name>``: what a checkpoint holds and what is fed to
+        a newcomer."""
         return {
             f"{name}.{own}": tensor
             for name, provider in self._providers.items()
@@ -100,7 +107,10 @@ class Registry:
         )
 
     def values(self) -> dict[str, Values]:
-        """Each provider's values by its name; providers without any are left out. Raises ValueError if they are too many."""
+        """Each provider's values by its name; providers without any are left out.
+
+        Raises ValueError if they are too many.
+        """
         values = {name: provider.values() for name, provider in self._providers.items()}
         for name, own in values.items():
             size = len(json.dumps(own, allow_nan=False))
@@ -111,7 +121,10 @@ class Registry:
         return {name: own for name, own in values.items() if own}
 
     def load_values(self, values: Mapping[str, Values]) -> None:
-        """Give every provider its values, in the order of registration. Values of unknown providers are ignored."""
+        """Give every provider its values, in the order of registration.
+
+        Values of unknown providers are ignored.
+        """
         for name, provider in self._providers.items():
             provider.load_values(values.get(name, {}))
 
@@ -123,7 +136,8 @@ class Registry:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Registers what is no state but has to be the same whenever the run goes on: it is saved, and compared on loading."""
+    """Registers what is no state but has to be the same whenever the run goes on: it is saved, and compared
+    on loading."""
 
     value: Callable[[], Values]
     """What it is here and now."""
@@ -150,7 +164,8 @@ class Agreement:
 def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
     """Arrange values as the ``extra`` of a checkpoint's manifest.
 
-    Counters lie flat in it, ``cursor`` and ``model`` beside them, as the first versions wrote them; all others under ``state``.
+    Counters lie flat in it, ``cursor`` and ``model`` beside them, as the first versions wrote them; all
+    others under ``state``.
     """
     rest = {name: dict(own) for name, own in values.items() if name not in (COUNTERS, CURSOR, DESCRIPTION)}
     extra: dict[str, Any] = {**values.get(COUNTERS, {}), "state": rest}
@@ -162,7 +177,8 @@ def to_extra(values: Mapping[str, Values]) -> dict[str, Any]:
 
 
 def from_extra(extra: Mapping[str, Any]) -> dict[str, Values]:
-    """Read what :func:`to_extra` wrote, or a version before it, in which Adam's step was one of the counters."""
+    """Read what :func:`to_extra` wrote, or a version before it, in which Adam's step was one of
+    the counters."""
     counters = {name: value for name, value in extra.items() if name not in ("cursor", "model", "state")}
     values: dict[str, Values] = {COUNTERS: counters, **extra.get("state", {})}
     if "cursor" in extra:

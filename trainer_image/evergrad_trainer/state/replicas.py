@@ -1,7 +1,8 @@
-"""Compares the states that all ranks should hold alike: one 64-bit number a rank, summed from the bits of its tensors.
+"""Compares the states that all ranks should hold alike: one 64-bit number a rank, summed from the bits of its
+tensors.
 
-A flipped bit changes the number. A rank is named by the majority of those that held the state before; without a majority all are
-suspected, because nobody can tell who is right.
+A flipped bit changes the number. A rank is named by the majority of those that held the state before; without
+a majority all are suspected, because nobody can tell who is right.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ _WORD_BYTES = 8
 
 
 def hash_state(state: Mapping[str, torch.Tensor]) -> int:
-    """A signed 64-bit number that depends on every bit of ``state``: the tensors' words, summed and weighed by their names.
+    """A signed 64-bit number that depends on every bit of ``state``: the tensors' words, summed and weighed
+    by their names.
 
     Reads each tensor once and allocates next to nothing. Not against anybody who means harm.
     """
@@ -33,7 +35,10 @@ def hash_state(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def find_suspects(values: Sequence[int], *, holders: Collection[int] = ()) -> tuple[int, ...]:
-    """Ranks whose value is wrong. The majority of ``holders`` (default: of all) is right; without one every rank is suspected."""
+    """Ranks whose value is wrong.
+
+    The majority of ``holders`` (default: of all) is right; without one every rank is suspected.
+    """
     if len(set(values)) <= 1:
         return ()
     voters = [rank for rank in range(len(values)) if not holders or rank in holders]
@@ -46,7 +51,10 @@ def find_suspects(values: Sequence[int], *, holders: Collection[int] = ()) -> tu
 def compare_states(
     state: Mapping[str, torch.Tensor], world: World, *, step: int, holders: Collection[int] = ()
 ) -> None:
-    """Compare the states of all ranks after ``step``. All ranks call this. Raises DivergedError on all, or PeerLostError."""
+    """Compare the states of all ranks after ``step``.
+
+    All ranks call this. Raises DivergedError on all, or PeerLostError.
+    """
     if world.size == 1:
         return
     hashes = world.gather_integers(hash_state(state))
@@ -58,7 +66,10 @@ def compare_states(
 
 
 def compare_fed(state: Mapping[str, torch.Tensor], world: World, feedings: Sequence[Feeding]) -> None:
-    """Compare each rank that was fed with its source alone. All ranks call this. Raises DivergedError, or PeerLostError."""
+    """Compare each rank that was fed with its source alone.
+
+    All ranks call this. Raises DivergedError, or PeerLostError.
+    """
     hashes = world.gather_integers(hash_state(state))
     suspects = tuple(one.straggler for one in feedings if hashes[one.straggler] != hashes[one.source])
     if suspects:
@@ -88,11 +99,15 @@ def describe_difference(suspects: Sequence[int], *, size: int, what: str) -> str
     ranks = ", ".join(map(str, suspects))
     who = f"that of rank {ranks} is wrong" if len(suspects) == 1 else f"those of ranks {ranks} are wrong"
     why = "memory or a device of its host may be faulty"
-    return f"replicas: {what} differs between ranks; by majority {who}: {why}. Look at that host if this comes again."
+    return (
+        f"replicas: {what} differs between ranks; by majority {who}: {why}. Look at that host if "
+        "this comes again."
+    )
 
 
 def _sum_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of the tensor's bits as 64-bit words (wrapping), on its device; what is left at the end counts as smaller ones."""
+    """Sum of the tensor's bits as 64-bit words (wrapping), on its device; what is left at the end counts as
+    smaller ones."""
     flat = tensor.detach().contiguous().flatten()
     integers = flat.view(_INTEGERS[flat.element_size()])
     per_word = _WORD_BYTES // flat.element_size()

@@ -1,7 +1,9 @@
-"""Brings every member of a new world to one state: from members that hold the newest step, or from the one that reads it.
+"""Brings every member of a new world to one state: from members that hold the newest step, or from the one
+that reads it.
 
-Sources of a feeding are the ranks with the newest step; straggler number i is fed by source i modulo their number, point to
-point. A source only reads its state: if it dies while feeding, the other sources still hold theirs.
+Sources of a feeding are the ranks with the newest step; straggler number i is fed by source i modulo their
+number, point to point. A source only reads its state: if it dies while feeding, the other sources still hold
+theirs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +35,10 @@ def plan_feeding(steps: Sequence[int]) -> tuple[Feeding, ...]:
 
 
 def feed(state: Mapping[str, torch.Tensor], feeding: Feeding, world: World) -> None:
-    """Take part in one feeding, as source or as straggler. Raises PeerLostError; a straggler then holds half a state."""
+    """Take part in one feeding, as source or as straggler.
+
+    Raises PeerLostError; a straggler then holds half a state.
+    """
     is_source = world.rank == feeding.source
     for piece in _pieces(state):
         if is_source:
@@ -45,12 +50,14 @@ def feed(state: Mapping[str, torch.Tensor], feeding: Feeding, world: World) -> N
 def pass_along(
     state: Mapping[str, torch.Tensor], world: World, *, fill: Callable[[Mapping[str, torch.Tensor]], bool]
 ) -> bool:
-    """Fill ``state`` on rank 0 piece by piece, and give each piece from rank to rank; whether all of it has arrived.
+    """Fill ``state`` on rank 0 piece by piece, and give each piece from rank to rank; whether all of it has
+    arrived.
 
-    All ranks call this. ``fill`` is called on rank 0 only, with a part of ``state``; where it returns False, all ranks return
-    False and hold a part of the state. A chain, because each rank then sends the state once, whatever their number is, and
-    all links work at the same time on pieces that follow each other. Nobody waits longer for its neighbour than reading one
-    piece takes, so that the timeout of a wait says nothing about the size of a state. Raises PeerLostError.
+    All ranks call this. ``fill`` is called on rank 0 only, with a part of ``state``; where it returns False,
+    all ranks return False and hold a part of the state. A chain, because each rank then sends the state once,
+    whatever their number is, and all links work at the same time on pieces that follow each other. Nobody
+    waits longer for its neighbour than reading one piece takes, so that the timeout of a wait says nothing
+    about the size of a state. Raises PeerLostError.
     """
     for piece in _pieces(state):
         is_filled = fill(piece) if world.is_main else True
@@ -73,7 +80,8 @@ def pass_along(
 
 
 def _pieces(state: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors in the order of their names, which is the same everywhere, in pieces of one type and about equal size."""
+    """The tensors in the order of their names, which is the same everywhere, in pieces of one type and about
+    equal size."""
     piece: dict[str, torch.Tensor] = {}
     dtype, size = None, 0
     for name in sorted(state):

@@ -36,7 +36,10 @@ class WorkerReports:
         return int(self._values.get("step", -1))
 
     def take(self, report: Mapping[str, object], *, now: float) -> list[Message]:
-        """Note a worker's report; only the world's rank 0 counts. Returns what cannot wait: a new checkpoint."""
+        """Note a worker's report; only the world's rank 0 counts.
+
+        Returns what cannot wait: a new checkpoint.
+        """
         if report.get("generation") != self._generation or report.get("rank", 0) != 0:
             return []
         found, left_out = read_values(report)

@@ -62,7 +62,8 @@ def enter_first(opened: Opened, modules: Modules) -> None:
 
 
 def build_finish(opened: Opened, modules: Modules) -> Finish:
-    """What the task does with its modules when a step is finished: after an update, and before another stage."""
+    """What the task does with its modules when a step is finished: after an update, and before
+    another stage."""
     task, code = opened.task, opened.code
 
     @torch.no_grad()

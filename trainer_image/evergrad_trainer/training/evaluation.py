@@ -101,7 +101,8 @@ class EvaluationRunner:
         is_stopping: Callable[[], bool],
         on_progress: Callable[[int, int], None],
     ) -> tuple[list[list[float]], int] | None:
-        """For the total and each part, the sums of all batches in their order; and what they weigh together."""
+        """For the total and each part, the sums of all batches in their order; and what they
+        weigh together."""
         num_batches = evaluation_set.num_batches
         sums = torch.zeros(1 + len(measure.names), num_batches, dtype=torch.float64)
         weight = 0

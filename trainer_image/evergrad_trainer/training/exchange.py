@@ -1,4 +1,5 @@
-"""What the ranks say to each other once a step, as one vector of 64-bit integers that is summed over all of them."""
+"""What the ranks say to each other once a step, as one vector of 64-bit integers that is summed over all of
+them."""
 
 import math
 from collections.abc import Mapping, Sequence

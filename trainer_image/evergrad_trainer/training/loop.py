@@ -1,4 +1,5 @@
-"""The training paragraph: step → observers → evaluation → saving → stop checks, until the horizon or a request to stop."""
+"""The training paragraph: step → observers → evaluation → saving → stop checks, until the horizon or a
+request to stop."""
 
 import math
 import time
@@ -55,7 +56,8 @@ class Limits:
 
 @dataclass
 class Progress:
-    """What a run counts besides tensors: the counters of the state registry, and what this process knows of its own saves.
+    """What a run counts besides tensors: the counters of the state registry, and what this process knows of
+    its own saves.
 
     ``saved_step``: of the newest save that was begun, and once the loop has ended of the newest that stands.
     ``resumed_step``: of the newest checkpoint known to stand when this world began. ``steps_here``: trained
@@ -206,7 +208,8 @@ def train(run: Run) -> StopReason:
 
 
 def _agree(limits: Limits, world: World) -> Limits:
-    """The limits as all ranks take them: some processes may have read the file before it was edited in place."""
+    """The limits as all ranks take them: some processes may have read the file before it was
+    edited in place."""
     rows = world.gather_json([limits.non_finite_in_a_row, sorted(limits.skip_steps), limits.compare_every])
     skip_steps = frozenset(step for _, steps, _ in rows for step in steps)
     in_a_row = max(number for number, _, _ in rows)
@@ -252,7 +255,8 @@ def _words(outcome: StepOutcome) -> str:
 
 
 def _own_flags(run: Run) -> tuple[bool, ...]:
-    """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to watch."""
+    """This rank's wishes, in the order of the FLAG_ constants; the stop file and the fence are rank 0's to
+    watch."""
     is_main = run.membership.world.is_main
     flags = [False] * NUM_FLAGS
     # A save that a join abandons is made again from its beginning: with a join a minute, a large one would
@@ -269,7 +273,8 @@ def _own_flags(run: Run) -> tuple[bool, ...]:
 
 
 def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
-    """Why all ranks leave after this step; the same on each, since it depends on agreed flags and on counts only."""
+    """Why all ranks leave after this step; the same on each, since it depends on agreed flags and on counts
+    only."""
     limits = run.limits
     if outcome.step >= limits.total_steps:
         return "complete"
@@ -287,7 +292,8 @@ def _stop_reason(run: Run, outcome: StepOutcome) -> StopReason | None:
 
 
 def save_together(run: Run) -> None:
-    """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what stands then.
+    """Save what is not saved yet, or whose save has failed, and wait for it; ``progress.saved_step`` is what
+    stands then.
 
     Raises SaveError or FencedError (all ranks together).
     """
@@ -316,7 +322,8 @@ def _is_evaluation_due(run: Run, outcome: StepOutcome) -> bool:
 
 
 def _is_evaluation_missing(run: Run) -> bool:
-    """Before the first step of this process: at the start if asked for, or where a stop cut an evaluation short."""
+    """Before the first step of this process: at the start if asked for, or where a stop cut an evaluation
+    short."""
     progress, limits = run.progress, run.limits
     if not run.evaluation_sets or progress.evaluated_step >= progress.finished_steps:
         return False
@@ -429,7 +436,10 @@ def _raise_if_fenced(outcome: StepOutcome) -> None:
             Problem(
                 "run directory",
                 "a newer process trains this run",
-                f"it has claimed the directory since; this one leaves after step {outcome.step} without writing",
+                (
+                    f"it has claimed the directory since; this one leaves after step {outcome.step} "
+                    "without writing"
+                ),
                 "Let the newer one go on, or stop it before starting another",
             )
         )

@@ -16,7 +16,8 @@ def refuse(
     *,
     describe_samples: Callable[[int], str],
 ) -> tuple[str | None, tuple[Problem, ...]]:
-    """One of SKIP_REASONS with its problems, or None; the same on every rank, from what all of them know alike.
+    """One of SKIP_REASONS with its problems, or None; the same on every rank, from what all of them know
+    alike.
 
     ``overflow``: what kept the gradients from being summed. ``describe_samples``: the samples of a slot, for
     messages.

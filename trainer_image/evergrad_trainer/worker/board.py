@@ -1,8 +1,8 @@
 """The node's board: what workers of user scripts see of their node, and how they tell it where they are.
 
-One way is the record of ``evergrad.board_file``; the other a Unix socket that takes JSON lines: ``report`` (no answer),
-``commit`` (answered by ``{"granted": …}``), ``guard`` (this worker stops in order; true while the connection lives) and
-``stopping`` (it knows that it was asked to).
+One way is the record of ``evergrad.board_file``; the other a Unix socket that takes JSON lines: ``report``
+(no answer), ``commit`` (answered by ``{"granted": …}``), ``guard`` (this worker stops in order; true while
+the connection lives) and ``stopping`` (it knows that it was asked to).
 """
 
 import asyncio
@@ -32,10 +32,9 @@ _MAX_CONNECTIONS = 256
 class NodeBoard:
     """The board of one node, in ``directory`` (created, and readable by this user only).
 
-    ``on_report`` is called with each report as the worker sent it, values unchecked: ``step`` and, where known, ``rank``,
-    ``generation``, ``total_steps``, ``loss``, ``tokens_per_second``, ``checkpoint_step``. ``may_commit`` answers for a
-    generation.
-    Everything runs on the loop that called ``start``.
+    ``on_report`` is called with each report as the worker sent it, values unchecked: ``step`` and, where
+    known, ``rank``, ``generation``, ``total_steps``, ``loss``, ``tokens_per_second``, ``checkpoint_step``.
+    ``may_commit`` answers for a generation. Everything runs on the loop that called ``start``.
     """
 
     def __init__(
@@ -56,11 +55,15 @@ class NodeBoard:
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        """Create the record and the socket. Raises OSError; ValueError where the path is too long for a socket."""
+        """Create the record and the socket.
+
+        Raises OSError; ValueError where the path is too long for a socket.
+        """
         path = self._directory / SOCKET_NAME
         if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
             raise ValueError(
-                f"{path}: longer than {_MAX_SOCKET_PATH} bytes, a Unix socket's limit. Choose a shorter TMPDIR."
+                f"{path}: longer than {_MAX_SOCKET_PATH} bytes, a Unix socket's limit. Choose a "
+                "shorter TMPDIR."
             )
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._record = os.open(self._directory / RECORD_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -105,7 +108,10 @@ class NodeBoard:
         is_draining: bool,
         lease_seconds: float = 10.0,
     ) -> None:
-        """Write the record. ``contact``: when the coordinator was last heard, in seconds of CLOCK_MONOTONIC."""
+        """Write the record.
+
+        ``contact``: when the coordinator was last heard, in seconds of CLOCK_MONOTONIC.
+        """
         self._own_generation = own_generation
         if self._record >= 0:
             notice = Notice(newest_generation, own_generation, contact, lease_seconds, is_draining)
@@ -123,7 +129,8 @@ class NodeBoard:
             while line := await reader.readline():
                 await self._handle(line, writer)
         except (OSError, ValueError, RecursionError, asyncio.CancelledError) as error:
-            # ValueError is a line beyond the limit, or no message. The loop's end cancels us: nothing is left to do.
+            # ValueError is a line beyond the limit, or no message. The loop's end cancels us: nothing is left
+            # to do.
             if isinstance(error, ValueError | RecursionError):
                 _log.warning("a worker's message was not understood: %s", error)
         finally:
@@ -157,8 +164,8 @@ class NodeBoard:
 async def _stop_listening(server: asyncio.Server) -> None:
     """Close a server after each connection it has accepted has come to its handler.
 
-    asyncio loses one that it accepted in the same turn of the loop as the close: it then fails to make a transport for it, and
-    leaves the socket open, with a worker at its other end that waits for an answer.
+    asyncio loses one that it accepted in the same turn of the loop as the close: it then fails to make a
+    transport for it, and leaves the socket open, with a worker at its other end that waits for an answer.
     """
     loop = asyncio.get_running_loop()
     for listener in server.sockets:

@@ -1,8 +1,10 @@
-"""What a supervisor and one of its workers say to each other: small records over a socket pair that keeps their borders.
+"""What a supervisor and one of its workers say to each other: small records over a socket pair that keeps
+their borders.
 
-A word that the coordinator's protocol has means the same here: a ``plan`` is answered by ``ready``, ``go`` begins the group,
-``up`` and ``broken`` tell what became of it, ``leave`` is answered by ``left``, ``result`` is the run's end as rank 0 has written
-it down, and ``end`` is the order to end with it. The codec is the coordinator's, too.
+A word that the coordinator's protocol has means the same here: a ``plan`` is answered by ``ready``, ``go``
+begins the group, ``up`` and ``broken`` tell what became of it, ``leave`` is answered by ``left``, ``result``
+is the run's end as rank 0 has written it down, and ``end`` is the order to end with it. The codec is the
+coordinator's, too.
 """
 
 import contextlib
@@ -21,11 +23,12 @@ LOCAL_GENERATION = MAX_INTEGER
 
 
 def fit_text(text: str) -> str:
-    """``text`` as a record can carry it: not too long, and without the half characters of a file name that is not UTF-8."""
+    """``text`` as a record can carry it: not too long, and without the half characters of a file name that is
+    not UTF-8."""
     return text.encode("utf-8", errors="replace").decode("utf-8")[:MAX_TEXT]
 
 
-# ---- supervisor → worker ---------------------------------------------------------------------------------------------
+# ---- supervisor → worker -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class Go:
-    """All members are ready: meet them at ``address``:``port``, as ``rank`` of ``world_size``, within ``setup_seconds``."""
+    """All members are ready: meet them at ``address``:``port``, as ``rank`` of ``world_size``, within
+    ``setup_seconds``."""
 
     generation: int
     rank: int
@@ -62,7 +66,8 @@ class Go:
 class Leave:
     """Leave the run; ``save``: nobody else holds the state, so save it first, alone.
 
-    ``is_planned``: ``generation`` is a number the coordinator has given out for this; else it only is above all others.
+    ``is_planned``: ``generation`` is a number the coordinator has given out for this; else it only is above
+    all others.
     """
 
     generation: int
@@ -82,7 +87,7 @@ class Ping:
     """Are you alive? Answered from the guard thread by ``pong``."""
 
 
-# ---- worker → supervisor ---------------------------------------------------------------------------------------------
+# ---- worker → supervisor -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -113,7 +118,10 @@ class Up:
 
 @dataclass(frozen=True)
 class Broken:
-    """The group of ``generation`` ended under this worker, which itself is well. ``kind``: of the error that ended it."""
+    """The group of ``generation`` ended under this worker, which itself is well.
+
+    ``kind``: of the error that ended it.
+    """
 
     generation: int
     step: int
@@ -156,7 +164,8 @@ class Failed:
 
 @dataclass(frozen=True)
 class Observed:
-    """A record for the node's metrics, from rank 0: ``kind`` names an observer's method, ``record`` its argument."""
+    """A record for the node's metrics, from rank 0: ``kind`` names an observer's method, ``record`` its
+    argument."""
 
     kind: str
     record: dict[str, Any] = field(default_factory=dict)

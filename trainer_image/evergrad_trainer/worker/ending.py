@@ -1,7 +1,9 @@
-"""The one way to end a run: save what is not saved, then mark, report and close as rank 0; the exit code says how.
+"""The one way to end a run: save what is not saved, then mark, report and close as rank 0; the exit code says
+how.
 
-All ranks of a world come here together when they have agreed to stop; a worker that leaves the run alone comes in a world of
-its own. An error ends a worker by way of ``worker.reporting`` instead: nothing is saved then.
+All ranks of a world come here together when they have agreed to stop; a worker that leaves the run alone
+comes in a world of its own. An error ends a worker by way of ``worker.reporting`` instead: nothing is saved
+then.
 """
 
 import logging
@@ -35,7 +37,8 @@ def close_run(
 ) -> ExitCode:
     """Write down how the run ended, as rank 0, and close the observers; every rank gets the exit code.
 
-    ``is_alone``: this worker leaves a run that others may go on with, so no complete mark and no report is made.
+    ``is_alone``: this worker leaves a run that others may go on with, so no complete mark and no report is
+    made.
     """
     is_complete = reason == "complete"
     code = ExitCode.DONE if is_complete else ExitCode.STOPPED_SAVED

@@ -4,8 +4,9 @@
 
     IDLE --ready--> (begin) --> in a group --change or error--> leaving --> IDLE
 
-The main thread calls :meth:`Guard.await_order` when it is out of every group, :meth:`enter` before it sets one up and
-:meth:`leave` when it has taken it down. A hard change in between makes this thread cut the group's connections until ``leave``.
+The main thread calls :meth:`Guard.await_order` when it is out of every group, :meth:`enter` before it sets
+one up and :meth:`leave` when it has taken it down. A hard change in between makes this thread cut the group's
+connections until ``leave``.
 """
 
 import logging
@@ -47,7 +48,8 @@ class Guard:
         return self._inside is not None and self._newest.generation > self._inside
 
     def can_wait(self) -> bool:
-        """Whether it may go on for the sake of a save in flight: not for long, however often the plan is made anew."""
+        """Whether it may go on for the sake of a save in flight: not for long, however often the plan is made
+        anew."""
         return time.monotonic() < self._patient_until
 
     def saves_first(self) -> bool:
@@ -59,7 +61,8 @@ class Guard:
         return self._newest.generation > generation or isinstance(self._order, End | Leave)
 
     def await_order(self, *, step: int) -> Order:
-        """Out of every group, holding the state after ``step``: say so for each change, until told what to do."""
+        """Out of every group, holding the state after ``step``: say so for each change, until told what to
+        do."""
         answered = -1
         with self._changed:
             while True:

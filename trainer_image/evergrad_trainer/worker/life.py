@@ -1,8 +1,8 @@
 """The states of a worker's life, and of the model state that it holds.
 
-A worker whose world is never replaced goes through the same states, with one world: its only order is "begin", and the next
-one it takes is the end that this world has agreed on. A lost peer or a difference then ends the worker (FAILED), since its
-launcher starts all of them afresh.
+A worker whose world is never replaced goes through the same states, with one world: its only order is
+"begin", and the next one it takes is the end that this world has agreed on. A lost peer or a difference then
+ends the worker (FAILED), since its launcher starts all of them afresh.
 
 ::
 
@@ -77,7 +77,10 @@ class Held(StrEnum):
     FRESH = "fresh"
     """The initial weights and zero moments, as they were built from the seed."""
     DIRTY = "dirty"
-    """Anything else: fed or loaded in part, built without weights, or found to differ. Never trained, fed or saved."""
+    """Anything else: fed or loaded in part, built without weights, or found to differ.
+
+    Never trained, fed or saved.
+    """
 
 
 _OVER = frozenset({Phase.ENDED, Phase.FAILED})
@@ -103,7 +106,10 @@ class Life:
         self.held = held
 
     def enter(self, phase: Phase) -> None:
-        """Go on to ``phase``. Raises RuntimeError for a step the table does not have: an error of this program."""
+        """Go on to ``phase``.
+
+        Raises RuntimeError for a step the table does not have: an error of this program.
+        """
         is_error = phase is Phase.FAILED and self.phase not in _OVER
         if not is_error and phase not in _NEXT[self.phase]:
             raise RuntimeError(f"a worker's life cannot go from {self.phase} to {phase}")
@@ -112,7 +118,8 @@ class Life:
 
 @dataclass(frozen=True)
 class LifeEnd:
-    """How a worker's life ended: the exit code of its process, and its last words to the supervisor if it has any."""
+    """How a worker's life ended: the exit code of its process, and its last words to the supervisor if it has
+    any."""
 
     exit_code: int
     last_words: Left | Failed | None = None

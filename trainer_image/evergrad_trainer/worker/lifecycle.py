@@ -1,4 +1,5 @@
-"""Drives one training process through the states of :mod:`evergrad_trainer.worker.life`: build once, then one world or many."""
+"""Drives one training process through the states of :mod:`evergrad_trainer.worker.life`: build once, then one
+world or many."""
 
 import contextlib
 import sys
@@ -23,7 +24,8 @@ from evergrad_trainer.world import World
 _LANDING_SECONDS = 0.5
 """From the end of a save, as one rank sees it, until every rank does."""
 _MANY_SAVES = 1_000_000
-"""More than one world ever makes: ranks that save alone under the number of the same world do not share a name."""
+"""More than one world ever makes: ranks that save alone under the number of the same world do not share a
+name."""
 
 
 class Lifecycle:
@@ -44,7 +46,8 @@ class Lifecycle:
         self._undecided_at = -1
         """Newest step at which replicas differed and no majority could tell which is right."""
         self._do_hosts_differ = False
-        """They differed again at a step that was trained again, as hosts do whose processors round differently."""
+        """They differed again at a step that was trained again, as hosts do whose processors round
+        differently."""
 
     @property
     def held_step(self) -> int:
@@ -122,7 +125,10 @@ class Lifecycle:
         self._worlds.agreed_end(session.world, step=step, exit_code=int(code), reason=reason)
 
     def _leave(self, world: World | None, broken_by: EvergradError | None) -> None:
-        """Out of the group, whatever has become of it. ``broken_by``: what broke it, if it did not end as agreed."""
+        """Out of the group, whatever has become of it.
+
+        ``broken_by``: what broke it, if it did not end as agreed.
+        """
         checkpoints, stepper = self._run.checkpoints, self._run.stepper
         if broken_by is not None:
             self.life.enter(Phase.GIVING_UP)
@@ -130,7 +136,8 @@ class Lifecycle:
             self._worlds.cut()
         else:
             self.life.enter(Phase.LEAVING)
-            # Another rank may have seen the end of a save, for which all have waited, a moment before this one.
+            # Another rank may have seen the end of a save, for which all have waited, a moment before this
+            # one.
             checkpoints.leave_world(patience_seconds=_LANDING_SECONDS)
         was_stuck = self._worlds.leave(world)
         stepper.pulse.rest()
@@ -153,7 +160,8 @@ class Lifecycle:
         if order.is_planned:
             self.generation = max(self.generation + 1, order.generation)
         self._move_alone()
-        # A save that nobody planned has the number of this worker's last world, whose other ranks may do the same.
+        # A save that nobody planned has the number of this worker's last world, whose other ranks may do the
+        # same.
         run.checkpoints.enter_world(
             failures=0, saves=0 if order.is_planned else (self._rank + 1) * _MANY_SAVES
         )
@@ -169,21 +177,23 @@ class Lifecycle:
         return LifeEnd(int(code), Left(is_saved))
 
     def _note_divergence(self, error: DivergedError) -> None:
-        """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest checkpoint."""
+        """Whoever is suspected holds nothing any more: the others feed it, or all go back to the newest
+        checkpoint."""
         session = self._session
         world, finished = session.world, session.progress.finished_steps
         is_exact = session.plan.run.training.reproducibility.elastic == "exact"
         if len(error.ranks) == world.size and not is_exact:
             self._do_hosts_differ |= finished <= self._undecided_at
             self._undecided_at = max(self._undecided_at, finished)
-        # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were equal. Where
-        # hosts round differently that would never end: rank 0 feeds the others.
+        # Gradients of a wrong replica are in everybody's sums since; exact mode goes back to where all were
+        # equal. Where hosts round differently that would never end: rank 0 feeds the others.
         if not (self._do_hosts_differ and world.is_main) and (is_exact or world.rank in error.ranks):
             self.life.held = Held.DIRTY
         if world.is_main:
             print(f"error: {error}", file=sys.stderr, flush=True)
             session.emit(EventType.WARNING, {"message": str(error)})
-        # All peers are there, and a save under way is of a state that was compared: it may be what all go back to.
+        # All peers are there, and a save under way is of a state that was compared: it may be what all go
+        # back to.
         with contextlib.suppress(PeerLostError):
             self._run.checkpoints.wait()
 

@@ -1,7 +1,8 @@
-"""Whether an error says that another process of the group is gone: a consequence, whose own cause counts more. Pure.
+"""Whether an error says that another process of the group is gone: a consequence, whose own cause counts
+more. Pure.
 
-Words like "Connection reset by peer" are the system's, and a script's own database says them too. So they count only in what
-torch.distributed, gloo or NCCL have said, and never in a world of one process.
+Words like "Connection reset by peer" are the system's, and a script's own database says them too. So they
+count only in what torch.distributed, gloo or NCCL have said, and never in a world of one process.
 """
 
 import re
@@ -11,7 +12,8 @@ LOST_WORDS = "the connection to another process was lost"
 _DECISIVE = re.compile(rf"{LOST_WORDS}|Connection closed by peer \[|connectFullMesh failed", re.IGNORECASE)
 """Ours, and gloo's: its peers' addresses begin with a bracket."""
 _NETWORK = re.compile(
-    r"closed by (?:remote )?peer|connection was likely closed|reset by peer|broken pipe|connection refused|failed to connect"
+    r"closed by (?:remote )?peer|connection was likely closed|reset by peer|broken "
+    r"pipe|connection refused|failed to connect"
     r"|timed out waiting|timed out after|socket timeout|operation timeout|remote process exit|remote ?error"
     r"|communicator was aborted|recvvalue\w* failed|sendbytes failed",
     re.IGNORECASE,

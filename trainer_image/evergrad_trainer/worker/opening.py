@@ -1,4 +1,5 @@
-"""What a process opens and builds before its first step: its recipe, checkpoints, and everything the loop uses."""
+"""What a process opens and builds before its first step: its recipe, checkpoints, and everything the loop
+uses."""
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.recipes.opening import Opened, open_recipe

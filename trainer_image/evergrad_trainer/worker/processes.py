@@ -24,7 +24,8 @@ def die_with_parent(parent: int) -> None:
 
 
 def die_with_client() -> None:
-    """The same where a fork server is between: be killed when the process that had it start this one ends, or the server."""
+    """The same where a fork server is between: be killed when the process that had it start this one ends, or
+    the server."""
     _ask_for_death_signal()
     client = multiprocessing.parent_process()
     if client is not None:
@@ -53,5 +54,6 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # Not sys.exit: after a lost peer the interpreter's own end can wait for threads stuck in a dead collective.
+        # Not sys.exit: after a lost peer the interpreter's own end can wait for threads stuck in a dead
+        # collective.
         os._exit(code)

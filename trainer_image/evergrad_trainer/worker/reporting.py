@@ -50,7 +50,10 @@ def report_failure(session: Session | None, error: Exception, *, rank: int) -> E
 def build_last_words(
     session: Session | None, error: Exception, code: ExitCode, *, generation: int, is_agreed: bool
 ) -> Failed:
-    """What a worker tells its node of the error that ends it. ``is_agreed``: all ranks raise it, and the same process goes on."""
+    """What a worker tells its node of the error that ends it.
+
+    ``is_agreed``: all ranks raise it, and the same process goes on.
+    """
     notes = "\n".join(getattr(error, "__notes__", ()))
     kind = error.kind if isinstance(error, EvergradError) else ErrorKind.INTERNAL
     if describe_host_trouble(error) is not None:

@@ -13,7 +13,8 @@ from evergrad_trainer.worker.session import Session
 
 
 def build_state(session: Session, *, with_weights: bool) -> Machinery:
-    """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint follows."""
+    """Build what holds the run's state and register all of it; ``with_weights=False`` when a checkpoint
+    follows."""
     plan = session.plan
     machinery = build_machinery(
         plan.run.training, session.opened, plan.model, session.world, with_weights=with_weights
@@ -40,7 +41,8 @@ def restore(
 ) -> None:
     """Load the newest checkpoint, or the weights a fresh run begins with.
 
-    ``is_initial``: the tensors have their initial values, which they are given here otherwise where no checkpoint is loaded.
+    ``is_initial``: the tensors have their initial values, which they are given here otherwise where no
+    checkpoint is loaded.
     """
     init_from = session.plan.run.training.init_from
     restored = checkpoints.restore(machinery.state())
@@ -69,7 +71,8 @@ def restore(
 
 
 def _check_cursor(session: Session, stored: Values) -> None:
-    """The cursor is a pure function of the step; a checkpoint that disagrees was written with another order."""
+    """The cursor is a pure function of the step; a checkpoint that disagrees was written with
+    another order."""
     expected = session.data.train.cursor(session.progress.finished_steps)
     if stored != expected:
         raise CheckpointError(

@@ -1,4 +1,5 @@
-"""The two ways into a training process: by a launcher, with one world, or by a supervisor, with one after the other."""
+"""The two ways into a training process: by a launcher, with one world, or by a supervisor, with one after the
+other."""
 
 import gc
 import os
@@ -45,10 +46,12 @@ def run_session(
     relay: Observer | None = None,
     tell: Callable[[Failed], object] = lambda words: None,
 ) -> int:
-    """Train in this process as the launcher's rank says; returns the exit code. Wrong input is reported, not raised.
+    """Train in this process as the launcher's rank says; returns the exit code. Wrong input is reported, not
+    raised.
 
-    ``generation``: the number a coordinator has given this world; without one the next free number is claimed. ``relay``: gets
-    rank 0's records in the place of an endpoint of its own. ``tell``: gets the error that ends this process.
+    ``generation``: the number a coordinator has given this world; without one the next free number is
+    claimed. ``relay``: gets rank 0's records in the place of an endpoint of its own. ``tell``: gets the error
+    that ends this process.
     """
     signals = StopSignals()
     signals.install()
@@ -63,7 +66,8 @@ def run_session(
         code = _live_in_world(session, relay)
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
         failure = report_failure(session, error, rank=launch.rank)
-        # Never agreed: the next generation has other processes, which start from a checkpoint and may do better.
+        # Never agreed: the next generation has other processes, which start from a checkpoint and may do
+        # better.
         tell(build_last_words(session, error, failure, generation=generation or 0, is_agreed=False))
         code = int(failure)
     finally:
@@ -81,7 +85,8 @@ def run_session(
 def open_in_world(
     plan: SessionPlan, directory: RunDirectory, signals: StopSignals, *, generation: int | None
 ) -> Session:
-    """Join the world and claim the directory: from here on an older process of this run cannot publish any more."""
+    """Join the world and claim the directory: from here on an older process of this run cannot publish any
+    more."""
     runtime = plan.run.training.runtime
     launch = read_launch()
     set_threads(plan.threads)
@@ -112,7 +117,8 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
     if session.world.is_main:
         # Before anything is built, so that an error in it is written down, too.
         writer.take()
-    # Rank 0's answer: whether weights are initialised must not differ between ranks that see a volume at two moments.
+    # Rank 0's answer: whether weights are initialised must not differ between ranks that see a volume at two
+    # moments.
     are_there = bool(session.world.broadcast_json(has_checkpoints(session.directory)))
     machinery = build_state(session, with_weights=not are_there)
     session.mark("model")
@@ -131,7 +137,8 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
 
 
 def run_worker(plan: SessionPlan, channel: Channel, pulse: Pulse, *, node: int, local_rank: int) -> int:
-    """Serve the run as one of its workers until the supervisor says that it is over; returns the exit code."""
+    """Serve the run as one of its workers until the supervisor says that it is over; returns the
+    exit code."""
     gc.disable()  # until its first step is done
     directory = RunDirectory(plan.run_directory)
     guard = Guard(channel)
@@ -179,7 +186,8 @@ def _build_alone(session: Session, channel: Channel, guard: Guard, pulse: Pulse)
     run.stepper.pulse = pulse
     run.stepper.warm_up(session.world)
     session.mark("warm_up")
-    # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a group.
+    # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a
+    # group.
     gc.freeze()
     gc.enable()
     timeout = session.plan.run.training.runtime.collective_timeout_seconds

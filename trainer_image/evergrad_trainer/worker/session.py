@@ -1,4 +1,5 @@
-"""What the parts of one training process hand to each other: what was decided before it began, and what it holds."""
+"""What the parts of one training process hand to each other: what was decided before it began, and what it
+holds."""
 
 import dataclasses
 import time
@@ -23,14 +24,17 @@ from evergrad_trainer.world import Membership, World
 
 @dataclass(frozen=True)
 class SessionPlan:
-    """Everything decided before the first process group exists. ``marks``: Unix seconds at the end of each start-up phase.
+    """Everything decided before the first process group exists. ``marks``: Unix seconds at the end of each
+    start-up phase.
 
-    ``opened``: the recipe as this process has opened it. Processes forked from this one share it; others open their own.
+    ``opened``: the recipe as this process has opened it. Processes forked from this one share it; others open
+    their own.
     """
 
     run: TrainingRun
     config_hash: str
-    """Hash of the recipe the run began with, which its checkpoints carry; its data may have lain elsewhere then."""
+    """Hash of the recipe the run began with, which its checkpoints carry; its data may have lain elsewhere
+    then."""
     base_directory: Path
     run_directory: Path
     prepared: Prepared

@@ -1,4 +1,5 @@
-"""Brings all members of a new world to one state: whoever holds the newest step feeds the others, else all load or begin."""
+"""Brings all members of a new world to one state: whoever holds the newest step feeds the others, else all
+load or begin."""
 
 from dataclasses import asdict
 from typing import Any
@@ -39,8 +40,8 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
         registry.load_values(world.broadcast_json(registry.values(), source=choose_source(rows)))
         adopt(progress, rows)
 
-    # Before the first step of a world: what was fed has arrived and, where that is asked for, all replicas are equal.
-    # Rank 0's wish counts: a comparison that only some make would wait for the others for ever.
+    # Before the first step of a world: what was fed has arrived and, where that is asked for, all replicas
+    # are equal. Rank 0's wish counts: a comparison that only some make would wait for the others for ever.
     state, newest = machinery.state(), max(steps)
     if rows[0]["is_comparing"] and not machinery.is_sharded:
         holders = [rank for rank, step in enumerate(steps) if step == newest >= 0]
@@ -94,7 +95,10 @@ def describe_standing(
 
 
 def choose_source(rows: list[dict[str, Any]]) -> int:
-    """The rank whose memory of the newest step counts. An evaluation whose end only some have seen is done again."""
+    """The rank whose memory of the newest step counts.
+
+    An evaluation whose end only some have seen is done again.
+    """
     newest = max(int(row["step"]) for row in rows)
     sources = [rank for rank, row in enumerate(rows) if row["step"] == newest]
     return min(sources, key=lambda rank: int(rows[rank]["evaluated_step"]))

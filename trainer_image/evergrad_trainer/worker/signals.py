@@ -1,4 +1,5 @@
-"""SIGTERM and SIGINT set a flag that the ranks agree on at a step boundary; a second signal leaves at once."""
+"""SIGTERM and SIGINT set a flag that the ranks agree on at a step boundary; a second signal
+leaves at once."""
 
 import logging
 import os
@@ -11,7 +12,8 @@ from evergrad_coordinator.contract import ExitCode
 
 _log = logging.getLogger(__name__)
 _SAME_SECONDS = 1.0
-"""A SIGTERM that follows so soon is the same request: ``timeout`` sends its own to the process, then to its whole group."""
+"""A SIGTERM that follows so soon is the same request: ``timeout`` sends its own to the process, then to its
+whole group."""
 
 
 class StopCount:
@@ -31,8 +33,8 @@ class StopCount:
 class StopSignals:
     """Catches SIGTERM and SIGINT for as long as it is installed. Only for the main thread.
 
-    Python runs signal handlers only when the main thread is back in the interpreter, which a rank inside a collective is
-    not; so a thread reads the numbers from the wake-up pipe as they arrive.
+    Python runs signal handlers only when the main thread is back in the interpreter, which a rank inside a
+    collective is not; so a thread reads the numbers from the wake-up pipe as they arrive.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ def describe_silence(address: str, *, seconds: float, was_there: bool) -> str:
     """``seconds``: how long nobody has answered. ``was_there``: whether somebody ever has."""
     how = "has not answered for" if was_there else "has never answered, in"
     return (
-        f"the coordinator at {address} {how} {seconds:.0f} s; still trying. Check that it runs, that this is its address, "
+        f"the coordinator at {address} {how} {seconds:.0f} s; still trying. Check that it runs, "
+        "that this is its address, "
         "and that no firewall or network policy is between"
     )

@@ -1,4 +1,5 @@
-"""Where a worker's worlds come from, and who hears what becomes of them: a supervisor, or nobody but the launcher."""
+"""Where a worker's worlds come from, and who hears what becomes of them: a supervisor, or nobody but the
+launcher."""
 
 from typing import Protocol
 
@@ -38,7 +39,8 @@ class Worlds(Protocol):
         """Take the group down; whether buffers of its collectives must not be used again."""
 
     def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
-        """This process is out of the group of ``generation``, which ``error`` broke, if it did not end as agreed."""
+        """This process is out of the group of ``generation``, which ``error`` broke, if it did not end as
+        agreed."""
 
 
 class SupervisedWorlds:
@@ -100,7 +102,10 @@ class SupervisedWorlds:
 
 
 class OnlyWorld:
-    """The one world that a launcher has put this process into. It was formed, and the directory claimed, before."""
+    """The one world that a launcher has put this process into.
+
+    It was formed, and the directory claimed, before.
+    """
 
     are_replaced = False
 

@@ -18,7 +18,8 @@ from evergrad_trainer.worker.session import Session
 
 
 class Writer:
-    """Holds or does not hold rank 0's duties; ``session.observers`` writes while it does, and does nothing else."""
+    """Holds or does not hold rank 0's duties; ``session.observers`` writes while it does, and does nothing
+    else."""
 
     def __init__(self, session: Session, *, relay: Observer | None) -> None:
         """``relay``: gets the records in the place of an endpoint of this process's own."""

@@ -1,4 +1,7 @@
-"""The work of one chunk: lines → token file, and token file → training and held-out parts. Runs in any process."""
+"""The work of one chunk: lines → token file, and token file → training and held-out parts.
+
+Runs in any process.
+"""
 
 import json
 import os
@@ -29,7 +32,10 @@ _SPLIT_TOKENS: Final = 4 * 2**20
 
 @dataclass(frozen=True)
 class Attempt:
-    """The directory of a preparation under way. Its ``data`` becomes the published directory by one rename."""
+    """The directory of a preparation under way.
+
+    Its ``data`` becomes the published directory by one rename.
+    """
 
     directory: Path
 
@@ -136,7 +142,10 @@ def execute(job: Job, tokenizer: TextTokenizer) -> Outcome:
 
 
 def finished(attempt: Attempt, kind: str, number: int) -> Outcome | None:
-    """The outcome of a job whose record lies there, or None. A record torn by a loss of power counts as none."""
+    """The outcome of a job whose record lies there, or None.
+
+    A record torn by a loss of power counts as none.
+    """
     try:
         return Outcome.from_json(json.loads(attempt.record(kind, number).read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError):

@@ -52,7 +52,10 @@ class LineProblem:
 
 @dataclass
 class Tally:
-    """What became of a chunk's lines, besides texts. ``repaired``: texts in which half a surrogate pair was replaced."""
+    """What became of a chunk's lines, besides texts.
+
+    ``repaired``: texts in which half a surrogate pair was replaced.
+    """
 
     skipped: Counter[str] = field(default_factory=Counter)
     repaired: int = 0
@@ -98,7 +101,8 @@ class Block:
 
 
 def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[Block]:
-    """Bytes [start, end), which are whole lines, in pieces of whole lines of about ``size`` bytes. A byte-order mark is left out.
+    """Bytes [start, end), which are whole lines, in pieces of whole lines of about ``size`` bytes. A
+    byte-order mark is left out.
 
     Raises EOFError if the file is shorter.
     """
@@ -120,7 +124,10 @@ def read_blocks(file: BinaryIO, *, start: int, end: int, size: int) -> Iterator[
 
 
 class DocumentReader:
-    """Turns lines into texts. ``tally`` collects what was passed over; ``line`` is the number of the next line."""
+    """Turns lines into texts.
+
+    ``tally`` collects what was passed over; ``line`` is the number of the next line.
+    """
 
     def __init__(self, *, text_field: str, first_line: int) -> None:
         self.tally = Tally()
@@ -203,7 +210,10 @@ class DocumentReader:
 
 
 def _split(data: bytes) -> list[str | None]:
-    """Lines of a block; None stands for one that is not UTF-8. Only a newline ends a line, as in JSON Lines."""
+    """Lines of a block; None stands for one that is not UTF-8.
+
+    Only a newline ends a line, as in JSON Lines.
+    """
     if b"\r\n" in data:
         data = data.replace(b"\r\n", b"\n")
     data = data.removesuffix(b"\n")

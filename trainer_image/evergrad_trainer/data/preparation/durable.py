@@ -1,4 +1,5 @@
-"""Files that are whole or absent: written aside, fsynced, renamed; and what a failing disk means to the user."""
+"""Files that are whole or absent: written aside, fsynced, renamed; and what a failing disk means
+to the user."""
 
 import errno
 import json
@@ -17,7 +18,10 @@ _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the body into a DataError that names the file and says what to do. ``path``: where the body writes."""
+    """Turn an OSError of the body into a DataError that names the file and says what to do.
+
+    ``path``: where the body writes.
+    """
     try:
         yield
     except OSError as error:
@@ -59,7 +63,10 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_json(path: Path, value: Any, *, aside: Path | None = None) -> None:
-    """Write ``value`` to ``path``: readers see the old file or the whole new one. ``aside``: where the temporary file is made."""
+    """Write ``value`` to ``path``: readers see the old file or the whole new one.
+
+    ``aside``: where the temporary file is made.
+    """
     temporary = (aside or path.parent) / f".{path.name}.{unique_suffix()}"
     with temporary.open("w", encoding="utf-8") as file:
         json.dump(value, file, separators=(",", ":"), sort_keys=True)

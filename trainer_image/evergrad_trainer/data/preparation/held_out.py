@@ -15,7 +15,10 @@ from evergrad_trainer.errors import DataError
 def choose_held_out(
     source: SourceFile, scan: Scan, *, held_out: HeldOut, seed: int, documents: int
 ) -> list[int]:
-    """The held-out documents by their order in the source, sorted. Raises DataError if none would remain for training."""
+    """The held-out documents by their order in the source, sorted.
+
+    Raises DataError if none would remain for training.
+    """
     wanted = (
         held_out.count
         if held_out.count is not None
@@ -27,7 +30,8 @@ def choose_held_out(
         raise DataError(
             Problem(str(source.path), what, why, "Lower spec.training.data.heldOut, or give more documents")
         )
-    # The content, not the source's place in the manifest, is the key: adding a source changes no other's split.
+    # The content, not the source's place in the manifest, is the key: adding a source changes no other's
+    # split.
     order = Permutation(seed=seed, source=int(scan.content_hash[:16], 16), epoch=0, size=documents)
     return sorted(order.many(np.arange(wanted, dtype=np.uint64)).tolist())
 

@@ -1,4 +1,7 @@
-"""One preparer at a time. Correctness never rests on the lock (every rename is atomic): it spares double work."""
+"""One preparer at a time.
+
+Correctness never rests on the lock (every rename is atomic): it spares double work.
+"""
 
 import errno
 import fcntl
@@ -15,10 +18,11 @@ _UNSUPPORTED: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP})
 
 @contextmanager
 def exclusive(path: Path, *, is_done: Callable[[], bool], on_wait: Callable[[], None]) -> Iterator[bool]:
-    """Hold the lock at ``path`` during the body, which gets True. While another process holds it, ``on_wait`` is called.
+    """Hold the lock at ``path`` during the body, which gets True. While another process holds it, ``on_wait``
+    is called.
 
-    The body gets False, and no lock, when ``is_done`` became true meanwhile or the file system has no locks. The kernel frees the
-    lock of a killed process. Raises OSError.
+    The body gets False, and no lock, when ``is_done`` became true meanwhile or the file system has no locks.
+    The kernel frees the lock of a killed process. Raises OSError.
     """
     descriptor = _acquire(path, is_done=is_done, on_wait=on_wait)
     try:

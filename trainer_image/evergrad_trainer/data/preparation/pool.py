@@ -1,4 +1,5 @@
-"""Runs jobs of ``prepare``: in this process when there is little to do, else in helper processes, one a core."""
+"""Runs jobs of ``prepare``: in this process when there is little to do, else in helper processes,
+one a core."""
 
 import json
 import signal
@@ -45,8 +46,8 @@ class InlinePool:
 class ProcessPool:
     """Helper processes that speak JSON lines.
 
-    Not multiprocessing: its children import the parent's main module (for a training process that is torch), and outlive a
-    parent that was killed. These end with their input, whatever ended the parent.
+    Not multiprocessing: its children import the parent's main module (for a training process that is torch),
+    and outlive a parent that was killed. These end with their input, whatever ended the parent.
     """
 
     def __init__(self, tokenizer: TextTokenizer, *, workers: int) -> None:
@@ -136,7 +137,8 @@ class _Worker:
         status = self._process.wait()
         if status == -signal.SIGKILL:
             return EvergradError(
-                "a helper process of prepare was killed (signal 9), probably for memory. Use fewer with --workers"
+                "a helper process of prepare was killed (signal 9), probably for memory. Use "
+                "fewer with --workers"
             )
         return EvergradError(
             f"a helper process of prepare ended with status {status}; its own message is above"

@@ -9,9 +9,11 @@ Phase = Literal["scan", "tokenize", "split", "wait"]
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """``bytes_done`` of ``bytes_total`` are bytes of source files, over all sources this phase has to work on.
+    """``bytes_done`` of ``bytes_total`` are bytes of source files, over all sources this phase has to work
+    on.
 
-    ``documents`` and ``tokens`` are those made so far in this call. Phase ``wait``: another process prepares the same data.
+    ``documents`` and ``tokens`` are those made so far in this call. Phase ``wait``: another process prepares
+    the same data.
     """
 
     phase: Phase

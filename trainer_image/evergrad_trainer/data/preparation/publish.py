@@ -1,4 +1,7 @@
-"""One jsonl source: chunks → token files → held-out split → index → one rename. Interrupted anywhere, it goes on where it was."""
+"""One jsonl source: chunks → token files → held-out split → index → one rename.
+
+Interrupted anywhere, it goes on where it was.
+"""
 
 import json
 import shutil
@@ -48,7 +51,10 @@ class Recipe:
 
 
 def compute_fingerprint(source: SourceFile, scan: Scan, recipe: Recipe) -> str:
-    """32 hex digits: equal exactly for equal prepared bytes. Knows nothing of sequence length, batch or file names."""
+    """32 hex digits: equal exactly for equal prepared bytes.
+
+    Knows nothing of sequence length, batch or file names.
+    """
     held_out = recipe.held_out
     is_text = source.type == "jsonl"
     facts = {
@@ -93,7 +99,10 @@ class Preparation:
 
 
 def publish(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter) -> Published:
-    """Prepare the source, or take what another process has published meanwhile. Raises DataError, EvergradError, OSError."""
+    """Prepare the source, or take what another process has published meanwhile.
+
+    Raises DataError, EvergradError, OSError.
+    """
     final = preparation.final
     name = preparation.source.name
     lock = preparation.root / f".lock-{preparation.fingerprint}"
@@ -162,7 +171,10 @@ def _fill(preparation: Preparation, *, pool: Callable[[], Pool], report: Reporte
 def _tokenize(
     preparation: Preparation, *, pool: Callable[[], Pool], report: Reporter
 ) -> tuple[list[Outcome], Tally]:
-    """The outcome of every chunk, in order, and what was passed over in all. What an earlier attempt finished is taken over."""
+    """The outcome of every chunk, in order, and what was passed over in all.
+
+    What an earlier attempt finished is taken over.
+    """
     source, chunks, tally = preparation.source, preparation.scan.chunks, Tally()
     outcomes: dict[int, Outcome] = {}
 
@@ -318,5 +330,8 @@ def _no_documents(preparation: Preparation, tally: Tally) -> Problem:
     why = f"{harmless} are blank or have an empty text, {tally.malformed} are malformed"
     with suppress(IndexError):
         why += f", the first in line {tally.problems[0].line}: {tally.problems[0].what}"
-    remedy = f"Check {preparation.source.field}.textField ({preparation.source.text_field!r}) and how the file was made"
+    remedy = (
+        f"Check {preparation.source.field}.textField ({preparation.source.text_field!r}) and how the "
+        "file was made"
+    )
     return Problem(str(preparation.source.path), what, why, remedy)

@@ -21,14 +21,18 @@ _FORMAT = 1
 
 
 def scan_cached(source: SourceFile, directory: Path, *, on_bytes: OnBytes) -> Scan:
-    """The scan of ``source``, remembered below ``directory`` while the file's size and times stay the same. Raises DataError."""
+    """The scan of ``source``, remembered below ``directory`` while the file's size and times stay the same.
+
+    Raises DataError.
+    """
     path = directory / f"{_key(source)}.json"
     remembered = _recall(path)
     if remembered is not None and remembered.stat == observe_stat(source.path):
         return remembered
     scan = scan_source(source, on_bytes=on_bytes)
     if is_settled(scan.stat):
-        # Only a memory: where it cannot be kept (a read-only volume, a full disk) the next start reads the file again.
+        # Only a memory: where it cannot be kept (a read-only volume, a full disk) the next start reads the
+        # file again.
         with suppress(OSError):
             directory.mkdir(parents=True, exist_ok=True)
             write_json(path, {"format": _FORMAT, "scan": scan.to_json()})

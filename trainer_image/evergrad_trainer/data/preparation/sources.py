@@ -1,4 +1,5 @@
-"""Source files: where they are, what is wrong with them, and one pass over each for its hash, lines and chunk boundaries."""
+"""Source files: where they are, what is wrong with them, and one pass over each for its hash, lines and chunk
+boundaries."""
 
 import os
 import stat
@@ -113,7 +114,8 @@ def _source_file(source: Source, field: str, base_directory: Path) -> SourceFile
 
 
 def source_problems(source: SourceFile) -> list[Problem]:
-    """What can be said about a source without reading it through: missing, a directory, unreadable, empty, half an id."""
+    """What can be said about a source without reading it through: missing, a directory, unreadable, empty,
+    half an id."""
     named = f"{source.field}.path names it"
     try:
         found = source.path.stat()
@@ -188,7 +190,10 @@ def observe_stat(path: Path) -> Stat:
 
 
 def scan_source(source: SourceFile, *, on_bytes: OnBytes) -> Scan:
-    """Read the whole file once. Raises DataError where it cannot be what the manifest says, or changes meanwhile."""
+    """Read the whole file once.
+
+    Raises DataError where it cannot be what the manifest says, or changes meanwhile.
+    """
     before = observe_stat(source.path)
     scan = (
         _scan_lines(source, before, on_bytes)
@@ -248,7 +253,8 @@ def _signature_problems(source: SourceFile, head: bytes) -> list[Problem]:
 
 
 class _Boundaries:
-    """Counts lines and cuts a file after the first newline beyond each ``chunk_bytes``; depends on nothing but the content."""
+    """Counts lines and cuts a file after the first newline beyond each ``chunk_bytes``; depends on nothing
+    but the content."""
 
     def __init__(self, chunk_bytes: int) -> None:
         self.position = 0
@@ -318,7 +324,10 @@ def raise_if_out_of_vocabulary(source: SourceFile, scan: Scan, vocab_size: int) 
         wrong = np.flatnonzero(ids >= vocab_size)
         if wrong.size:
             what = f"token {place + int(wrong[0])} is {int(ids[wrong[0]])}"
-            why = f"the tokenizer has the ids 0 to {vocab_size - 1}; the largest in the file is {scan.largest_id}"
+            why = (
+                f"the tokenizer has the ids 0 to {vocab_size - 1}; the largest in the file is "
+                f"{scan.largest_id}"
+            )
             remedy = (
                 f"Check {source.field}.dtype ({source.dtype}) and that the file was made with this tokenizer"
             )

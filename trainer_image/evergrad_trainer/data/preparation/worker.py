@@ -1,4 +1,7 @@
-"""A helper process of ``prepare``: one JSON line in, one job, one JSON line out. Ends when its input does. Imports no torch."""
+"""A helper process of ``prepare``: one JSON line in, one job, one JSON line out.
+
+Ends when its input does. Imports no torch.
+"""
 
 import json
 import os

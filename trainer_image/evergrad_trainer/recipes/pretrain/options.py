@@ -1,4 +1,5 @@
-"""Options of pretraining, and of recipes derived from it: none, since the sections of the file say all it needs."""
+"""Options of pretraining, and of recipes derived from it: none, since the sections of the file say all it
+needs."""
 
 from evergrad_trainer.task import Section
 
