@@ -57,6 +57,7 @@ OPERATIONAL_SECTIONS: Final = (
     "stop",
     "onNonFinite",
     "skipSteps",
+    "overrides",
     "checkpoint",
     "evaluation",
     "initFrom",

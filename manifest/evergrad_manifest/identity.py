@@ -64,7 +64,8 @@ field is left out of the hash where it has its first default, so that a file tha
 FIRST_DEFAULTS: Final[dict[str, Any]] = {}
 """Path (as above) of a later field whose default has changed since → the default it came with, which a file of that day means."""
 
-_OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom")
+_OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skipSteps")
+"""Sections that nodes of one group may have differently; the last two they agree on when a group forms."""
 _RUNTIME_OF_ONE_MACHINE: Final = ("device", "threads", "collectiveTimeoutSeconds")
 
 ABSENT: Final = "(absent)"
@@ -145,6 +146,15 @@ def settings_hash(run: TrainingRun) -> str:
     }
     shared["data"] = {key: value for key, value in training["data"].items() if key not in OPERATIONAL_DATA}
     return hashlib.sha256(json.dumps(shared, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
+    """Every field of ``spec.training`` outside of the recipe that differs, and the horizon: what changed in a run that lives.
+
+    Paths of data, tokenizer and model are among them: their content is what the recipe means.
+    """
+    pair = [without_nulls(to_wire(one)["spec"]["training"], Training) for one in (before, run)]
+    return changed_fields(pair[0], pair[1])
 
 
 def _without_later_defaults(wire: Mapping[str, Any], section: Section, prefix: str) -> dict[str, Any]:

@@ -23,6 +23,27 @@ _REMOTE_CODE = ("auto_map", "trust_remote_code", "custom_pipelines")
 BYTE_VOCABULARY: Final = 257
 
 
+def check_overrides(view: View) -> Iterator[Problem]:
+    """Each override replaces something, from a step within the run that lies behind the one before it."""
+    total, last = total_steps_of(view), 0
+    for path, item in view.items(f"{TRAINING}.overrides"):
+        first, here = item["fromStep"], format_path((*path, "fromStep"))
+        if item["learningRate"] is None and item["clipNorm"] is None:
+            remedy = "Add learningRate or clipNorm, or remove it; steps are skipped by training.skipSteps"
+            yield Problem(format_path(path), "replaces nothing", "it has only a step", remedy)
+        if first is UNKNOWN:
+            continue
+        if first <= last:
+            what = f"{first} does not lie behind {last}, the step of the override before"
+            yield Problem(
+                here, what, "the order says which one holds", "Sort them, or join those of one step"
+            )
+        elif total is not None and first > total:
+            why, remedy = "the run ends before that step", f"Lower it to at most {total}, or remove it"
+            yield Problem(here, f"{first} is beyond the horizon of {total} steps", why, remedy)
+        last = max(last, first)
+
+
 def check_options(view: View) -> Iterator[Problem]:
     """A recipe that has a name has fields of its own instead of options."""
     recipe, options = view.get(f"{TRAINING}.recipe"), view.get(f"{TRAINING}.options")
@@ -234,6 +255,7 @@ def check_endpoint(view: View, section: str) -> Iterator[Problem]:
 
 RULES: Final = (
     check_options,
+    check_overrides,
     check_horizon,
     check_batching,
     check_schedule_fits,

@@ -176,6 +176,17 @@ SkippedStep = Annotated[int, Strict(), Field(ge=1, le=10**12)]
 """A plain number, without units: a rule for each item of a list would use up the budget of API servers."""
 
 
+class StepOverride(Section):
+    """Values that replace those of the recipe from a step on, until the next one says otherwise."""
+
+    from_step: Count = Field(ge=1, le=10**12)
+    """The first step they hold for. A step that was trained before they were written stays as it is."""
+    learning_rate: Real | None = Field(default=None, gt=0, le=10)
+    """Peak learning rate; warm-up and decay stay those of the schedule."""
+    clip_norm: Real | None = Field(default=None, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
 class Every(Section):
     """A rhythm in steps."""
 
@@ -310,6 +321,8 @@ class Training(Section):
     """What follows a step whose loss or gradient norm is not finite. May be changed in place."""
     skip_steps: tuple[SkippedStep, ...] = Field(default=(), max_length=64)
     """Steps that are passed over without an update, such as one whose samples spoil it. May be changed in place."""
+    overrides: tuple[StepOverride, ...] = Field(default=(), max_length=64)
+    """Values that replace those of the recipe from a step on, in the order of their steps. May be changed in place."""
     checkpoint: Checkpoint = Checkpoint()
     """When state is saved and what is kept."""
     evaluation: Evaluation = Evaluation()

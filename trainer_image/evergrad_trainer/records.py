@@ -98,6 +98,8 @@ class EventType:
     """fields: checkpoint, seconds."""
     EXTENDED = "extended"
     """The horizon grew. fields: from_steps, to_steps."""
+    CHANGED = "changed"
+    """The file differs from the one of the start before. fields: changes, a list of {path, old, new}."""
     WARNING = "warning"
     """fields: message."""
     SKIPPED = "skipped"

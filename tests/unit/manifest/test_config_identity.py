@@ -14,6 +14,7 @@ from evergrad_manifest.identity import (
     ABSENT,
     RECIPE_SECTIONS,
     changed_fields,
+    changed_settings,
     config_hash,
     from_wire,
     problems_of_changes,
@@ -48,6 +49,7 @@ OPERATIONAL = [
     "spec.storage.path=elsewhere/first",
     "spec.failurePolicy.maxFailuresWithoutProgress=9",
     "spec.training.stop={afterStep: 3}",
+    "spec.training.overrides=[{fromStep: 3, learningRate: 1e-4}, {fromStep: 9, clipNorm: 0}]",
     "spec.training.checkpoint.every.steps=7",
     "spec.training.evaluation.every.steps=7",
     "spec.training.initFrom={path: x}",
@@ -214,7 +216,7 @@ def test_taking_a_run_past_a_bad_step_leaves_it_the_same_run(change: str) -> Non
     [
         "spec.training.horizon={steps: 9000}",
         "spec.training.stop.afterStep=5",
-        "spec.training.skipSteps=[3]",
+        "spec.training.overrides=[{fromStep: 3, learningRate: 1e-4}]",
         "spec.training.checkpoint.every.steps=7",
         "spec.training.evaluation.every.steps=7",
         "spec.training.runtime.parallelism=fsdp2",
@@ -231,6 +233,7 @@ def test_nodes_train_together_only_with_the_same_settings(change: str) -> None:
         "metadata.labels={a: b}",
         "spec.nodes.max=2",
         "spec.training.runtime={threads: 3, device: cpu, collectiveTimeoutSeconds: 5}",
+        "spec.training.skipSteps=[3]",
         "spec.training.logging.every.steps=1",
         "spec.training.metrics.port=0",
         "spec.training.data.preparedDirectory=elsewhere",
@@ -238,3 +241,13 @@ def test_nodes_train_together_only_with_the_same_settings(change: str) -> None:
 )
 def test_what_concerns_one_machine_may_differ_from_node_to_node(change: str) -> None:
     assert settings_hash(run(change)) == settings_hash(run())
+
+
+def test_what_changed_in_a_living_run_is_named_with_both_values() -> None:
+    changes = changed_settings(
+        run(), run("spec.training.checkpoint.keep=9", "spec.training.overrides=[{fromStep: 3, clipNorm: 2}]")
+    )
+    assert changes == [
+        ("spec.training.overrides", [], [{"fromStep": 3, "clipNorm": 2.0}]),
+        ("spec.training.checkpoint.keep", 3, 9),
+    ]

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from evergrad_manifest.training import Schedule
-from evergrad_trainer.optim.schedule import LearningRate, build_schedule
+from evergrad_manifest.training import Schedule, StepOverride
+from evergrad_trainer.optim.schedule import LearningRate, build_schedule, value_at
 
 
 def schedule(total: int = 100, **settings: Any) -> LearningRate:
@@ -54,3 +54,21 @@ def test_one_step_and_a_warm_up_as_long_as_the_run_have_a_rate() -> None:
     assert schedule(1, type="linear")(1) == 2.0
     assert schedule(4, type="cosine", warmup=4)(4) == 2.0
     assert schedule(4, type="wsd", warmup=4, decay=0)(2) == 1.0
+
+
+def test_an_override_keeps_the_shape_of_the_schedule_at_another_height_from_its_step_on() -> None:
+    overrides = [
+        StepOverride.model_validate({"fromStep": 30, "learningRate": 0.5}),
+        StepOverride.model_validate({"fromStep": 40, "clipNorm": 2}),
+        StepOverride.model_validate({"fromStep": 90, "learningRate": 2}),
+    ]
+    settings = Schedule.model_validate({"type": "wsd", "warmup": 10, "decay": 20})
+    plain = build_schedule(settings, peak=1.0, total_steps=100)
+    changed = build_schedule(settings, peak=1.0, total_steps=100, overrides=overrides)
+    heights = [changed(step) / plain(step) for step in range(1, 101)]
+    assert heights == [1.0] * 29 + [0.5] * 60 + [2.0] * 11
+
+
+def test_the_last_change_that_has_begun_counts() -> None:
+    changes = ((3, 0.3), (7, 0.7))
+    assert [value_at(step, 0.0, changes) for step in (1, 2, 3, 6, 7, 99)] == [0.0, 0.0, 0.3, 0.3, 0.7, 0.7]

@@ -128,6 +128,7 @@ def _as_json(args: argparse.Namespace, rules: "Rules", comparison: "Comparison")
             "only_in_a": comparison.evaluations_only_in_a,
             "only_in_b": comparison.evaluations_only_in_b,
         },
+        "changes": {"a": comparison.changes_a, "b": comparison.changes_b},
         "repeated_steps": {"a": comparison.repeats_a.__dict__, "b": comparison.repeats_b.__dict__},
     }
 
@@ -144,6 +145,9 @@ def _as_text(args: argparse.Namespace, rules: "Rules", comparison: "Comparison")
     yield f"   {_number(comparison.num_compared, 'step')} compared{span}, and {evaluations}"
     for name, repeats in (("A", comparison.repeats_a), ("B", comparison.repeats_b)):
         yield from _repeats(name, repeats)
+    for name, changes in (("A", comparison.changes_a), ("B", comparison.changes_b)):
+        for step, words in changes:
+            yield f"   {name} went on after step {step:,} with another file: {words}"
     for name, missing in (("A", comparison.only_in_a), ("B", comparison.only_in_b)):
         if missing:
             yield f"differs  steps only in {name}: {_ranges(missing)}"

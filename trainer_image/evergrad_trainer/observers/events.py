@@ -71,6 +71,7 @@ def describe_event(event: Event) -> str | None:
             f"checkpoint={fields.get('checkpoint')} seconds={_get(fields, 'seconds')}"
         ),
         EventType.EXTENDED: lambda: f"from={fields.get('from_steps')} to={fields.get('to_steps')}",
+        EventType.CHANGED: lambda: f"step={event.step} {describe_changes(fields)}",
         EventType.WARNING: lambda: str(fields.get("message")),
         EventType.SKIPPED: lambda: f"step={event.step} message={fields.get('message')}",
         EventType.NON_FINITE: lambda: f"step={event.step + 1} message={fields.get('message')}",
@@ -84,6 +85,16 @@ def describe_event(event: Event) -> str | None:
         ),
     }.get(event.type)
     return None if line is None else " ".join(f"{event.type} {line()}".split())
+
+
+def describe_changes(fields: dict[str, object]) -> str:
+    """``path: old → new; …`` of a ``changed`` event, values as JSON."""
+    changes = fields.get("changes")
+    return "; ".join(
+        f"{one.get('path')}: {json.dumps(one.get('old'))} → {json.dumps(one.get('new'))}"
+        for one in (changes if isinstance(changes, list) else ())
+        if isinstance(one, dict)
+    )
 
 
 def _describe_world(fields: dict[str, object]) -> str:

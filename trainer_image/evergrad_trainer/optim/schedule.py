@@ -1,10 +1,11 @@
 """Learning rate as a pure function of the step: nothing to save, nothing to restore."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evergrad_manifest.derive import steps_of
-from evergrad_manifest.training import Schedule
+from evergrad_manifest.training import Schedule, StepOverride
 
 
 @dataclass(frozen=True)
@@ -22,11 +23,14 @@ class LearningRate:
     warmup_steps: int
     decay_steps: int
     minimum_ratio: float
+    peaks: tuple[tuple[int, float], ...] = ()
+    """First step and peak of each override, ascending: the same shape, at another height."""
 
     def __call__(self, step: int) -> float:
+        peak = value_at(step, self.peak, self.peaks)
         if step < self.warmup_steps:
-            return self.peak * step / self.warmup_steps
-        return self.peak * (self.minimum_ratio + (1 - self.minimum_ratio) * self._remaining(step))
+            return peak * step / self.warmup_steps
+        return peak * (self.minimum_ratio + (1 - self.minimum_ratio) * self._remaining(step))
 
     def _remaining(self, step: int) -> float:
         """1 at the peak, 0 at the end."""
@@ -40,7 +44,14 @@ class LearningRate:
         return (1 + math.cos(math.pi * share)) / 2 if self.type == "cosine" else 1 - share
 
 
-def build_schedule(settings: Schedule, *, peak: float, total_steps: int) -> LearningRate:
+def value_at(step: int, value: float, changes: Sequence[tuple[int, float]]) -> float:
+    """``value``, or that of the last of ``changes`` (first step, value; ascending) that has begun by ``step``."""
+    return next((changed for first, changed in reversed(changes) if first <= step), value)
+
+
+def build_schedule(
+    settings: Schedule, *, peak: float, total_steps: int, overrides: Sequence[StepOverride] = ()
+) -> LearningRate:
     """The schedule over a horizon of ``total_steps``. That warm-up and decay fit is checked where the horizon is derived."""
     warmup = min(steps_of(settings.warmup, total_steps), total_steps)
     return LearningRate(
@@ -50,4 +61,5 @@ def build_schedule(settings: Schedule, *, peak: float, total_steps: int) -> Lear
         warmup_steps=warmup,
         decay_steps=min(steps_of(settings.decay, total_steps), total_steps - warmup),
         minimum_ratio=settings.minimum_ratio,
+        peaks=tuple((one.from_step, one.learning_rate) for one in overrides if one.learning_rate is not None),
     )

@@ -9,7 +9,7 @@ import numpy as np
 from evergrad_coordinator.causes import CHANGES, LOSSES
 from evergrad_coordinator.text import count, duration, real, size, utc
 from evergrad_trainer.observers.accounting import Goodput
-from evergrad_trainer.observers.events import saved_step, seconds_of
+from evergrad_trainer.observers.events import describe_changes, saved_step, seconds_of
 from evergrad_trainer.observers.history import History
 from evergrad_trainer.records import EvaluationRecord, Event, EventType
 
@@ -174,6 +174,8 @@ def _warning(event: Event) -> str | None:
     fields = event.fields
     if event.type == EventType.WARNING:
         return str(fields.get("message"))
+    if event.type == EventType.CHANGED:
+        return f"the file changed after step {count(event.step)}: {describe_changes(fields)}"
     if event.type == EventType.FALLBACK:
         return f"checkpoint {fields.get('checkpoint')} did not validate and was set aside: {fields.get('reason')}"
     if event.type == EventType.SAVE_FAILED:

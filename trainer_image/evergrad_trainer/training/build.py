@@ -203,7 +203,10 @@ def build_stepper(
         stream=stream,
         prefetcher=Prefetcher(stream),
         schedule=build_schedule(
-            training.schedule, peak=training.optimizer.learning_rate, total_steps=total_steps
+            training.schedule,
+            peak=training.optimizer.learning_rate,
+            total_steps=total_steps,
+            overrides=training.overrides,
         ),
         autocast=machinery.autocast,
     )
@@ -214,6 +217,9 @@ def build_stepper(
         clip_norm=training.optimizer.clip_norm,
         is_sharded=machinery.is_sharded,
         metrics=tuple(machinery.opened.task.metrics),
+        clip_norms=tuple(
+            (one.from_step, one.clip_norm) for one in training.overrides if one.clip_norm is not None
+        ),
     )
     return Stepper(parts, settings)
 

@@ -21,7 +21,7 @@ from evergrad_trainer.errors import NonFiniteError, PeerLostError
 from evergrad_trainer.models.gradients import GradientSum
 from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.optim.adamw import set_learning_rate
-from evergrad_trainer.optim.schedule import LearningRate
+from evergrad_trainer.optim.schedule import LearningRate, value_at
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.training.exchange import Sums
 from evergrad_trainer.training.refusal import refuse
@@ -45,6 +45,8 @@ class StepSettings:
     clip_norm: float
     is_sharded: bool
     metrics: Sequence[str] = ()
+    clip_norms: tuple[tuple[int, float], ...] = ()
+    """First step and value of each override of ``clip_norm``."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,7 @@ class Stepper:
         # From here on nobody waits for anybody: the update is made on all ranks or on none.
         learning_rate = parts.schedule(step)
         if skipped is None:
-            self._clip(totals.weight, norm)
+            self._clip(step, totals.weight, norm)
             set_learning_rate(parts.optimizer, learning_rate)
             parts.optimizer.step()
         clock.mark("optimizer")
@@ -257,9 +259,9 @@ class Stepper:
         whole = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         return whole * self._ratio(weight), None
 
-    def _clip(self, weight: int, norm: float) -> None:
+    def _clip(self, step: int, weight: int, norm: float) -> None:
         """Make the gradients those of the mean over the weight, no longer than the limit."""
-        clip = self._settings.clip_norm
+        clip = value_at(step, self._settings.clip_norm, self._settings.clip_norms)
         factor = self._ratio(weight) * (clip / (norm + 1e-6) if clip and norm > clip else 1.0)
         if factor != 1.0:
             torch_private.scale(self._gradients(), factor)

@@ -4,8 +4,11 @@ import dataclasses
 import gc
 import os
 import time
+from typing import Any
 
 from evergrad_coordinator.wire import to_camel
+from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.identity import changed_settings, from_wire
 from evergrad_trainer.optim.schedule import build_schedule
 from evergrad_trainer.provenance.record import record_process
 from evergrad_trainer.records import Event, EventType, RunInfo
@@ -57,8 +60,22 @@ def announce(session: Session, machinery: Machinery) -> None:
     )
     session.is_announced = True
     session.release_events()
+    if before is not None:
+        _announce_changes(session, before["manifest"])
     if before is not None and before["derived"]["totalSteps"] < plan.numbers.total_steps:
         _announce_extension(session, from_steps=int(before["derived"]["totalSteps"]))
+
+
+def _announce_changes(session: Session, before: dict[str, Any]) -> None:
+    """Say what differs from the file of the start before: cadences, skipped steps, overrides, places of data."""
+    try:
+        changes = changed_settings(from_wire(before), session.plan.run)
+    except ConfigurationError:
+        # Another version wrote it; what cannot be read cannot be compared.
+        return
+    if changes:
+        listed = [{"path": path, "old": old, "new": new} for path, old, new in changes]
+        session.emit(EventType.CHANGED, {"changes": listed})
 
 
 def _announce_extension(session: Session, *, from_steps: int) -> None:
@@ -67,7 +84,12 @@ def _announce_extension(session: Session, *, from_steps: int) -> None:
     session.emit(EventType.EXTENDED, {"from_steps": from_steps, "to_steps": plan.numbers.total_steps})
     training = plan.run.training
     before, now = (
-        build_schedule(training.schedule, peak=training.optimizer.learning_rate, total_steps=steps)
+        build_schedule(
+            training.schedule,
+            peak=training.optimizer.learning_rate,
+            total_steps=steps,
+            overrides=training.overrides,
+        )
         for steps in (from_steps, plan.numbers.total_steps)
     )
     if done > 0 and now(done + 1) > _JUMP * before(done):
