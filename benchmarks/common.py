@@ -123,7 +123,8 @@ def open_without_data(training: Training) -> Any:
     from evergrad_trainer.recipes.opening import Opened
 
     data: Any = SimpleNamespace(train=SimpleNamespace(stages=(Stage({}),)))
-    return Opened(load_task(training, Path()), data, {})
+    task, code = load_task(training, Path())
+    return Opened(task, code, data, {})
 
 
 def manifest(name: str, *, parameters: str = "10M", shape: tuple[int, int] = (8, 256)) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """``make gpu-check``: what can only be seen on an accelerator, each part in a process of its own.
 
-Writes ``results/gpu.json`` and ``results/gpu.md``. Exit code: 0 all parts passed, 1 one did not, 69 there is no
-accelerator here, and nothing was checked. ``--device cpu`` runs the same parts on the CPU with tiny models and gloo, which tests
-this program and says nothing about accelerators.
+Writes ``results/gpu.json`` and ``results/gpu.md``. Exit code: 0 all parts passed, 1 one did not, 69 there is
+no accelerator here, and nothing was checked. ``--device cpu`` runs the same parts on the CPU with tiny models
+and gloo, which tests this program and says nothing about accelerators.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def _require(is_right: bool, what: str) -> None:
         raise CheckFailedError(what)
 
 
-# ---- parts: (device, is_tiny) -> rows ------------------------------------------------------------------------
+# ---- parts: (device, is_tiny) -> rows ----------------------------------------------------------------------
 
 
 def check_environment(device: str, is_tiny: bool) -> list[Row]:
@@ -117,7 +117,8 @@ def check_fsdp2(device: str, is_tiny: bool) -> list[Row]:
 
 
 def check_world(device: str, is_tiny: bool) -> list[Row]:
-    """Two processes sum a tensor; where they share a device NCCL may refuse, which is noted and no failure."""
+    """Two processes sum a tensor; where they share a device NCCL may refuse, which is noted and
+    no failure."""
     from elastic_nodes import free_port
 
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -293,7 +294,7 @@ def _alone_in_a_group(device: str) -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
 
 
-# ---- the run of all parts ------------------------------------------------------------------------------------
+# ---- the run of all parts ----------------------------------------------------------------------------------
 
 
 def run_part(name: str, *, device: str, is_tiny: bool) -> dict[str, Any]:

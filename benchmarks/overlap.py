@@ -103,10 +103,11 @@ def _be_rank(mode: str, rounds: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from evergrad_manifest.training import Model, Runtime
+    from evergrad_manifest.training import Model
     from evergrad_trainer.models.build import build_model, plan_model
     from evergrad_trainer.models.compilation import compile_blocks
     from evergrad_trainer.models.gradients import BucketedSum
+    from evergrad_trainer.models.parallel import default_bucket_bytes
     from evergrad_trainer.objectives.causal_lm import causal_lm_loss
     from evergrad_trainer.transports import GlooTransport
     from evergrad_trainer.world import World
@@ -120,7 +121,7 @@ def _be_rank(mode: str, rounds: int) -> None:
     loss_sum = causal_lm_loss(model)
     if mode == "whole":
         loss_sum = torch.compile(loss_sum, dynamic=False)
-    gradients = BucketedSum(list(model.parameters()), bucket_bytes=Runtime().bucket_size)
+    gradients = BucketedSum(list(model.parameters()), bucket_bytes=default_bucket_bytes(on_accelerator=False))
     ids = torch.randint(0, 256, (_SAMPLES, _LENGTH))
     paced = _paced_transport()
 

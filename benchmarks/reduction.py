@@ -105,12 +105,12 @@ def _own_turn(config: dict[str, Any]) -> Callable[[int], None]:
     import torch
     import torch.distributed as dist
 
-    from evergrad_manifest.training import Runtime
     from evergrad_trainer.models.gradients import BucketedSum
+    from evergrad_trainer.models.parallel import default_bucket_bytes
     from evergrad_trainer.world import Interrupt, World
 
     model, optimizer = _build(config)
-    gradients = BucketedSum(list(model.parameters()), bucket_bytes=Runtime().bucket_size)
+    gradients = BucketedSum(list(model.parameters()), bucket_bytes=default_bucket_bytes(on_accelerator=False))
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(1, rank, size, torch.device("cpu"), group=dist.group.WORLD, interrupt=Interrupt())
 

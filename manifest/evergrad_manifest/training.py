@@ -269,8 +269,8 @@ class Runtime(Section):
     """Tokens whose logits are in memory at a time, such as 1024; default: those of the whole micro-batch."""
     threads: Count | None = Field(default=None, ge=1, le=1024)
     """CPU threads a process; default: cores / processes, and 1 in exact mode."""
-    bucket_size: Bytes = Field(default=4 * 2**20, ge=1024, le=2**34)
-    """Bytes a gradient bucket (dataParallel), such as ``4Mi``."""
+    bucket_size: Bytes | None = Field(default=None, ge=1024, le=2**34)
+    """Bytes a gradient bucket (dataParallel), such as ``4Mi``; default: 4Mi on CPUs, 64Mi on accelerators."""
     collective_timeout_seconds: Whole = Field(default=600, ge=1, le=86400)
     """Seconds: how long a process waits for the others inside one exchange."""
     compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)

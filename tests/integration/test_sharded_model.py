@@ -67,11 +67,11 @@ def _examine(world: World, directory: Path, precision: str, is_tied: bool) -> di
     alike."""
     training = make_training(precision, tie_word_embeddings=is_tied)
     plan = plan_model(training.model, base_directory=directory, vocab_size=257)
-    task = load_task(training, directory)
+    task, code = load_task(training, directory)
     stage = Stage({})
     # No data: what is built does not depend on it.
     data: Any = SimpleNamespace(train=SimpleNamespace(stages=(stage,)))
-    machinery = build_machinery(training, Opened(task, data, {}), plan, world, with_weights=True)
+    machinery = build_machinery(training, Opened(task, code, data, {}), plan, world, with_weights=True)
     parameters: dict[str, Any] = dict(machinery.model.named_parameters())
     whole = dict(build_model(plan, seed=0, precision="fp32").named_parameters())
     initial = {name: value.full_tensor().detach() for name, value in parameters.items()}

@@ -178,21 +178,26 @@ class ExactSum:
     def after_backward(self) -> None:
         for total, part in zip(self._sums, self._partition, strict=True):
             flat = torch.cat([_gradient_of(p).flatten() for p in part])
-            # A comparison that is false for what is not a number, too.
-            if float(flat.abs().amax()) < self._largest:
-                total[:-1] += (flat.double() * self._scale).round_().to(torch.int64)
-            else:
-                total[-1] += 1
+            # A comparison that is false for what is not a number, too. It stays on the device: reading it
+            # here would make an accelerator wait for the host at every bucket of every slot.
+            fits = flat.abs().amax() < self._largest
+            whole = torch.where(fits, flat.double(), 0.0)
+            total[:-1] += (whole * self._scale).round_().to(torch.int64)
+            total[-1] += ~fits
             for parameter in part:
                 parameter.grad = None
 
     def finish(self) -> None:
         """Raises NonFiniteError, on all ranks together, where a gradient of any slot was out of range."""
+        # Buckets that are summed while others wait; every rank starts them in the same order.
+        if self._world is not None and self._world.group is not None:
+            works = [self._world.start_sum(total) for total in self._sums]
+            for work in works:
+                self._world.wait(work)
+        # One look for all buckets: a rank that sees one out of range sees the same as all others.
+        if self._sums and int(torch.stack([total[-1] for total in self._sums]).sum()):
+            raise NonFiniteError(self._out_of_range())
         for total, part in zip(self._sums, self._partition, strict=True):
-            if self._world is not None and self._world.group is not None:
-                self._world.wait(self._world.start_sum(total))
-            if int(total[-1]):
-                raise NonFiniteError(self._out_of_range())
             flat = (total[:-1].double() / self._scale).to(part[0].dtype)
             for parameter, values in zip(part, flat.split([p.numel() for p in part]), strict=True):
                 parameter.grad = values.view_as(parameter)

@@ -1,7 +1,8 @@
-"""Memory that a training process needs, calculated from a plan: what holds tensors, its type, and who shares it.
+"""Memory that a training process needs, calculated from a plan: what holds tensors, its type, and who shares
+it.
 
-An estimate: allocators keep more than is asked for, and libraries bring buffers of their own. What is calculated and
-what was measured stands in docs/model-sizes.md.
+An estimate: allocators keep more than is asked for, and libraries bring buffers of their own. What is
+calculated and what was measured stands in docs/model-sizes.md.
 """
 
 from dataclasses import dataclass, replace
@@ -38,7 +39,10 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one process. ``state``: weights, gradients, moments and what precision and exact sums keep beside them."""
+    """Bytes of one process.
+
+    ``state``: weights, gradients, moments and what precision and exact sums keep beside them.
+    """
 
     state: int
     gathered: int
@@ -72,7 +76,8 @@ def memory_of(
     each = 4 * weight
     if is_sharded:
         state = each * facts.parameters // world_size
-        # Gathered in the products' type; a block's gradients are whole until they are reduced, in the weights' type.
+        # Gathered in the products' type; a block's gradients are whole until they are reduced, in the
+        # weights' type.
         gathered = GROUPS_GATHERED * block * product + 2 * block * weight + tables * (product + weight)
     else:
         exact = 8 if training.reproducibility.elastic == "exact" else 0
@@ -107,7 +112,8 @@ def largest_fit(
     on_accelerator: bool,
     compiles: bool,
 ) -> ModelFacts | None:
-    """The widest model of the same depth, vocabulary and plan whose process fits ``available``; None if none does."""
+    """The widest model of the same depth, vocabulary and plan whose process fits ``available``; None if none
+    does."""
 
     def fits(factor: float) -> bool:
         one = facts.scaled(factor)

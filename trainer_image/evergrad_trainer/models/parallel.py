@@ -51,12 +51,21 @@ def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn
             module.set_force_sum_reduction_for_comms(True)
 
 
+def default_bucket_bytes(*, on_accelerator: bool) -> int:
+    """Bytes of a bucket where the file says none: small for TCP, whose sums take the cores that compute.
+
+    NCCL starts each sum with a kernel of its own, so that many small ones cost more than they hide.
+    """
+    return (64 if on_accelerator else 4) * 2**20
+
+
 def build_gradient_sum(
     model: nn.Module, training: Training, *, slots_per_step: int, is_sharded: bool
 ) -> GradientSum:
     """How this run sums its gradients."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    bucket_bytes = training.runtime.bucket_size
+    on_accelerator = parameters[0].device.type == "cuda"
+    bucket_bytes = training.runtime.bucket_size or default_bucket_bytes(on_accelerator=on_accelerator)
     if is_sharded:
         return ShardedSum(model)
     if training.reproducibility.elastic == "exact":

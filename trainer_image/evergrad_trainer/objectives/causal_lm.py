@@ -16,7 +16,8 @@ LossSum = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def causal_lm_loss(model: nn.Module, *, chunk_tokens: int | None = None) -> LossSum:
-    """A function (input_ids [b, S], labels [b, S], already shifted) → sum of token losses in nats, a float32 scalar.
+    """A function (input_ids [b, S], labels [b, S], already shifted) → sum of token losses in nats, a float32
+    scalar.
 
     The sum, not the mean: the step divides by its global number of valid tokens, so that the result depends
     neither on the number of slots nor on who computes them. While training it includes the router loss of a

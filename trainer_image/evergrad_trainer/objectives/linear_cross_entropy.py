@@ -13,7 +13,8 @@ PLAIN_HEADS = frozenset({"gpt2", "llama", "mistral", "mixtral", "olmo2", "qwen2"
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are computed with the loss, chunk by chunk, so that no logits are kept for the backward pass."""
+    """Gradients are computed with the loss, chunk by chunk, so that no logits are kept for the
+    backward pass."""
 
     @staticmethod
     def forward(
@@ -57,10 +58,12 @@ class _ChunkedLoss(torch.autograd.Function):
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_tokens: int, ignore_index: int
 ) -> torch.Tensor:
-    """Sum of token losses, a float32 scalar: ``hidden`` [b, S, H] times ``weight`` [V, H] against ``labels`` [b, S].
+    """Sum of token losses, a float32 scalar: ``hidden`` [b, S, H] times ``weight`` [V, H] against ``labels``
+    [b, S].
 
     Logits of ``chunk_tokens`` tokens exist at a time. The sum and its gradients are those of
-    ``cross_entropy(linear(hidden, weight))`` but for the order of additions (the method of Liger's fused loss).
+    ``cross_entropy(linear(hidden, weight))`` but for the order of additions (the method of Liger's fused
+    loss).
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     return _ChunkedLoss.apply(hidden, weight, labels, chunk_tokens, ignore_index)  # type: ignore[no-any-return, no-untyped-call]
