@@ -54,6 +54,7 @@ OUR_VARIABLES: Final = (
 )
 OUR_VARIABLE_PREFIXES: Final = ("EVERGRAD_", "TORCHELASTIC_")
 OPERATIONAL_SECTIONS: Final = (
+    "files",
     "stop",
     "onNonFinite",
     "skipSteps",

@@ -1,5 +1,6 @@
 """What the fields of the recipe must satisfy together: horizon, batching, schedule, model, tokenizer, runtime."""
 
+import re
 from collections.abc import Iterator, Mapping
 from math import isqrt
 from typing import Any, Final
@@ -21,6 +22,7 @@ _SCHEDULE = f"{TRAINING}.schedule"
 _MODEL = f"{TRAINING}.model"
 _REMOTE_CODE = ("auto_map", "trust_remote_code", "custom_pipelines")
 BYTE_VOCABULARY: Final = 257
+_FILE_NAME: Final = re.compile(r"([A-Za-z_]\w*/)*[A-Za-z_]\w*\.py", re.ASCII)
 
 
 def check_overrides(view: View) -> Iterator[Problem]:
@@ -51,6 +53,21 @@ def check_options(view: View) -> Iterator[Problem]:
         what = f"have no meaning with recipe {recipe}"
         why = "they are those of a task of your own"
         yield Problem(f"{TRAINING}.options", what, why, "Remove them, or set recipe: module:attr")
+
+
+def check_files(view: View) -> Iterator[Problem]:
+    """Files are those of a task of the user's own, and lie below one folder."""
+    recipe, files = view.get(f"{TRAINING}.recipe"), view.get(f"{TRAINING}.files")
+    if not isinstance(files, Mapping) or not files:
+        return
+    if recipe in RECIPES:
+        what = f"have no meaning with recipe {recipe}"
+        why = "they are those of a task of your own"
+        yield Problem(f"{TRAINING}.files", what, why, "Remove them, or set recipe: module:attr")
+    for name in files:
+        if not _FILE_NAME.fullmatch(str(name)):
+            why = "a name is a relative path of a Python module, such as task.py or parts/loss.py"
+            yield Problem(f"{TRAINING}.files", f"{show(name)} cannot be a file's name", why, "Rename it")
 
 
 def check_horizon(view: View) -> Iterator[Problem]:
@@ -256,6 +273,7 @@ def check_endpoint(view: View, section: str) -> Iterator[Problem]:
 RULES: Final = (
     check_options,
     check_overrides,
+    check_files,
     check_horizon,
     check_batching,
     check_schedule_fits,

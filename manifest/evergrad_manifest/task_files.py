@@ -1,30 +1,99 @@
-"""Where the Python file of a task of the user's own lies: ``recipe: module:attr`` names it beside the
-manifest."""
+"""Where the Python files of a task of the user's own lie: beside the manifest, or in it.
 
+``recipe: module:attr`` names a file beside the manifest. On a cluster there is no such place: there the files
+travel in ``spec.training.files``, which ``evergrad submit`` fills, and are written beside the run.
+"""
+
+import hashlib
+import json
+import os
+import secrets
 from pathlib import Path
 
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
+from evergrad_manifest.sources import find_sources
 from evergrad_manifest.training import RECIPES, Training
 
 _FIELD = "spec.training.recipe"
+_FILES = "spec.training.files"
+_MAX_BYTES = 256 * 1024
+"""Most bytes of all files together: they are in the run's object and in its ConfigMap, which hold a MiB."""
 
 
-def task_path(recipe: str, base_directory: Path) -> Path | None:
-    """The file that ``recipe`` names, whether or not it is there; None for a recipe that has a
-    name of ours."""
-    if recipe in RECIPES:
+def task_folder(training: Training, base_directory: Path) -> Path:
+    """The folder of the task's files: the manifest's own, or one for this very content below it."""
+    if not training.files:
+        return base_directory
+    content = json.dumps(dict(training.files), sort_keys=True).encode()
+    return base_directory / f".task-{hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def task_path(training: Training, base_directory: Path) -> Path | None:
+    """The file that the recipe names, whether or not it is there; None for a recipe that has a name of ours."""
+    if training.recipe in RECIPES:
         return None
-    module = base_directory.joinpath(*recipe.partition(":")[0].split("."))
+    module = task_folder(training, base_directory).joinpath(*training.recipe.partition(":")[0].split("."))
     package = module / "__init__.py"
     return package if package.is_file() else module.with_name(f"{module.name}.py")
 
 
 def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
     """Why the task's file cannot be read here."""
-    path = task_path(training.recipe, base_directory)
+    path = task_path(training, base_directory)
     if path is None or path.is_file():
         return []
+    folder = task_folder(training, base_directory)
+    stem = path.with_suffix("").relative_to(folder).as_posix()
+    if training.files:
+        is_there = any(name in training.files for name in (f"{stem}.py", f"{stem}/__init__.py"))
+        remedy = "Add it, or correct the name of the module"
+        return [] if is_there else [Problem(_FILES, f"{stem}.py is not among the files", "", remedy)]
     module = training.recipe.partition(":")[0]
-    what = f"the module {module} was not found"
-    why = f"there is no {path}"
+    what, why = f"the module {module} was not found", f"there is no {path}"
     return [Problem(_FIELD, what, why, "Put the file beside the manifest, or correct its name")]
+
+
+def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
+    """The task's file with the modules beside it that it imports, for ``spec.training.files``; empty for ours.
+
+    Raises ConfigurationError for files that are missing, too large, or no text.
+    """
+    path = task_path(training, base_directory)
+    if path is None or training.files:
+        return dict(training.files)
+    raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
+    try:
+        files = {
+            Path(name).as_posix(): file.read_text("utf-8")
+            for name, file in find_sources([path], base_directory).items()
+        }
+    except (OSError, UnicodeDecodeError) as error:
+        remedy = "Look at the files beside the manifest"
+        raise ConfigurationError(Problem(_FIELD, "cannot be read", str(error), remedy)) from error
+    size = sum(len(text.encode()) for text in files.values())
+    if size > _MAX_BYTES:
+        what = f"{', '.join(files)} are {size:,} bytes together"
+        why = f"a run carries at most {_MAX_BYTES:,}"
+        raise ConfigurationError(
+            Problem(
+                _FIELD, what, why, "Put them on the run's volume, in the run's directory, or in the image"
+            )
+        )
+    return files
+
+
+def write_task(training: Training, base_directory: Path) -> None:
+    """Write the files that the manifest carries.
+
+    Any number of nodes may do so at once: all write the same.
+    """
+    folder = task_folder(training, base_directory)
+    for name, text in training.files.items():
+        path = folder / name
+        if path.is_file():
+            continue
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Whole or not at all: another node may be reading it.
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+        unfinished.write_text(text, "utf-8")
+        os.replace(unfinished, path)

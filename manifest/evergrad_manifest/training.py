@@ -301,6 +301,9 @@ class Training(Section):
     one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the first step."""
+    files: dict[str, str] = Field(default_factory=dict, max_length=64)
+    """Python files of a task of your own, text by name (``task.py``), where they cannot lie beside this file: on a cluster.
+    ``evergrad submit`` fills them in."""
     model: Model
     """The model: exactly one of a configuration and a directory."""
     tokenizer: Tokenizer = Tokenizer()

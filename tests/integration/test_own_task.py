@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from elastic_helpers import Cluster, elastic_recipe, fault, train_undisturbed
-from run_helpers import INTERNAL, USER_ERROR, Experiment, curve, final_state, read_lines
+from run_helpers import INTERNAL, USER_ERROR, Experiment, assert_same_state, curve, final_state, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = (ROOT / "examples/custom/averaged.py").read_text("utf-8")
@@ -127,3 +127,13 @@ def test_an_error_of_the_tasks_code_is_named_by_file_and_line_and_no_traceback(
     err = experiment.run(expect=USER_ERROR).err
     assert said in err
     assert "precision" in said or f"{experiment.path}/averaged.py:" in err
+
+
+def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
+    own: Experiment, experiment: Experiment
+) -> None:
+    """As on a cluster, where ``evergrad submit`` puts the file into the run."""
+    experiment.write(elastic_recipe(**OWN, files={"averaged.py": TASK}))
+    experiment.run()
+    assert_same_state(experiment.at(), own.at("undisturbed"))
+    assert not (experiment.path / "averaged.py").exists()

@@ -2,6 +2,7 @@
 server-side apply."""
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any, Final
@@ -17,6 +18,7 @@ from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.reading.arguments import add_manifest_arguments, load_from
 from evergrad_manifest.reading.loader import LoadedManifest
 from evergrad_manifest.reading.view import without_nulls
+from evergrad_manifest.task_files import collect_task
 
 NAME = "submit"
 EXAMPLES = """\
@@ -48,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(args: argparse.Namespace) -> int:
     """Returns 0, 64 or 70; with ``--wait`` how the run ended, or 124."""
-    loaded = load_from(args)
+    loaded = _with_task(load_from(args))
     namespace = _namespace(args, loaded)
     raise_if(placement_problems(loaded.run), ConfigurationError)
     for warning in placement_warnings(loaded.run):
@@ -68,6 +70,17 @@ def execute(args: argparse.Namespace) -> int:
         facts = {"name": name, "namespace": run.namespace, "result": result, "dryRun": args.dry_run}
         say_json({**facts, "generation": run.generation, "exitCode": code, "message": text})
     return code
+
+
+def _with_task(loaded: LoadedManifest) -> LoadedManifest:
+    """The manifest with the files of the user's own task: there is no folder beside it in a pod."""
+    if loaded.run.spec.training is None:
+        return loaded
+    files = collect_task(loaded.run.training, loaded.base_directory)
+    if not files:
+        return loaded
+    spec = {**loaded.raw["spec"], "training": {**loaded.raw["spec"]["training"], "files": files}}
+    return dataclasses.replace(loaded, raw={**loaded.raw, "spec": spec})
 
 
 def _namespace(args: argparse.Namespace, loaded: LoadedManifest) -> str | None:

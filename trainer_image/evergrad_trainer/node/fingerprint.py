@@ -11,10 +11,10 @@ import torch
 from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.identity import config_hash, settings_hash
 from evergrad_manifest.script import Script, program_path, working_directory_of
-from evergrad_manifest.task_files import task_path
+from evergrad_manifest.sources import existing, files_of_module, hash_sources
+from evergrad_manifest.task_files import task_folder, task_path, write_task
 from evergrad_trainer import __version__
 from evergrad_trainer.distributed import count_accelerators
-from evergrad_trainer.provenance.sources import existing, files_of_module, hash_sources
 
 IMAGE_DIGEST_VARIABLE = "EVERGRAD_IMAGE_DIGEST"
 """Environment of a node: the digest of its image, where whoever starts it knows it."""
@@ -38,9 +38,10 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
         found["image"] = digest
     if run.spec.training is not None:
         found["settings"] = settings_hash(run)
-        path = task_path(run.spec.training.recipe, base_directory)
+        path = task_path(run.spec.training, base_directory)
         if path is not None:
-            found["task"] = hash_sources([path], base_directory)
+            write_task(run.spec.training, base_directory)
+            found["task"] = hash_sources([path], task_folder(run.spec.training, base_directory))
     if run.spec.script is not None:
         found["script"] = hash_script(run.spec.script, base_directory)
     return found

@@ -2,6 +2,7 @@
 line."""
 
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ from pydantic import ValidationError
 from evergrad_coordinator.metrics import declare
 from evergrad_manifest.errors import ConfigurationError, EvergradError, Problem, raise_if
 from evergrad_manifest.reading.problems import problems_of
-from evergrad_manifest.task_files import task_path, task_problems
+from evergrad_manifest.task_files import task_folder, task_path, task_problems, write_task
 from evergrad_manifest.training import Training
 from evergrad_trainer.errors import TaskError, TaskInputError
 from evergrad_trainer.task import Section, Setup, Task
@@ -90,12 +91,13 @@ def load_own(training: Training, base_directory: Path) -> tuple[Task, Code]:
     TaskInputError for an error of the file itself.
     """
     raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
-    path = task_path(training.recipe, base_directory)
+    write_task(training, base_directory)
+    path, folder = task_path(training, base_directory), task_folder(training, base_directory)
     assert path is not None  # noqa: S101 - recipes of ours are not loaded here
     module_name, _, attribute = training.recipe.partition(":")
-    code = Code(base_directory)
+    code = Code(folder)
     with code.guarding("its import"):
-        module = _import(module_name, path.resolve(), base_directory.resolve())
+        module = _import(module_name, path.resolve(), folder.resolve())
     made = getattr(module, attribute, None)
     options_model = getattr(made, "Options", None)
     is_typed = isinstance(options_model, type) and issubclass(options_model, Section)
@@ -134,8 +136,14 @@ def _import(name: str, path: Path, folder: Path) -> Any:
         sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     module = importlib.import_module(name)
-    if getattr(module, "__file__", None) != str(path):
+    if not _is_from(module, path):
         what = f"the module {name} is taken from {getattr(module, '__file__', 'Python itself')}"
         why = f"a module of that name was loaded before {path}"
         raise ConfigurationError(Problem(_RECIPE, what, why, "Rename the file"))
     return module
+
+
+def _is_from(module: Any, path: Path) -> bool:
+    """Whether the module was read from this file, by whatever name: in a pod some are links."""
+    found = getattr(module, "__file__", None)
+    return found is not None and os.path.samefile(found, path)

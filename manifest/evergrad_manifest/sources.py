@@ -1,4 +1,4 @@
-"""The content of Python files and of the modules beside them that they import, as one hash.
+"""The Python files of a program, with the modules beside them that they import, and one hash of their content.
 
 Imports are read from the text, so that what a program writes below its own folder makes no difference; one
 that is made while it runs is not seen.
@@ -16,10 +16,10 @@ _MAX_BYTES = 16 * 2**20
 """A longer file is told from another by its length alone."""
 
 
-def hash_sources(roots: Sequence[Path], folder: Path) -> str:
-    """A hash of the files ``roots`` and of all in ``folder`` that they import, directly or not.
+def find_sources(roots: Sequence[Path], folder: Path) -> dict[str, Path]:
+    """The files ``roots`` and all in ``folder`` that they import, directly or not, by their path from ``folder``.
 
-    At most ``_MAX_FILES`` files count.
+    At most ``_MAX_FILES`` of them.
     """
     waiting = list(roots)
     files: dict[str, Path] = {}
@@ -29,6 +29,12 @@ def hash_sources(roots: Sequence[Path], folder: Path) -> str:
         if name not in files:
             files[name] = path
             waiting += _find_imported(path, folder)
+    return files
+
+
+def hash_sources(roots: Sequence[Path], folder: Path) -> str:
+    """A hash of the content of :func:`find_sources`."""
+    files = find_sources(roots, folder)
     digest = hashlib.sha256()
     for name in sorted(files):
         digest.update(f"{name}\0{_hash_file(files[name])}\0".encode("utf-8", errors="replace"))

@@ -1,0 +1,68 @@
+"""The files of a task of the user's own: beside the manifest, or carried by it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.task_files import collect_task, task_folder, task_path, task_problems, write_task
+from evergrad_manifest.training import Training
+
+MANIFEST: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+    "batching": {"globalBatchSize": 4, "microBatchSize": 2},
+    "optimizer": {"learningRate": 1e-3},
+    "horizon": {"steps": 3},
+}
+
+
+def training(**changes: Any) -> Training:
+    return Training.model_validate({**MANIFEST, "recipe": "mine:Task", **changes})
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A task that imports a module and a package beside it, and one file that it does not import."""
+    (tmp_path / "mine.py").write_text("import torch\nimport losses\nfrom parts.table import TABLE\n")
+    (tmp_path / "losses.py").write_text("ONE = 1\n")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts/__init__.py").write_text("")
+    (tmp_path / "parts/table.py").write_text("TABLE = {}\n")
+    (tmp_path / "other.py").write_text("raise SystemExit\n")
+    return tmp_path
+
+
+def test_the_task_and_what_it_imports_beside_it_are_collected(beside: Path) -> None:
+    files = collect_task(training(), beside)
+    assert set(files) == {"mine.py", "losses.py", "parts/__init__.py", "parts/table.py"}
+    assert files["losses.py"] == "ONE = 1\n"
+    assert collect_task(training(recipe="pretrain"), beside) == {}
+
+
+def test_carried_files_are_written_into_a_folder_of_their_content(beside: Path, tmp_path: Path) -> None:
+    files = collect_task(training(), beside)
+    carried, changed = training(files=files), training(files={**files, "losses.py": "ONE = 2\n"})
+    volume = tmp_path / "volume"
+    for one in (carried, carried, changed):
+        write_task(one, volume)
+    folder = task_folder(carried, volume)
+    assert folder.parent == volume and folder != task_folder(changed, volume)
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == set(files)
+    assert task_path(carried, volume) == folder / "mine.py"
+    assert (task_folder(changed, volume) / "losses.py").read_text() == "ONE = 2\n"
+
+
+def test_a_file_that_is_not_there_is_a_problem_of_the_recipe(beside: Path) -> None:
+    assert task_problems(training(), base_directory=beside) == []
+    (problem,) = task_problems(training(recipe="yours:Task"), base_directory=beside)
+    assert str(problem).startswith("spec.training.recipe: the module yours was not found; there is no ")
+    (problem,) = task_problems(training(files={"yours.py": ""}), base_directory=beside)
+    assert str(problem).startswith("spec.training.files: mine.py is not among the files.")
+
+
+def test_a_task_that_is_too_large_to_travel_is_refused(beside: Path) -> None:
+    (beside / "losses.py").write_text(f"TEXT = '{'x' * 300_000}'\n")
+    with pytest.raises(ConfigurationError, match=r"bytes together; a run carries at most 262,144"):
+        collect_task(training(), beside)
