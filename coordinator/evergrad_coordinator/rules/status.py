@@ -215,70 +215,74 @@ def build_metrics(group: Group, edge: Mapping[str, float], rejected: Mapping[str
     ``edge``: gauges and counters of the server, by their names behind ``evergrad_coordinator_``.
     """
     status = build_status(group, now=now)
-    lines: list[str] = []
-
-    def add(name: str, help_text: str, values: dict[str, float], *, label: str = "") -> None:
-        kind = "counter" if name.endswith("_total") else "gauge"
-        lines.extend([f"# HELP {name} {help_text}", f"# TYPE {name} {kind}"])
-        lines.extend(
-            f'{name}{{{label}="{key}"}} {value}' if label else f"{name} {value}"
-            for key, value in values.items()
-        )
-
     phases = ("Waiting", "Starting", "Running", "Draining", "Complete", "Stopped", "Failed")
-    add(
-        "evergrad_run_phase",
-        "1 for the phase the run is in.",
-        {one: int(one == status["phase"]) for one in phases},
-        label="phase",
-    )
-    add("evergrad_run_generation", "Newest generation.", {"": group.generation})
-    add("evergrad_run_nodes_ready", "Nodes that could be members.", {"": status["nodes"]["ready"]})
-    add(
-        "evergrad_run_nodes_connected",
-        "Nodes that are connected, with those that are starting or leaving.",
-        {"": len(group.nodes)},
-    )
-    add(
-        "evergrad_run_world_size",
-        "Workers of the running group; 0 while there is none.",
-        {"": status["worldSize"]},
-    )
-    add(
-        "evergrad_run_restarts_total",
-        "Changes of the group after its start, by cause.",
-        status["restarts"],
-        label="cause",
-    )
-    add(
-        "evergrad_run_lost_seconds_total",
-        "Seconds without training, by cause.",
-        status["lostSeconds"],
-        label="cause",
-    )
-    add(
-        "evergrad_run_failures_without_progress", "Failures since the last progress.", {"": group.budget.used}
-    )
-    for name, key, text in (
-        ("step", "step", "Newest step that was reported."),
-        ("steps", "totalSteps", "Steps of the whole run."),
-        ("checkpoint_step", "checkpointStep", "Step of the newest checkpoint."),
-        ("loss", "loss", "Training loss, nats per token."),
-        ("tokens_per_second", "tokensPerSecond", "Throughput."),
-    ):
-        if status[key] is not None:
-            add(f"evergrad_run_{name}", text, {"": status[key]})
-    for name, value in edge.items():
-        add(f"evergrad_coordinator_{name}", _EDGE_HELP[name], {"": value})
-    add(
-        "evergrad_coordinator_rejected_total",
-        "Connections that were ended for breaking a rule.",
-        dict(rejected),
-        label="reason",
-    )
-    return "\n".join(lines) + "\n"
+    families = [
+        _Family(
+            "run_phase", _RUN_HELP["run_phase"], {one: int(one == status["phase"]) for one in phases}, "phase"
+        ),
+        _Family("run_restarts_total", _RUN_HELP["run_restarts_total"], status["restarts"], "cause"),
+        _Family(
+            "run_lost_seconds_total", _RUN_HELP["run_lost_seconds_total"], status["lostSeconds"], "cause"
+        ),
+    ]
+    numbers = {
+        "run_generation": group.generation,
+        "run_nodes_ready": status["nodes"]["ready"],
+        "run_nodes_connected": len(group.nodes),
+        "run_world_size": status["worldSize"],
+        "run_failures_without_progress": group.budget.used,
+        "run_step": status["step"],
+        "run_steps": status["totalSteps"],
+        "run_checkpoint_step": status["checkpointStep"],
+        "run_loss": status["loss"],
+        "run_tokens_per_second": status["tokensPerSecond"],
+    }
+    # A number that no node has reported yet is left out: 0 would be a value.
+    families += [
+        _Family(name, _RUN_HELP[name], {"": value}) for name, value in numbers.items() if value is not None
+    ]
+    families += [
+        _Family(f"coordinator_{name}", _EDGE_HELP[name], {"": value}) for name, value in edge.items()
+    ]
+    ended = "Connections that were ended for breaking a rule."
+    families.append(_Family("coordinator_rejected_total", ended, rejected, "reason"))
+    return "".join(family.render() for family in families)
 
 
+@dataclass(frozen=True)
+class _Family:
+    """One metric with the values of its label, or with the one value of no label."""
+
+    name: str
+    help: str
+    values: Mapping[str, float]
+    label: str = ""
+
+    def render(self) -> str:
+        name = f"evergrad_{self.name}"
+        kind = "counter" if name.endswith("_total") else "gauge"
+        text = f"# HELP {name} {self.help}\n# TYPE {name} {kind}\n"
+        for key, value in self.values.items():
+            labels = f'{{{self.label}="{key}"}}' if self.label else ""
+            text += f"{name}{labels} {value}\n"
+        return text
+
+
+_RUN_HELP = {
+    "run_phase": "1 for the phase the run is in.",
+    "run_generation": "Newest generation.",
+    "run_nodes_ready": "Nodes that could be members.",
+    "run_nodes_connected": "Nodes that are connected, with those that are starting or leaving.",
+    "run_world_size": "Workers of the running group; 0 while there is none.",
+    "run_restarts_total": "Changes of the group after its start, by cause.",
+    "run_lost_seconds_total": "Seconds without training, by cause.",
+    "run_failures_without_progress": "Failures since the last progress.",
+    "run_step": "Newest step that was reported.",
+    "run_steps": "Steps of the whole run.",
+    "run_checkpoint_step": "Step of the newest checkpoint.",
+    "run_loss": "Training loss, nats per token.",
+    "run_tokens_per_second": "Throughput.",
+}
 _EDGE_HELP = {
     "connections": "Open connections, with those that have not said hello.",
     "connections_total": "Connections that were accepted.",
