@@ -8,8 +8,9 @@ from typing import Any, Final
 from evergrad_operator import names
 from evergrad_operator.conditions import build_conditions, build_refused_conditions
 from evergrad_operator.decision import Action, Decision
-from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, format_rate, without_empty
+from evergrad_operator.memory import Coordinator, Memory, Training, build_memory, without_empty
 from evergrad_operator.observe import Observation
+from evergrad_operator.packing import format_rate
 from evergrad_operator.pods import MAX_MESSAGE
 from evergrad_operator.problems import LONGEST_LIST
 from evergrad_operator.raw import get_map, get_maps, get_text, keep_start

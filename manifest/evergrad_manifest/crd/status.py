@@ -101,6 +101,27 @@ def _attempt() -> Schema:
     )
 
 
+def _counters() -> dict[str, Schema]:
+    return {
+        "restarts": mapping(
+            "Pods that ended and were replaced.",
+            {
+                "total": integer("How many, whatever the cause.", least=0),
+                "byCause": _counts("How many by each cause.", "How many."),
+            },
+        ),
+        "failures": mapping(
+            "What failurePolicy counts.",
+            {
+                "withoutProgress": integer(
+                    "Failures of pods in a row without progress between them.", least=0
+                ),
+                "checkpointStep": integer("Newest checkpoint when counting began.", least=0, large=True),
+            },
+        ),
+    }
+
+
 def build_status() -> Schema:
     """The structural schema of ``status``.
 
@@ -139,22 +160,7 @@ def build_status() -> Schema:
                     "savedAt": moment("When the operator first heard of it."),
                 },
             ),
-            "restarts": mapping(
-                "Pods that ended and were replaced.",
-                {
-                    "total": integer("How many, whatever the cause.", least=0),
-                    "byCause": _counts("How many by each cause.", "How many."),
-                },
-            ),
-            "failures": mapping(
-                "What failurePolicy counts.",
-                {
-                    "withoutProgress": integer(
-                        "Failures of pods in a row without progress between them.", least=0
-                    ),
-                    "checkpointStep": integer("Newest checkpoint when counting began.", least=0, large=True),
-                },
-            ),
+            **_counters(),
             "lastFailure": _failure(),
             "attempts": items("The last pods that ended, oldest first.", _attempt(), most=10),
             "lostSeconds": _counts("Seconds without training, by what took them.", "Seconds."),

@@ -2,8 +2,9 @@
 
 from typing import Final
 
-from evergrad_operator.memory import LastFailure, pack_ranges
+from evergrad_operator.memory import LastFailure
 from evergrad_operator.names import Cause, Phase, Reason
+from evergrad_operator.packing import pack_ranges
 from evergrad_operator.policies.host_faults import is_input_error_confirmed
 from evergrad_operator.policies.situation import Situation
 from evergrad_operator.raw import keep_end

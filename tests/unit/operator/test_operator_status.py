@@ -15,16 +15,18 @@ from simulated_run import START, Simulation, make_progress, make_run
 from evergrad_operator.events import derive_events
 from evergrad_operator.facts import count_phases, read_runs
 from evergrad_operator.memory import (
+    parse_memory,
+)
+from evergrad_operator.names import Condition, Reason
+from evergrad_operator.observe import Observation
+from evergrad_operator.packing import (
     format_rate,
     pack_counts,
     pack_ranges,
-    parse_memory,
     parse_rate,
     unpack_counts,
     unpack_ranges,
 )
-from evergrad_operator.names import Condition, Reason
-from evergrad_operator.observe import Observation
 from evergrad_operator.status import should_write
 from evergrad_operator.times import format_duration, format_time, parse_time
 

@@ -8,15 +8,8 @@ from types import ModuleType
 
 import pytest
 
-SMALL_CLASSES = (
-    "coordinator/",
-    "manifest/",
-    "cli/",
-    "trainer_image/evergrad_trainer/node/",
-    "trainer_image/evergrad_trainer/torchrun/",
-    "trainer_image/evergrad_trainer/worker/",
-)
-"""Folders whose classes all keep the limit."""
+LARGE_CLASSES = {"CheckpointManager", "Reconciler", "Service", "Supervisor"}
+"""Classes that are still to be cut. Nothing may be added here."""
 
 MODULE = '''"""Adds."""
 
@@ -86,7 +79,6 @@ def test_no_modules_of_the_product_import_each_other(
     assert readability.find_circles(product) == []
 
 
-def test_no_class_is_longer_than_250_lines(readability: ModuleType, product: dict[str, str]) -> None:
-    kept = {where: text for where, text in product.items() if where.startswith(SMALL_CLASSES)}
-    classes = [one for where, text in kept.items() for one in readability.find_classes(where, text)]
-    assert [f"{one.where} {one.name}: {one.lines} lines" for one in classes if one.lines > 250] == []
+def test_no_further_class_is_longer_than_250_lines(readability: ModuleType, product: dict[str, str]) -> None:
+    classes = [one for where, text in product.items() for one in readability.find_classes(where, text)]
+    assert {one.name for one in classes if one.lines > 250} <= LARGE_CLASSES

@@ -1,5 +1,6 @@
 """One optimizer step: this rank's micro-batches → loss → backward → sums over ranks → check → update."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -127,8 +128,7 @@ class Stepper:
         # waited for here); sharded parameters are gathered under every pass (collectives of FSDP2).
         if not is_skipped:
             self._compute(step, world, sums, clock)
-            # Launched is not run: until its device is done, this worker is busy and not stuck, and its peers
-            # do not wait yet.
+            # Launched is not run: until the device is done, this worker is busy, and peers do not wait yet.
             drain(world.device)
             clock.mark("forward_backward")
         self.pulse.rest()
@@ -144,16 +144,10 @@ class Stepper:
             # Collective: the rest of the gradients' sums, finished also where a loss is not finite, since all
             # ranks have begun them alike.
             norm, overflow = self._sum_gradients(totals.weight)
-            # Collective, the last one: rank 0's norm on every rank, and the certainty that the sums arrived
-            # whole everywhere.
+            # Collective, the last one: rank 0's norm on every rank; the sums have arrived whole everywhere.
             norm = world.confirm(norm)
-            skipped, problems = refuse(
-                step,
-                totals,
-                norm,
-                overflow,
-                describe_samples=lambda slot: self._describe_samples(step, slot),
-            )
+            describe = functools.partial(self._describe_samples, step)
+            skipped, problems = refuse(step, totals, norm, overflow, describe_samples=describe)
         clock.mark("communication")
 
         # From here on nobody waits for anybody: the update is made on all ranks or on none.
