@@ -34,10 +34,10 @@ PLACES = {
     "settle": ("evergrad_trainer.worker.lifecycle", "settle"),
     "send": ("evergrad_trainer.world", "World.send"),
     "receive": ("evergrad_trainer.world", "World.receive"),
-    "slot": ("evergrad_trainer.worker.pulse", "Pulse.beat"),
+    "slot": ("evergrad_trainer.worker.heartbeat", "WorkerHeartbeat.beat"),
     "step": ("evergrad_trainer.training.step", "Stepper.run"),
     "forward": ("evergrad_trainer.training.step", "Stepper._forward_backward"),
-    "tally": ("evergrad_trainer.training.step", "_Tally.exchange"),
+    "tally": ("evergrad_trainer.training.exchange", "Sums.exchange"),
     "reducing": ("evergrad_trainer.world", "World.start_sum"),
     "update": ("evergrad_trainer.training.step", "Stepper._clip"),
     "report": ("evergrad_trainer.training.loop", "_report"),
@@ -245,14 +245,14 @@ def _watch(scratch: Path, faults: list[dict[str, Any]]) -> None:
         return outcome
 
     stepper.run = watched_step
-    pulse = importlib.import_module("evergrad_trainer.worker.pulse").Pulse
-    beat = pulse.beat
+    heartbeat = importlib.import_module("evergrad_trainer.worker.heartbeat").WorkerHeartbeat
+    beat = heartbeat.beat
 
     def watched_beat(self: Any, step: int, slot: int) -> None:
         _here.slot = slot
         beat(self, step, slot)
 
-    pulse.beat = watched_beat
+    heartbeat.beat = watched_beat
     for one in faults:
         _plan(one, scratch)
 

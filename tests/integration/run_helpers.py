@@ -464,7 +464,7 @@ class _Place:
 
     command: int = 0
     local_rank: int | None = None
-    guards: list[Any] = field(default_factory=list)
+    watchdogs: list[Any] = field(default_factory=list)
 
     @property
     def rank(self) -> int:
@@ -472,7 +472,7 @@ class _Place:
 
     def has_noticed(self) -> bool:
         """Whether this process knows that it is to stop."""
-        return any(one.is_requested for one in _signals) or any(one.is_changing() for one in self.guards)
+        return any(one.is_requested for one in _signals) or any(one.is_changing() for one in self.watchdogs)
 
 
 _place = _Place()
@@ -481,8 +481,8 @@ _place = _Place()
 def _remember_place(scratch: Path) -> None:
     _place.command = os.getpid()
     workers = importlib.import_module("evergrad_trainer.node.workers")
-    guard = importlib.import_module("evergrad_trainer.worker.guard").Guard
-    be_worker, listen = workers._worker_main, guard.start
+    watchdog = importlib.import_module("evergrad_trainer.worker.watchdog").Watchdog
+    be_worker, listen = workers._worker_main, watchdog.start
 
     def watched_worker(start: Any) -> None:
         _place.local_rank = start.order.local_rank
@@ -490,11 +490,11 @@ def _remember_place(scratch: Path) -> None:
             path.write_text(str(os.getpid()))
         be_worker(start)
 
-    def watched_guard(self: Any) -> None:
-        _place.guards.append(self)
+    def watched_watchdog(self: Any) -> None:
+        _place.watchdogs.append(self)
         listen(self)
 
-    workers._worker_main, guard.start = watched_worker, watched_guard
+    workers._worker_main, watchdog.start = watched_worker, watched_watchdog
 
 
 def _plan_fault(planned: Fault) -> None:
@@ -521,7 +521,7 @@ def _plan_fault(planned: Fault) -> None:
             elif planned["action"] == "hold":
                 wait_until(Path("go-on").exists, what="the test has not let go of what it held")
             else:
-                is_asked_by_node = bool(_place.guards) and planned["action"] == "SIGTERM"
+                is_asked_by_node = bool(_place.watchdogs) and planned["action"] == "SIGTERM"
                 is_own = planned["to"] == "self" and not is_asked_by_node
                 os.kill(os.getpid() if is_own else _place.command, signal.Signals[planned["action"]])
                 wait_until(_place.has_noticed, what="the signal was never noticed")

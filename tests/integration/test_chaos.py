@@ -124,13 +124,13 @@ def test_generations_only_grow(disturbed: Disturbed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "most", "buried"), [("descriptors", 8, BURIED[0]), ("threads", 4, BURIED[1]), ("memory", 16, 0)]
+    ("what", "most", "leaked"), [("descriptors", 8, BURIED[0]), ("threads", 4, BURIED[1]), ("memory", 16, 0)]
 )
-def test_what_processes_hold_does_not_grow(disturbed: Disturbed, what: str, most: float, buried: int) -> None:
+def test_what_processes_hold_does_not_grow(disturbed: Disturbed, what: str, most: float, leaked: int) -> None:
     grown = {name: growth(samples, what) for name, samples in disturbed.watch.old_enough().items()}
     assert any(name.startswith("launcher") for name in grown)
     assert any(name.startswith("worker") for name in grown) or KIND == "feeding", grown
-    limits = {name: most + buried * name.startswith("worker") for name in grown}
+    limits = {name: most + leaked * name.startswith("worker") for name in grown}
     assert {name: value for name, value in grown.items() if value > limits[name]} == {}
 
 

@@ -22,7 +22,7 @@ from evergrad_trainer.distributed import Place, abandon_world, form_world
 from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.transports import GlooTransport
 from evergrad_trainer.worker.channel import Go, Plan, channel_pair
-from evergrad_trainer.worker.guard import Guard
+from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.world import Interrupt, World
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ TIMEOUT = 250
 """Of the collectives: whoever comes out sooner was freed, and did not wait."""
 SOON = 100.0
 _kept: list[object] = []
-"""Ends of channels: a guard whose supervisor is gone ends its process."""
+"""Ends of channels: a watchdog whose supervisor is gone ends its process."""
 
 
 @pytest.fixture
@@ -92,10 +92,10 @@ def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> d
     and go on."""
     supervisor, end = channel_pair()
     _kept.append(supervisor)
-    guard = Guard(end)
-    guard.start()
+    watchdog = Watchdog(end)
+    watchdog.start()
     interrupt = Interrupt()
-    guard.enter(0, interrupt)
+    watchdog.enter(0, interrupt)
     world = meet(ports, 0, rank=rank, size=size, interrupt=interrupt)
     assert total_of(world, value=1.0) == size
     if rank == size - 1:
@@ -108,21 +108,21 @@ def lose_a_frozen_peer(ports: list[str], rank: int, size: int, hears: bool) -> d
     with pytest.raises(PeerLostError):
         for _ in range(3):
             total_of(world, value=1.0)
-    was_buried = abandon_world(world, GlooTransport())
-    guard.leave()
+    was_leaked = abandon_world(world, GlooTransport())
+    watchdog.leave()
     supervisor.send(Go(1, rank, size - 1, "", 0, 1.0, cause=""))
     if hears:
-        guard.await_order(step=1)
+        watchdog.await_order(step=1)
     interrupt = Interrupt()
-    guard.enter(1, interrupt)
+    watchdog.enter(1, interrupt)
     world = meet(ports, 1, rank=rank, size=size - 1, interrupt=interrupt)
     total = total_of(world, value=2.0)
     seconds = time.monotonic() - begun
     world.barrier()
-    return {"seconds": seconds, "total": total, "was_buried": was_buried}
+    return {"seconds": seconds, "total": total, "was_leaked": was_leaked}
 
 
-@pytest.mark.parametrize("hears", [True, False], ids=["cut", "buried without a cut"])
+@pytest.mark.parametrize("hears", [True, False], ids=["cut", "leaked without a cut"])
 def test_a_frozen_peer_holds_nobody_and_the_rest_meet_again(functions: Functions, hears: bool) -> None:
     *survivors, frozen = start_group(functions, lose_a_frozen_peer, size=3, generations=2, hears=hears)
     results = [functions.result(process) for process in survivors]
@@ -130,7 +130,7 @@ def test_a_frozen_peer_holds_nobody_and_the_rest_meet_again(functions: Functions
     assert all(result["seconds"] < SOON < TIMEOUT for result in results), results
     assert is_alive(frozen.pid)
     if not hears:
-        assert all(result["was_buried"] for result in results), "without a cut the sums cannot have ended"
+        assert all(result["was_leaked"] for result in results), "without a cut the sums cannot have ended"
 
 
 def feed_a_frozen_peer(ports: list[str], rank: int, size: int) -> float:

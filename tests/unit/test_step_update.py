@@ -188,14 +188,14 @@ def test_a_slot_is_over_when_its_device_has_run_it_not_when_it_was_launched(
     monkeypatch.setattr(step_module, "drain", seen.append)
     stepper = make_stepper(Model())
 
-    class Pulse:
+    class Heartbeat:
         def beat(self, step: int, slot: int) -> None:
             seen.append((step, slot))
 
         def rest(self) -> None:
             seen.append("rest")
 
-    stepper.pulse = Pulse()
+    stepper.heartbeat = Heartbeat()
     stepper.run(3, world(), QUIET)
     assert seen == [*((3, slot) for slot in range(4)), torch.device("cpu"), "rest"]
 

@@ -23,9 +23,9 @@ from evergrad_trainer.transports import (
     Transport,
     choose_transport,
 )
-from evergrad_trainer.worker import guard as guard_module
+from evergrad_trainer.worker import watchdog as guard_module
 from evergrad_trainer.worker.channel import Change, Ping, Pong, channel_pair
-from evergrad_trainer.worker.guard import Guard
+from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.world import Interrupt, World
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -84,7 +84,7 @@ def test_a_worker_with_an_accelerator_uses_its_own_and_keeps_torch_s_watchdog_fr
 def test_a_group_that_was_given_up_is_aborted_once_and_the_survivor_lives(
     group: dist.ProcessGroup, aborts: list[str], make: "type[Transport]"
 ) -> None:
-    """The guard gives the group up, main does, and then it is taken down: torch's abort cannot be called a
+    """The watchdog gives the group up, main does, and then it is taken down: torch's abort cannot be called a
     second time."""
     transport = make()
     transport.opened()
@@ -138,19 +138,19 @@ def test_the_guard_hears_on_after_a_hard_change_that_comes_during_set_up(
     exits: list[int] = []
     monkeypatch.setattr(guard_module, "os", SimpleNamespace(_exit=exits.append))
     supervisor, end = channel_pair()
-    guard = Guard(end)
-    guard.start()
+    watchdog = Watchdog(end)
+    watchdog.start()
     transport = make()
     interrupt = Interrupt(transport.give_up)
-    guard.enter(1, interrupt)
+    watchdog.enter(1, interrupt)
     supervisor.send(Change(2, hard=True))
     supervisor.send(Ping())
     assert supervisor.receive(30.0) == Pong()
     assert interrupt.is_set and exits == []
-    guard.leave()
+    watchdog.leave()
     transport.close()
     supervisor.close()
-    guard._thread.join(30)
+    watchdog._thread.join(30)
     end.close()
 
 

@@ -144,19 +144,19 @@ def test_an_exchange_that_hangs_is_left_behind(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("is_done", [True, False])
 def test_what_never_ends_is_buried_with_its_tensors(monkeypatch: pytest.MonkeyPatch, is_done: bool) -> None:
-    buried: list[object] = []
-    monkeypatch.setattr(distributed, "_buried", buried)
+    leaked: list[object] = []
+    monkeypatch.setattr(distributed, "_leaked", leaked)
     world, values = make_world(Interrupt()), torch.zeros(3)
     world.unfinished.append((Work(is_done=is_done), (values,)))
     assert abandon_world(world, GlooTransport(), patience_seconds=0.01) is not is_done
-    assert len(buried) == (0 if is_done else 1)
+    assert len(leaked) == (0 if is_done else 1)
     if not is_done:
-        *_, entries = buried[0]  # type: ignore[misc]
+        *_, entries = leaked[0]  # type: ignore[misc]
         assert entries[0][1][0] is values  # type: ignore[has-type]
 
 
 def test_burying_grants_its_patience_once_for_all_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "_buried", [])
+    monkeypatch.setattr(distributed, "_leaked", [])
     world, now = make_world(Interrupt()), [0.0]
 
     def sleep(seconds: float) -> None:

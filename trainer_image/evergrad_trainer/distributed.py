@@ -177,7 +177,7 @@ def form_world(
     )
 
 
-_buried: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
+_leaked: list[tuple[World, list[tuple[Pending, tuple[torch.Tensor, ...]]]]] = []
 """Groups, collectives and tensors of operations that never ended: their threads may still write, so nothing
 is freed."""
 
@@ -193,13 +193,13 @@ def abandon_world(world: World | None, transport: Transport, *, patience_seconds
         # Before looking at what is unfinished: where this aborts, it ends by that.
         transport.give_up()
     # Those that have ended since, at the latest by the groups' timeout, let go of their threads and sockets.
-    _buried[:] = [grave for grave in _buried if not all(work.is_completed() for work, _ in grave[1])]
+    _leaked[:] = [leak for leak in _leaked if not all(work.is_completed() for work, _ in leak[1])]
     deadline = time.monotonic() + patience_seconds
     stuck = (
         [] if world is None else [entry for entry in world.unfinished if not _ends_until(entry[0], deadline)]
     )
     if stuck and world is not None:
-        _buried.append((world, stuck))
+        _leaked.append((world, stuck))
     transport.close()
     return bool(stuck)
 

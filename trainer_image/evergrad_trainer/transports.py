@@ -4,7 +4,7 @@ are gone.
 ==============  ===============  ====================================  ==========================================
 transport       tensors on       a stuck operation is freed by         an operation of a group that was given up
 ==============  ===============  ====================================  ==========================================
-gloo            CPU              cutting its sockets (the guard)       raises, or never ends
+gloo            CPU              cutting its sockets (the watchdog)       raises, or never ends
 NCCL            accelerator      aborting its communicators, once      may end without its data and without error
 asynchronous    CPU, for tests   aborting, as NCCL does                ends without its data and without error
 ==============  ===============  ====================================  ==========================================
@@ -112,7 +112,7 @@ class _ThreadWork:
 class GlooTransport:
     """TCP between CPUs.
 
-    An operation raises when its peer's connection ends, and so do those whose sockets the guard cuts.
+    An operation raises when its peer's connection ends, and so do those whose sockets the watchdog cuts.
     """
 
     backend = "gloo"
@@ -122,7 +122,7 @@ class GlooTransport:
         """Nothing."""
 
     def opened(self) -> None:
-        """Nothing: the guard cuts until the group is left."""
+        """Nothing: the watchdog cuts until the group is left."""
 
     def start_sum(self, values: torch.Tensor, group: dist.ProcessGroup | None) -> Pending:
         return _started(dist.all_reduce(values, group=group, async_op=True))
@@ -138,7 +138,7 @@ class GlooTransport:
         """Nothing: an operation that was waited for has ended."""
 
     def give_up(self) -> None:
-        """Nothing: the guard cuts the sockets."""
+        """Nothing: the watchdog cuts the sockets."""
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -14,7 +14,7 @@ from evergrad_trainer.errors import PeerLostError, SaveError, VolumeError
 from evergrad_trainer.node import run
 from evergrad_trainer.worker import run as launched
 from evergrad_trainer.worker.channel import Failed, channel_pair
-from evergrad_trainer.worker.pulse import Pulse
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 from evergrad_trainer.worker.session import SessionPlan
 
 
@@ -43,7 +43,7 @@ def test_a_fresh_worker_names_the_kind_of_its_error(
     plan = cast(SessionPlan, SimpleNamespace(run_directory=tmp_path / "run"))
     ours, theirs = channel_pair()
     try:
-        code = run._run_fresh(plan, theirs, Pulse(), generation=7)
+        code = run._run_fresh(plan, theirs, WorkerHeartbeat(), generation=7)
         words = ours.receive(0)
     finally:
         ours.close()

@@ -23,11 +23,11 @@ from pathlib import Path
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.script import Script
 from evergrad_trainer.worker.channel import channel_pair
-from evergrad_trainer.worker.pulse import Pulse
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 from evergrad_trainer.node.scripts import run_script
 ours, theirs = channel_pair()
 script = Script.model_validate(json.loads(sys.argv[1]))
-code = run_script(theirs, Pulse(), script=script, base_directory=Path(sys.argv[2]), is_warm=sys.argv[3] == "warm")
+code = run_script(theirs, WorkerHeartbeat(), script=script, base_directory=Path(sys.argv[2]), is_warm=sys.argv[3] == "warm")
 sys.stdout.flush()
 print(json.dumps([code, repr(ours.receive(0))]))
 """

@@ -39,11 +39,11 @@ from evergrad_coordinator.protocol import (
 )
 from evergrad_coordinator.wire import encode
 from evergrad_trainer.node import conversation, stopping
-from evergrad_trainer.node.crew import Crew
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.reports import WorkersLeft, WorkersReady
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
+from evergrad_trainer.node.worker_group import WorkerGroup
 from evergrad_trainer.worker import channel as say
 
 SECONDS = 100.0
@@ -51,7 +51,7 @@ M = TypeVar("M", bound=Message)
 
 
 @dataclass
-class FakeCrew:
+class FakeWorkerGroup:
     """Workers that are only numbers; keeps what it is told."""
 
     capacity: int = 0
@@ -97,7 +97,7 @@ class Scene:
     """A supervisor under test."""
 
     supervisor: Supervisor
-    crew: FakeCrew
+    group: FakeWorkerGroup
     connections: "asyncio.Queue[Peer]"
 
     async def accept(self) -> Peer:
@@ -136,8 +136,8 @@ def play(directory: Path, script: Callable[[Scene], Awaitable[None]], *, grace_s
             termination_log=directory / "last-words",
             grace_seconds=grace_seconds,
         )
-        scene = Scene(Supervisor(settings, metrics=NodeMetrics("tiny", "1")), FakeCrew(), connections)
-        serving = asyncio.create_task(scene.supervisor.run(cast(Crew, scene.crew)))
+        scene = Scene(Supervisor(settings, metrics=NodeMetrics("tiny", "1")), FakeWorkerGroup(), connections)
+        serving = asyncio.create_task(scene.supervisor.run(cast(WorkerGroup, scene.group)))
         try:
             await script(scene)
             return await asyncio.wait_for(serving, SECONDS)
@@ -162,7 +162,7 @@ def test_workers_that_are_warm_between_hello_and_welcome_are_not_forgotten(tmp_p
     async def script(scene: Scene) -> None:
         peer = await scene.accept()
         assert (await peer.hear(Hello)).workers == 0
-        scene.crew.capacity = 2
+        scene.group.capacity = 2
         scene.supervisor.take(Capacity(2))
         peer.say(Welcome(generation=0, lease_seconds=10.0, silence_seconds=3.0))
         assert (await peer.hear(Capacity)).workers == 2
@@ -177,8 +177,8 @@ def test_a_lost_connection_comes_back_with_the_place_that_is_had(tmp_path: Path)
         plan = Plan(7, hard=False, is_member=True, reason="3 nodes are here", cause="node_joined")
         peer.say(plan)
         told = (say.Plan(7, hard=False), "node_joined", "3 nodes are here", False)
-        await until(lambda: scene.crew.was_told("change") == [told])
-        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        await until(lambda: scene.group.was_told("change") == [told])
+        scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer.writer.close()
         again = await scene.accept()
         hello = await again.hear(Hello)
@@ -197,10 +197,10 @@ def test_a_group_that_is_left_between_hello_and_welcome_is_not_taken_for_running
     tmp_path: Path, broken: Broken | None
 ) -> None:
     async def script(scene: Scene) -> None:
-        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         peer = await scene.accept()
         assert (await peer.hear(Hello)).had == Had(generation=7, first_rank=2, workers=1, world_size=3)
-        scene.crew.place = None
+        scene.group.place = None
         if broken is not None:
             scene.supervisor.take(broken)
         peer.say(Welcome(generation=7, lease_seconds=10.0, silence_seconds=3.0))
@@ -218,13 +218,13 @@ def test_a_node_that_has_done_its_part_keeps_its_place_until_a_coordinator_hears
         peer = await scene.accept()
         await peer.hear(Hello)
         peer.say(Welcome(generation=7, lease_seconds=0.1, silence_seconds=3.0))
-        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         scene.supervisor.take(Done(7))
         await peer.hear(Done)
         await until(lambda: scene.supervisor.conversation.seconds_since_contact > 0.1)
-        num_ticks = len(scene.crew.was_told("tick"))
-        await until(lambda: len(scene.crew.was_told("tick")) > num_ticks + 2)
-        assert not scene.crew.was_told("change"), "it would leave the group whose end nobody has heard of"
+        num_ticks = len(scene.group.was_told("tick"))
+        await until(lambda: len(scene.group.was_told("tick")) > num_ticks + 2)
+        assert not scene.group.was_told("change"), "it would leave the group whose end nobody has heard of"
         peer.writer.close()
         again = await scene.accept()
         assert (await again.hear(Hello)).had == Had(7, 2, 1, 3)
@@ -246,7 +246,7 @@ def test_each_plan_is_answered_with_a_store_of_its_own(tmp_path: Path) -> None:
             ports.add(ready.port)
         assert len(ports) == 2
         peer.say(Leave(4, save=True))
-        await until(lambda: scene.crew.was_told("depart") == [(4, True)])
+        await until(lambda: scene.group.was_told("depart") == [(4, True)])
         scene.supervisor.take(WorkersLeft(is_saved=False))
         assert (await peer.hear(Left)).is_saved is False
 
@@ -400,7 +400,7 @@ def test_a_node_that_is_refused_can_be_asked_to_leave(
         peer.say(REFUSED)
         await until(lambda: scene.supervisor.conversation.num_refusals == 1)
         os.kill(os.getpid(), signal.SIGTERM)
-        await until(lambda: scene.crew.was_told("depart") == [(None, True)])
+        await until(lambda: scene.group.was_told("depart") == [(None, True)])
         scene.supervisor.take(WorkersLeft(is_saved=True))
 
     assert play(tmp_path, script) == 75
@@ -439,9 +439,9 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_pat
         supervisor = scene.supervisor
         match part:
             case "tick":
-                scene.crew.tick = fail
+                scene.group.tick = fail
             case "conversation with the coordinator":
-                scene.crew.change = fail
+                scene.group.change = fail
                 peer.say(Plan(7, hard=False, is_member=True, reason="3 nodes are here"))
             case "last words":
                 supervisor._progress.flush = fail  # type: ignore[method-assign]
@@ -477,7 +477,7 @@ def test_an_error_of_the_crew_is_not_taken_for_a_broken_connection(
 
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
-        scene.crew.begin = fail_to_start
+        scene.group.begin = fail_to_start
         peer.say(Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000))
 
     assert play(tmp_path, script) == 70
@@ -489,10 +489,10 @@ def test_an_error_of_the_crew_is_not_taken_for_a_broken_connection(
 def test_a_second_signal_ends_a_node_at_once_and_its_workers_with_it(tmp_path: Path) -> None:
     async def script(scene: Scene) -> None:
         peer = await scene.welcome()
-        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
         os.kill(os.getpid(), signal.SIGTERM)
         await peer.hear(Leaving)
-        assert not scene.crew.was_told("kill")
+        assert not scene.group.was_told("kill")
         os.kill(os.getpid(), signal.SIGINT)
 
     assert play(tmp_path, script) == 76
@@ -505,8 +505,8 @@ def test_a_node_that_nobody_lets_go_ends_when_its_time_is_over(
 
     async def script(scene: Scene) -> None:
         await scene.welcome()
-        scene.crew.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
-        scene.crew.tick = scene.crew.change = lambda *args, **kwargs: None
+        scene.group.place = Go(7, 2, 1, 3, 1, 3, "10.0.0.1", 4000)
+        scene.group.tick = scene.group.change = lambda *args, **kwargs: None
         os.kill(os.getpid(), signal.SIGTERM)
 
     assert play(tmp_path, script, grace_seconds=0.2) == 76

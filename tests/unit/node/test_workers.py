@@ -16,7 +16,7 @@ NODE = """\
 import os, sys, time
 from evergrad_trainer.node.workers import WorkerOrder, start_worker
 
-def work(channel, pulse):
+def work(channel, heartbeat):
     print(os.getpid(), os.environ["RANK"], channel.receive(None), flush=True)
     time.sleep(600)
     return 0

@@ -6,13 +6,13 @@ import torch
 
 from evergrad_trainer.errors import DivergedError
 from evergrad_trainer.state.replicas import (
-    compare_fed,
     compare_states,
     compare_steps,
+    compare_transferred,
     find_suspects,
     hash_state,
 )
-from evergrad_trainer.state.transfer import Feeding
+from evergrad_trainer.state.transfer import StateTransfer
 from evergrad_trainer.world import World
 
 
@@ -116,9 +116,9 @@ def test_a_rank_that_was_fed_is_compared_with_its_source_alone() -> None:
     """Where replicas are not compared, since hosts of different kinds may differ by rounding."""
     state = make_state()
     own = hash_state(state)
-    compare_fed(state, Ranks(own + 5, own), (Feeding(0, 2),))  # type: ignore[arg-type]
+    compare_transferred(state, Ranks(own + 5, own), (StateTransfer(0, 2),))  # type: ignore[arg-type]
     with pytest.raises(DivergedError, match="rank 2") as raised:
-        compare_fed(state, Ranks(own, own + 1), (Feeding(0, 2),))  # type: ignore[arg-type]
+        compare_transferred(state, Ranks(own, own + 1), (StateTransfer(0, 2),))  # type: ignore[arg-type]
     assert raised.value.ranks == (2,)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from evergrad_trainer.state import transfer
-from evergrad_trainer.state.transfer import Feeding, feed, pass_along, plan_feeding
+from evergrad_trainer.state.transfer import StateTransfer, feed, pass_along, plan_transfers
 from evergrad_trainer.world import World
 
 
@@ -18,15 +18,18 @@ from evergrad_trainer.world import World
     [
         ([-1, -1], ()),
         ([5, 5, 5], ()),
-        ([0, -1], (Feeding(0, 1),)),
-        ([4, 5, -1], (Feeding(1, 0), Feeding(1, 2))),
-        ([5, -1, 5, -1, -1, 3], (Feeding(0, 1), Feeding(2, 3), Feeding(0, 4), Feeding(2, 5))),
+        ([0, -1], (StateTransfer(0, 1),)),
+        ([4, 5, -1], (StateTransfer(1, 0), StateTransfer(1, 2))),
+        (
+            [5, -1, 5, -1, -1, 3],
+            (StateTransfer(0, 1), StateTransfer(2, 3), StateTransfer(0, 4), StateTransfer(2, 5)),
+        ),
     ],
 )
 def test_those_with_the_newest_step_share_the_feeding(
-    steps: list[int], expected: tuple[Feeding, ...]
+    steps: list[int], expected: tuple[StateTransfer, ...]
 ) -> None:
-    assert plan_feeding(steps) == expected
+    assert plan_transfers(steps) == expected
 
 
 @dataclass
@@ -74,15 +77,15 @@ def make_state(seed: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])
 def test_a_straggler_then_holds_the_source_s_bits(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     monkeypatch.setattr(transfer, "_CHUNK_BYTES", chunk_bytes)
-    wire, source, straggler = Wire(), make_state(1), make_state(2)
+    wire, source, stale_rank = Wire(), make_state(1), make_state(2)
     untouched = {name: tensor.clone() for name, tensor in source.items()}
-    reversed_order = dict(reversed(straggler.items()))
-    feed(source, Feeding(0, 3), wire.world(0))
-    feed(reversed_order, Feeding(0, 3), wire.world(3))
+    reversed_order = dict(reversed(stale_rank.items()))
+    feed(source, StateTransfer(0, 3), wire.world(0))
+    feed(reversed_order, StateTransfer(0, 3), wire.world(3))
     assert all(one.empty() for one in wire.sent.values())
     for name, tensor in untouched.items():
         assert torch.equal(source[name], tensor), "a source only reads"
-        assert torch.equal(straggler[name], tensor), name
+        assert torch.equal(stale_rank[name], tensor), name
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 64, 1 << 20])

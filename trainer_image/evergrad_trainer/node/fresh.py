@@ -16,7 +16,7 @@ _HARD_SECONDS = 0.3
 """A worker of a group that is gone has nothing to save: so long it may take to end by itself."""
 
 
-class FreshCrew:
+class FreshWorkers:
     """Starts workers when a group begins and ends them when it is left.
 
     ``start(local_rank, serial, variables)``.

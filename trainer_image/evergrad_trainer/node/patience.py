@@ -7,7 +7,7 @@ from evergrad_trainer.node.workers import Worker
 
 PING_SECONDS = 0.5
 FROZEN_SECONDS = 10.0
-"""A worker whose guard thread has not answered for so long is frozen: it is killed and replaced."""
+"""A worker whose watchdog thread has not answered for so long is frozen: it is killed and replaced."""
 STUCK_SECONDS = 10.0
 """At least this long a worker may take to leave a group that is given up; three of its longest slots if that
 is longer.
@@ -46,7 +46,7 @@ class Patience:
             return "is frozen"
         if not is_asked:
             return None
-        patience = max(STUCK_SECONDS, 3 * worker.pulse.longest_slot_seconds)
-        if is_only_holder or worker.pulse.is_in_first_slot:
+        patience = max(STUCK_SECONDS, 3 * worker.heartbeat.longest_slot_seconds)
+        if is_only_holder or worker.heartbeat.is_in_first_slot:
             patience = max(patience, self._timeout_seconds)
         return "does not leave a group that is gone" if now - self.asked_at > patience else None

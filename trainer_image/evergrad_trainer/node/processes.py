@@ -6,23 +6,25 @@ import contextlib
 from collections.abc import Callable
 
 from evergrad_coordinator.contract import ExitCode
-from evergrad_trainer.node.crew import Crew
 from evergrad_trainer.node.output import WorkerOutput
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.tasks import TaskWatch
+from evergrad_trainer.node.worker_group import WorkerGroup
 from evergrad_trainer.node.workers import Worker, end_orphans
 
 
 class WorkerProcesses:
     """Watches workers from their start until they are reaped.
 
-    The crew gets each record, then the exit code.
+    The worker group gets each record, then the exit code.
     """
 
-    def __init__(self, settings: NodeSettings, tasks: TaskWatch, *, crew: Callable[[], Crew]) -> None:
+    def __init__(
+        self, settings: NodeSettings, tasks: TaskWatch, *, worker_group: Callable[[], WorkerGroup]
+    ) -> None:
         self._settings = settings
         self._tasks = tasks
-        self._crew = crew
+        self._workers = worker_group
         self._outputs: dict[int, WorkerOutput] = {}
         self._pids: set[int] = set()
 
@@ -50,7 +52,7 @@ class WorkerProcesses:
     def _read(self, worker: Worker) -> None:
         try:
             while (record := worker.channel.receive(0)) is not None:
-                self._crew().hear(worker, record)
+                self._workers().hear(worker, record)
         except EOFError:
             asyncio.get_running_loop().remove_reader(worker.channel.socket)
 
@@ -63,7 +65,7 @@ class WorkerProcesses:
         with contextlib.suppress(EOFError):
             # Its last words may still be in the channel.
             while (record := worker.channel.receive(0)) is not None:
-                self._crew().hear(worker, record)
+                self._workers().hear(worker, record)
         loop.remove_reader(worker.channel.socket)
         worker.channel.close()
         output = self._outputs.pop(worker.serial, None)
@@ -71,6 +73,6 @@ class WorkerProcesses:
             output.drain()
             output.close()
         code = worker.process.exitcode
-        self._crew().end(worker, int(ExitCode.INTERNAL) if code is None else code)
+        self._workers().end(worker, int(ExitCode.INTERNAL) if code is None else code)
         worker.process.close()
         worker.last_lines = None

@@ -23,13 +23,13 @@ from evergrad_manifest.script import Script
 from evergrad_manifest.training import Metrics
 from evergrad_trainer import torch_private
 from evergrad_trainer.data.stream import TrainingStream
-from evergrad_trainer.node.crew import Bounds, Crew, InProcessCrew
-from evergrad_trainer.node.fresh import FreshCrew
+from evergrad_trainer.node.fresh import FreshWorkers
 from evergrad_trainer.node.log import speaking_as, warn_of_silence
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.scripts import can_fork, run_script
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
+from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers, WorkerGroup
 from evergrad_trainer.node.workers import Captures, StartMethod, Worker, WorkerOrder, start_worker
 from evergrad_trainer.observers.history import read_before
 from evergrad_trainer.observers.prometheus import PrometheusExporter
@@ -37,8 +37,8 @@ from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.worker.board import NodeBoard
 from evergrad_trainer.worker.channel import Channel
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 from evergrad_trainer.worker.opening import open_plan
-from evergrad_trainer.worker.pulse import Pulse
 from evergrad_trainer.worker.run import run_session, run_worker
 from evergrad_trainer.worker.session import SessionPlan
 
@@ -107,7 +107,7 @@ def run_script_node(script: Script, base_directory: Path, settings: NodeSettings
         return asyncio.run(_serve_script(script, base_directory, settings, metrics, num_workers=num_workers))
 
 
-async def _run(supervisor: Supervisor, crew: Crew, settings: NodeSettings) -> int:
+async def _run(supervisor: Supervisor, worker_group: WorkerGroup, settings: NodeSettings) -> int:
     """Serve to the end; a node that finds no coordinator waits for it, but not without a word."""
     address = f"{settings.coordinator_host}:{settings.coordinator_port}"
     # Before anything is forked: it beats while this process imports, forks and waits for disks.
@@ -120,7 +120,7 @@ async def _run(supervisor: Supervisor, crew: Crew, settings: NodeSettings) -> in
     ]
     tasks = [asyncio.create_task(watch) for watch in watches]
     try:
-        return await supervisor.run(crew)
+        return await supervisor.run(worker_group)
     finally:
         for task in tasks:
             task.cancel()
@@ -144,14 +144,14 @@ async def _serve_in_process(
         order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
         return supervisor.adopt(start_worker(target, order, variables={}))
 
-    crew = InProcessCrew(
+    worker_group = InProcessWorkers(
         start,
         num_workers=num_workers,
         report=supervisor.take,
         describe_place=functools.partial(_describe_place, open_plan(plan).data.train),
         bounds=Bounds(_SETUP_SECONDS, float(plan.run.training.runtime.collective_timeout_seconds)),
     )
-    return await _run(supervisor, crew, settings)
+    return await _run(supervisor, worker_group, settings)
 
 
 async def _serve_fresh(
@@ -170,17 +170,17 @@ async def _serve_fresh(
         order = WorkerOrder(local_rank, serial, start_method, captures, f"{settings.node}.{local_rank}")
         return supervisor.adopt(start_worker(target, order, variables=variables))
 
-    crew = FreshCrew(
+    worker_group = FreshWorkers(
         start,
         num_workers=num_workers,
         report=supervisor.take,
         can_stop=lambda generation: True,
         grace_seconds=settings.grace_seconds,
     )
-    return await _run(supervisor, crew, settings)
+    return await _run(supervisor, worker_group, settings)
 
 
-def _run_fresh(plan: SessionPlan, channel: Channel, pulse: Pulse, *, generation: int) -> int:
+def _run_fresh(plan: SessionPlan, channel: Channel, heartbeat: WorkerHeartbeat, *, generation: int) -> int:
     """One worker of a typed run whose world lasts as long as itself."""
     gc.disable()  # until its first step is done
     return run_session(plan, generation=generation, relay=Relay(channel.observe), tell=channel.send)
@@ -220,7 +220,7 @@ async def _serve_script(
     )
 
     def announce() -> None:
-        place = crew.place
+        place = worker_group.place
         board.announce(
             newest_generation=supervisor.conversation.known_generation,
             own_generation=place.generation if place is not None else 0,
@@ -243,7 +243,7 @@ async def _serve_script(
         return supervisor.adopt(start_worker(target, order, variables=own))
 
     supervisor = Supervisor(settings, metrics=metrics, on_tick=announce)
-    crew = FreshCrew(
+    worker_group = FreshWorkers(
         start,
         num_workers=num_workers,
         report=supervisor.take,
@@ -252,7 +252,7 @@ async def _serve_script(
     )
     await board.start()
     try:
-        return await _run(supervisor, crew, settings)
+        return await _run(supervisor, worker_group, settings)
     finally:
         await board.close()
         folder.cleanup()

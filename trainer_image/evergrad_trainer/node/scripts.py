@@ -18,7 +18,7 @@ from evergrad_coordinator.wire import MAX_TEXT
 from evergrad_manifest.script import Script, program_path, worker_command, working_directory_of
 from evergrad_trainer.host_trouble import kind_of_script_error
 from evergrad_trainer.worker.channel import Channel, Failed, fit_text
-from evergrad_trainer.worker.pulse import Pulse
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
 _log = logging.getLogger(__name__)
 _WORTH_PRELOADING = ("torch", "numpy", "transformers", "accelerate", "datasets", "torchvision", "lightning")
@@ -44,7 +44,9 @@ def preload(script: Script, base_directory: Path) -> tuple[str, ...]:
     return tuple(loaded)
 
 
-def run_script(channel: Channel, pulse: Pulse, *, script: Script, base_directory: Path, is_warm: bool) -> int:
+def run_script(
+    channel: Channel, heartbeat: WorkerHeartbeat, *, script: Script, base_directory: Path, is_warm: bool
+) -> int:
     """Be one worker of a script; returns its exit code.
 
     ``is_warm``: run Python in this process instead of a new one.

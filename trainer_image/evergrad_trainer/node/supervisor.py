@@ -2,11 +2,11 @@
 itself.
 
 Who calls whom: the coordinator's messages and the processes' ends come in by the event loop; the supervisor
-calls its crew (the keeper of the node's workers), and the crew hands reports back through one function. Who
+calls its worker group (the keeper of the node's workers), and the worker group hands reports back through one function. Who
 waits for whom:
 
 * the supervisor waits for nobody: messages to workers and to the coordinator are left in buffers, and a worker that does not
-  read is found by the crew's tick;
+  read is found by the worker group's tick;
 * a worker waits for its supervisor only while it is out of every group, and for its peers no longer than their operations take;
 * the coordinator waits for a node's ``ready`` as long as its own limits say, and then goes on without it;
 * at the end of the run the supervisor waits ``_KILL_SECONDS`` for its workers, and for no one else.
@@ -43,7 +43,6 @@ from evergrad_manifest.errors import EvergradError
 from evergrad_trainer.errors import HostError
 from evergrad_trainer.host_trouble import is_host_trouble
 from evergrad_trainer.node.conversation import Conversation
-from evergrad_trainer.node.crew import Crew
 from evergrad_trainer.node.failures import kind_of, write_termination_message
 from evergrad_trainer.node.metrics import NodeMetrics
 from evergrad_trainer.node.processes import WorkerProcesses
@@ -52,6 +51,7 @@ from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, Worker
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.stopping import StopRequests
 from evergrad_trainer.node.tasks import TaskWatch
+from evergrad_trainer.node.worker_group import WorkerGroup
 from evergrad_trainer.node.workers import Worker, adopt_orphans, name_process
 from evergrad_trainer.worker import channel as say
 
@@ -66,6 +66,17 @@ _KILL_SECONDS = 10.0
 """How long workers may take to end once the run is over …"""
 _KILLED_SECONDS = 1.0
 """… and once they are killed."""
+
+
+def open_store(address: str) -> TCPStore:
+    """Open a store for one round of a rendezvous. Raises HostError.
+
+    It has a port that nobody knew before: late members of an older group cannot meet those of a newer one.
+    """
+    try:
+        return TCPStore(address, 0, is_master=True, wait_for_workers=False)
+    except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
+        raise HostError(f"{address}: no store of a group can be opened here; {error}") from error
 
 
 class NodeEnd:
@@ -112,13 +123,16 @@ class Supervisor:
         self._settings = settings
         self._on_tick = on_tick
         self._metrics = metrics
-        self._crew: Crew
+        self._workers: WorkerGroup
         self.conversation = Conversation(
-            settings, member=lambda: self._crew, on_message=self._on_message, on_connected=self._on_connected
+            settings,
+            member=lambda: self._workers,
+            on_message=self._on_message,
+            on_connected=self._on_connected,
         )
         self._end = NodeEnd(settings)
         self._tasks = TaskWatch(self._fail)
-        self._processes = WorkerProcesses(settings, self._tasks, crew=lambda: self._crew)
+        self._processes = WorkerProcesses(settings, self._tasks, worker_group=lambda: self._workers)
         self._progress = ProgressSender(self.conversation.send)
         self._records = RecordReader(metrics, self._progress)
         self._store: TCPStore | None = None
@@ -128,9 +142,9 @@ class Supervisor:
         self.is_draining = False
         """Whether the running group is to be left in order."""
 
-    async def run(self, crew: Crew) -> int:
-        """Serve with ``crew`` until the run, or this node's part in it, is over; returns the exit code."""
-        self._crew = crew
+    async def run(self, worker_group: WorkerGroup) -> int:
+        """Serve with ``worker_group`` until the run, or this node's part in it, is over; returns the exit code."""
+        self._workers = worker_group
         # It lives as long as the run: what was imported stays, what it makes from here on is collected.
         gc.freeze()
         gc.enable()
@@ -144,17 +158,17 @@ class Supervisor:
         )
         stops.install()
         try:
-            self._tasks.call(crew.start)
+            self._tasks.call(worker_group.start)
             self._tasks.begin(self._converse(), "conversation with the coordinator", is_endless=True)
             self._tasks.begin(self._tick(), "tick", is_endless=True)
             await self._end.over.wait()
             began, seconds = time.monotonic(), _KILLED_SECONDS if self._end.is_hurried else _KILL_SECONDS
-            while not crew.is_empty and time.monotonic() - began < seconds:
+            while not worker_group.is_empty and time.monotonic() - began < seconds:
                 await asyncio.sleep(0.01)
         finally:
             self.conversation.close()
             self._tasks.close()
-            crew.kill()
+            worker_group.kill()
             # In a thread, since it lingers: a second signal still cuts it short.
             await asyncio.to_thread(self._metrics.close)
             stops.uninstall()
@@ -169,7 +183,7 @@ class Supervisor:
         return worker
 
     def take(self, report: Report) -> None:
-        """A report of the crew: mostly a word for the coordinator, and at times the end of this node."""
+        """A report of the worker_group: mostly a word for the coordinator, and at times the end of this node."""
         match report:
             case Capacity():
                 self._metrics.set_workers(report.workers)
@@ -205,18 +219,12 @@ class Supervisor:
     def _say_ready(self, report: WorkersReady) -> None:
         if report.generation >= say.LOCAL_GENERATION:
             if self._is_leaving_alone:
-                self._crew.depart(None, save=True)
+                self._workers.depart(None, save=True)
             return
         if report.workers == 0:
             self.conversation.send(Ready(report.generation, 0, 0, -1))
             return
-        # A new store for each round, on a port nobody knew before: late members of an older one cannot meet
-        # newer ones.
-        try:
-            self._store = TCPStore(self._settings.address, 0, is_master=True, wait_for_workers=False)
-        except (OSError, RuntimeError) as error:  # torch's own is a RuntimeError
-            where = self._settings.address
-            raise HostError(f"{where}: no store of a group can be opened here; {error}") from error
+        self._store = open_store(self._settings.address)
         self._progress.flush()
         self.conversation.send(Ready(report.generation, report.workers, self._store.port, report.step))
 
@@ -255,23 +263,19 @@ class Supervisor:
                 self.is_draining = not message.hard
                 self._on_tick()
                 order = say.Plan(message.generation, message.hard, message.patience_seconds, message.saves)
-                self._crew.change(
-                    order,
-                    cause=message.cause,
-                    detail=message.reason,
-                    is_only_holder=message.is_only_holder,
-                )
+                why, is_only_holder = message.reason, message.is_only_holder
+                self._workers.change(order, cause=message.cause, detail=why, is_only_holder=is_only_holder)
             case Go():
                 self.is_draining = False
                 if message.first_rank != 0:
                     self._metrics.rank_0_left()
-                self._crew.begin(message)
+                self._workers.begin(message)
                 self._on_tick()
                 last = message.first_rank + message.workers - 1
                 ranks = str(last) if message.workers == 1 else f"{message.first_rank}-{last}"
                 self._say(f"generation {message.generation}: ranks {ranks} of {message.world_size}")
             case Leave():
-                self._crew.depart(message.generation, save=message.save)
+                self._workers.depart(message.generation, save=message.save)
             case End():
                 if message.message and message.exit_code != ExitCode.DONE:
                     # The run's verdict, which is no trouble of this host.
@@ -294,34 +298,34 @@ class Supervisor:
         self._leaving_since = time.monotonic()
         self.conversation.is_leaving = True
         self._say("was asked to leave")
-        if not self.conversation.send(Leaving()) and self._crew.place is None:
-            self._crew.depart(None, save=True)
+        if not self.conversation.send(Leaving()) and self._workers.place is None:
+            self._workers.depart(None, save=True)
 
     def _leave_at_once(self) -> None:
         """Asked twice, or out of time: workers are killed, and nobody is waited for."""
         self._end.is_hurried = True
         self._metrics.hurry.set()
         if self._end.exit_code is not None:
-            self._tasks.call(self._crew.kill)
+            self._tasks.call(self._workers.kill)
         self._stop(ExitCode.STOPPED_UNSAVED)
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self._crew.tick()
+            self._workers.tick()
             self._processes.end_orphans()
             self._on_tick()
             self._progress.flush_if_due()
             away = self.conversation.seconds_since_contact
             # Workers that have ended well cannot be ruled by others, and the place they had vouches for their
             # end.
-            is_training = self._crew.place is not None and not self.conversation.has_said(Done)
+            is_training = self._workers.place is not None and not self.conversation.has_said(Done)
             if not self._is_cut_off and is_training and away > self.conversation.lease_seconds:
                 # Others may rule by now. The group ends at a step boundary and waits, holding its state.
                 self._is_cut_off = True
                 self._say("has lost the coordinator: training pauses")
                 order = say.Plan(self.conversation.known_generation + 1, hard=False)
-                self._crew.change(order, cause="coordinator_lost")
+                self._workers.change(order, cause="coordinator_lost")
             self._leave_alone_if_due(away)
 
     def _leave_alone_if_due(self, away: float) -> None:
@@ -331,10 +335,10 @@ class Supervisor:
         is_cut_off = not self.conversation.is_connected and min(away, waited) > _UNREACHABLE_SECONDS
         if is_cut_off or waited > self._settings.grace_seconds:
             self._is_leaving_alone = True
-            if self._crew.place is None:
-                self._crew.depart(None, save=True)
+            if self._workers.place is None:
+                self._workers.depart(None, save=True)
             else:
-                self._crew.change(
+                self._workers.change(
                     say.Plan(say.LOCAL_GENERATION, hard=False), cause="node_left", detail="preemption"
                 )
 
@@ -353,9 +357,8 @@ class Supervisor:
         self._end.exit_code = int(exit_code)
         self._tasks.expect_ends()
         self._end.over.set()
-        self._tasks.call(
-            self._crew.kill if self._end.is_hurried else lambda: self._crew.finish(int(exit_code))
-        )
+        end = self._workers.kill if self._end.is_hurried else lambda: self._workers.finish(int(exit_code))
+        self._tasks.call(end)
 
     def _say(self, text: str) -> None:
         _log.info("node %s %s", self._settings.node, text)

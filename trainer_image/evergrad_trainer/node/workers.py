@@ -17,8 +17,8 @@ from typing import Literal, Protocol
 from evergrad_trainer.node.failures import count_oom_kills
 from evergrad_trainer.node.log import fall_silent
 from evergrad_trainer.worker.channel import Channel, Failed, channel_pair
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 from evergrad_trainer.worker.processes import die_with_client, die_with_parent, run_and_exit
-from evergrad_trainer.worker.pulse import Pulse
 
 StartMethod = Literal["fork", "forkserver", "spawn"]
 Captures = Literal["nothing", "stderr", "both"]
@@ -29,7 +29,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Target(Protocol):
     """What a worker process does; returns its exit code. ``variables`` are already in its environment."""
 
-    def __call__(self, channel: Channel, pulse: Pulse) -> int: ...
+    def __call__(self, channel: Channel, heartbeat: WorkerHeartbeat) -> int: ...
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Worker:
     serial: int
     process: BaseProcess
     channel: Channel
-    pulse: Pulse
+    heartbeat: WorkerHeartbeat
     output: int | None
     """Read end of its stdout and stderr; None where it writes to the node's own."""
     state: Literal["starting", "idle", "inside", "ended"] = "starting"
@@ -109,11 +109,11 @@ class WorkerOrder:
 def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, str]) -> Worker:
     """Start one worker; ``variables`` are set in its environment."""
     ours, theirs = channel_pair()
-    pulse = Pulse()
+    heartbeat = WorkerHeartbeat()
     read_end, write_end = os.pipe() if order.captures != "nothing" else (None, None)
     context = multiprocessing.get_context(order.method)
     output = None if write_end is None else _Descriptor(write_end)
-    start = _Start(target, theirs, pulse, dict(variables), os.getpid(), output, order)
+    start = _Start(target, theirs, heartbeat, dict(variables), os.getpid(), output, order)
     process: BaseProcess = context.Process(  # type: ignore[attr-defined]
         target=_worker_main, args=(start,), name=f"evergrad-worker-{order.local_rank}"
     )
@@ -124,7 +124,7 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
     if write_end is not None:
         os.close(write_end)
     return Worker(
-        order.local_rank, order.serial, process, ours, pulse, read_end, oom_kills_before=count_oom_kills()
+        order.local_rank, order.serial, process, ours, heartbeat, read_end, oom_kills_before=count_oom_kills()
     )
 
 
@@ -132,7 +132,7 @@ def start_worker(target: Target, order: WorkerOrder, *, variables: Mapping[str, 
 class _Start:
     target: Target
     channel: Channel
-    pulse: Pulse
+    heartbeat: WorkerHeartbeat
     variables: dict[str, str]
     parent: int
     output: "_Descriptor | None"
@@ -180,7 +180,7 @@ def _run_target(start: _Start) -> int:
             os.dup2(start.output.number, 1)
         os.dup2(start.output.number, 2)
         os.close(start.output.number)
-    return start.target(start.channel, start.pulse)
+    return start.target(start.channel, start.heartbeat)
 
 
 def _forget_parent(*, keep: tuple[int | None, ...]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 
 from evergrad_trainer.errors import DivergedError
-from evergrad_trainer.state.transfer import Feeding
+from evergrad_trainer.state.transfer import StateTransfer
 from evergrad_trainer.world import World
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -65,13 +65,15 @@ def compare_states(
         )
 
 
-def compare_fed(state: Mapping[str, torch.Tensor], world: World, feedings: Sequence[Feeding]) -> None:
+def compare_transferred(
+    state: Mapping[str, torch.Tensor], world: World, transfers: Sequence[StateTransfer]
+) -> None:
     """Compare each rank that was fed with its source alone.
 
     All ranks call this. Raises DivergedError, or PeerLostError.
     """
     hashes = world.gather_integers(hash_state(state))
-    suspects = tuple(one.straggler for one in feedings if hashes[one.straggler] != hashes[one.source])
+    suspects = tuple(one.stale_rank for one in transfers if hashes[one.stale_rank] != hashes[one.source])
     if suspects:
         raise DivergedError(
             describe_difference(suspects, size=world.size, what="the state that it was fed"), suspects

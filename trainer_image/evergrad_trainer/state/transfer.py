@@ -1,8 +1,8 @@
 """Brings every member of a new world to one state: from members that hold the newest step, or from the one
 that reads it.
 
-Sources of a feeding are the ranks with the newest step; straggler number i is fed by source i modulo their
-number, point to point. A source only reads its state: if it dies while feeding, the other sources still hold
+Sources of a transfer are the ranks with the newest step; stale rank number i is fed by source i modulo their
+number, point to point. A source only reads its state: if it dies during a transfer, the other sources still hold
 theirs.
 """
 
@@ -17,34 +17,36 @@ _CHUNK_BYTES = 32 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Feeding:
-    """``source`` gives its state to ``straggler``."""
+class StateTransfer:
+    """``source`` gives its state to ``stale_rank``."""
 
     source: int
-    straggler: int
+    stale_rank: int
 
 
-def plan_feeding(steps: Sequence[int]) -> tuple[Feeding, ...]:
+def plan_transfers(steps: Sequence[int]) -> tuple[StateTransfer, ...]:
     """Who feeds whom, from every rank's finished step (-1: holds no state). Empty when nobody holds any."""
     newest = max(steps)
     if newest < 0:
         return ()
     sources = [rank for rank, step in enumerate(steps) if step == newest]
-    stragglers = [rank for rank, step in enumerate(steps) if step != newest]
-    return tuple(Feeding(sources[number % len(sources)], rank) for number, rank in enumerate(stragglers))
+    stale_ranks = [rank for rank, step in enumerate(steps) if step != newest]
+    return tuple(
+        StateTransfer(sources[number % len(sources)], rank) for number, rank in enumerate(stale_ranks)
+    )
 
 
-def feed(state: Mapping[str, torch.Tensor], feeding: Feeding, world: World) -> None:
-    """Take part in one feeding, as source or as straggler.
+def feed(state: Mapping[str, torch.Tensor], transfer: StateTransfer, world: World) -> None:
+    """Take part in one transfer, as source or as stale rank.
 
-    Raises PeerLostError; a straggler then holds half a state.
+    Raises PeerLostError; a stale rank then holds half a state.
     """
-    is_source = world.rank == feeding.source
+    is_source = world.rank == transfer.source
     for piece in _pieces(state):
         if is_source:
-            world.send(_flatten(piece), to=feeding.straggler)
+            world.send(_flatten(piece), to=transfer.stale_rank)
         else:
-            _receive(piece, world, source=feeding.source)
+            _receive(piece, world, source=transfer.source)
 
 
 def pass_along(

@@ -91,7 +91,7 @@ class StepOutcome:
         return self.skipped in ("loss", "grad")
 
 
-class Pulse(Protocol):
+class StepHeartbeat(Protocol):
     """Hears where a step is: a sign of life that survives the process."""
 
     def beat(self, step: int, slot: int) -> None:
@@ -110,7 +110,7 @@ class Stepper:
     def __init__(self, parts: StepParts, settings: StepSettings) -> None:
         self._parts = parts
         self._settings = settings
-        self.pulse: Pulse = _NoPulse()
+        self.heartbeat: StepHeartbeat = _NoHeartbeat()
 
     def run(
         self, step: int, world: World, flags: tuple[bool, ...], *, is_skipped: bool = False
@@ -131,7 +131,7 @@ class Stepper:
             # Launched is not run: until the device is done, this worker is busy, and peers do not wait yet.
             drain(world.device)
             clock.mark("forward_backward")
-        self.pulse.rest()
+        self.heartbeat.rest()
 
         # Collective: flags, weights, hashes, losses and step numbers of all ranks, one small vector. Whoever
         # waits here waits for the slowest rank.
@@ -190,7 +190,7 @@ class Stepper:
         parts.gradients.begin(world)
         for slot, is_real, is_last in self._slots_of(world):
             world.raise_if_given_up()
-            self.pulse.beat(step, slot)
+            self.heartbeat.beat(step, slot)
             batch = parts.prefetcher.take(step, slot, upcoming=self._upcoming(step, slot, world))
             clock.mark("data")
             try:
@@ -288,7 +288,7 @@ class _Clock:
         self.last = now
 
 
-class _NoPulse:
+class _NoHeartbeat:
     def beat(self, step: int, slot: int) -> None: ...
 
     def rest(self) -> None: ...

@@ -84,7 +84,7 @@ class End:
 
 @dataclass(frozen=True)
 class Ping:
-    """Are you alive? Answered from the guard thread by ``pong``."""
+    """Are you alive? Answered from the watchdog thread by ``pong``."""
 
 
 # ---- worker → supervisor -----------------------------------------------------------------------------------

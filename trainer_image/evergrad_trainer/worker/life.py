@@ -36,7 +36,7 @@ DEPARTING   the state is saved where nobody else holds it      ENDED
 any         an error that no other world cures                 FAILED
 ==========  =================================================  ====================================================
 
-IDLE answers every planned change with ``ready``: see ``worker.guard``.
+IDLE answers every planned change with ``ready``: see ``worker.watchdog``.
 """
 
 from collections.abc import Mapping

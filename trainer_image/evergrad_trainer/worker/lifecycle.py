@@ -140,7 +140,7 @@ class Lifecycle:
             # one.
             checkpoints.leave_world(patience_seconds=_LANDING_SECONDS)
         was_stuck = self._worlds.leave(world)
-        stepper.pulse.rest()
+        stepper.heartbeat.rest()
         if was_stuck:
             # Threads of operations that never ended may still write into them.
             stepper.forget_buffers()

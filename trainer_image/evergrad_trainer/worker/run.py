@@ -23,15 +23,15 @@ from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.transports import choose_transport
 from evergrad_trainer.worker.channel import Channel, Failed, Warm
-from evergrad_trainer.worker.guard import Guard
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 from evergrad_trainer.worker.life import Held, Life, LifeEnd, Phase
 from evergrad_trainer.worker.lifecycle import Lifecycle
 from evergrad_trainer.worker.opening import build_checkpoints, build_run, has_checkpoints, open_plan
-from evergrad_trainer.worker.pulse import Pulse
 from evergrad_trainer.worker.reporting import build_last_words, report_failure
 from evergrad_trainer.worker.restoring import build_state
 from evergrad_trainer.worker.session import Session, SessionPlan
 from evergrad_trainer.worker.signals import StopSignals
+from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.worker.worlds import OnlyWorld, SupervisedWorlds
 from evergrad_trainer.worker.writing import Writer
 from evergrad_trainer.world import Membership, World
@@ -136,20 +136,22 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
     return end.exit_code
 
 
-def run_worker(plan: SessionPlan, channel: Channel, pulse: Pulse, *, node: int, local_rank: int) -> int:
+def run_worker(
+    plan: SessionPlan, channel: Channel, heartbeat: WorkerHeartbeat, *, node: int, local_rank: int
+) -> int:
     """Serve the run as one of its workers until the supervisor says that it is over; returns the
     exit code."""
     gc.disable()  # until its first step is done
     directory = RunDirectory(plan.run_directory)
-    guard = Guard(channel)
-    guard.start()
+    watchdog = Watchdog(channel)
+    watchdog.start()
     session: Session | None = None
     lifecycle: Lifecycle | None = None
     try:
         directory.create()
         setup_logging(directory, rank=local_rank, node=node, on_terminal=False)
-        session = _open_alone(plan, directory, guard, local_rank)
-        lifecycle = _build_alone(session, channel, guard, pulse)
+        session = _open_alone(plan, directory, watchdog, local_rank)
+        lifecycle = _build_alone(session, channel, watchdog, heartbeat)
         channel.send(Warm())
         end = lifecycle.live()
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
@@ -163,13 +165,13 @@ def run_worker(plan: SessionPlan, channel: Channel, pulse: Pulse, *, node: int, 
     return end.exit_code
 
 
-def _open_alone(plan: SessionPlan, directory: RunDirectory, guard: Guard, local_rank: int) -> Session:
+def _open_alone(plan: SessionPlan, directory: RunDirectory, watchdog: Watchdog, local_rank: int) -> Session:
     set_threads(plan.threads)
     device = choose_device(plan.run.training.runtime.device, local_rank=local_rank)
     choose_transport(device).prepare()
     alone = World(0, rank=0, size=1, device=device)
     membership = Membership(
-        alone, is_changing=guard.is_changing, can_wait=guard.can_wait, saves_first=guard.saves_first
+        alone, is_changing=watchdog.is_changing, can_wait=watchdog.can_wait, saves_first=watchdog.saves_first
     )
     # Signals are the supervisor's: it tells its workers what becomes of their group.
     return Session(
@@ -177,13 +179,15 @@ def _open_alone(plan: SessionPlan, directory: RunDirectory, guard: Guard, local_
     )
 
 
-def _build_alone(session: Session, channel: Channel, guard: Guard, pulse: Pulse) -> Lifecycle:
+def _build_alone(
+    session: Session, channel: Channel, watchdog: Watchdog, heartbeat: WorkerHeartbeat
+) -> Lifecycle:
     """Everything that takes time, before anybody waits for this worker."""
     has_weights = not has_checkpoints(session.directory)
     machinery = build_state(session, with_weights=has_weights)
     session.mark("model")
     run = build_run(session, machinery, build_checkpoints(session))
-    run.stepper.pulse = pulse
+    run.stepper.heartbeat = heartbeat
     run.stepper.warm_up(session.world)
     session.mark("warm_up")
     # What was built stays. From here on garbage is collected as it comes, not in one go in the middle of a
@@ -195,7 +199,7 @@ def _build_alone(session: Session, channel: Channel, guard: Guard, pulse: Pulse)
         session,
         machinery,
         run,
-        worlds=SupervisedWorlds(guard, channel, session.directory, timeout_seconds=timeout),
+        worlds=SupervisedWorlds(watchdog, channel, session.directory, timeout_seconds=timeout),
         writer=Writer(session, relay=Relay(channel.observe)),
         # Weights that were not initialised, since a checkpoint follows, are no state to begin with.
         life=Life(Held.FRESH if has_weights else Held.DIRTY),

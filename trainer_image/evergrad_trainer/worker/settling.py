@@ -6,8 +6,8 @@ from typing import Any
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
 from evergrad_trainer.records import StepRecord
-from evergrad_trainer.state.replicas import compare_fed, compare_states
-from evergrad_trainer.state.transfer import feed, plan_feeding
+from evergrad_trainer.state.replicas import compare_states, compare_transferred
+from evergrad_trainer.state.transfer import feed, plan_transfers
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.training.loop import Progress, Run
 from evergrad_trainer.worker.life import Held, Life
@@ -46,8 +46,8 @@ def settle(session: Session, machinery: Machinery, run: Run, life: Life) -> bool
     if rows[0]["is_comparing"] and not machinery.is_sharded:
         holders = [rank for rank, step in enumerate(steps) if step == newest >= 0]
         compare_states(state, world, step=progress.finished_steps, holders=holders)
-    elif feedings := plan_feeding(steps):
-        compare_fed(state, world, feedings)
+    elif transfers := plan_transfers(steps):
+        compare_transferred(state, world, transfers)
     life.held = Held.WHOLE
     return is_fresh
 
@@ -69,11 +69,11 @@ def _begin_again(session: Session, machinery: Machinery, checkpoints: Checkpoint
 
 def _feed(world: World, machinery: Machinery, steps: list[int], life: Life) -> None:
     """Those with the newest step feed the others, who hold nothing until all of it has arrived."""
-    for feeding in plan_feeding(steps):
-        if world.rank == feeding.straggler:
+    for transfer in plan_transfers(steps):
+        if world.rank == transfer.stale_rank:
             life.held = Held.DIRTY
-        if world.rank in (feeding.source, feeding.straggler):
-            feed(machinery.state(), feeding, world)
+        if world.rank in (transfer.source, transfer.stale_rank):
+            feed(machinery.state(), transfer, world)
     # A source may have died with part of it still on its way.
     world.confirm()
 

@@ -10,7 +10,7 @@ from evergrad_trainer.errors import PeerLostError
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.transports import Transport, choose_transport
 from evergrad_trainer.worker.channel import Broken, Channel, End, Go, Result, Up, fit_text
-from evergrad_trainer.worker.guard import Guard, Order
+from evergrad_trainer.worker.watchdog import Order, Watchdog
 from evergrad_trainer.world import Interrupt, World
 
 
@@ -49,22 +49,22 @@ class SupervisedWorlds:
     are_replaced = True
 
     def __init__(
-        self, guard: Guard, channel: Channel, directory: RunDirectory, *, timeout_seconds: float
+        self, watchdog: Watchdog, channel: Channel, directory: RunDirectory, *, timeout_seconds: float
     ) -> None:
         """``timeout_seconds``: of a group's collectives."""
-        self._guard = guard
+        self._watchdog = watchdog
         self._channel = channel
         self._directory = directory
         self._timeout_seconds = timeout_seconds
         self._transport: Transport | None = None
 
     def await_order(self, *, step: int) -> Order:
-        return self._guard.await_order(step=step)
+        return self._watchdog.await_order(step=step)
 
     def meet(self, begin: Go, alone: World) -> World:
         self._transport = transport = choose_transport(alone.device)
         interrupt = Interrupt(transport.give_up)
-        self._guard.enter(begin.generation, interrupt)
+        self._watchdog.enter(begin.generation, interrupt)
         world = form_world(
             Place(begin.generation, begin.rank, begin.world_size, begin.address, begin.port),
             device=alone.device,
@@ -86,16 +86,16 @@ class SupervisedWorlds:
             self._channel.send(Result(world.generation, step, exit_code, reason))
 
     def cut(self) -> None:
-        self._guard.cut()
+        self._watchdog.cut()
 
     def leave(self, world: World | None) -> bool:
         assert self._transport is not None  # noqa: S101 - a group is left after it was met
         was_stuck = abandon_world(world, self._transport)
-        self._guard.leave()
+        self._watchdog.leave()
         return was_stuck
 
     def left(self, generation: int, *, step: int, error: EvergradError | None, is_expected: bool) -> None:
-        if error is None and (is_expected or self._guard.is_changing_from(generation)):
+        if error is None and (is_expected or self._watchdog.is_changing_from(generation)):
             return
         error = error or PeerLostError("a peer left the group")
         self._channel.send(Broken(generation, step, fit_text(str(error)), error.kind))

@@ -1,4 +1,4 @@
-"""The crew of fresh workers: starts them when a group begins, ends them when it is left, and says what became
+"""The group of fresh workers: starts them when a group begins, ends them when it is left, and says what became
 of them."""
 
 import signal
@@ -13,7 +13,7 @@ from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Done, Go, Message, Result, Up
 from evergrad_trainer.node import fresh
 from evergrad_trainer.node.ends import decide_why
-from evergrad_trainer.node.fresh import FreshCrew
+from evergrad_trainer.node.fresh import FreshWorkers
 from evergrad_trainer.node.reports import NoWorkers, Report, WorkersLeft, WorkersReady
 from evergrad_trainer.worker import channel as say
 
@@ -68,34 +68,34 @@ class Heard:
 
 
 class Scene:
-    """A crew of two workers, whose ends are the test's to tell."""
+    """A worker group of two workers, whose ends are the test's to tell."""
 
     def __init__(self, *, can_stop: bool = False) -> None:
         self.heard = Heard()
         self.workers: list[FakeWorker] = []
-        self.crew = FreshCrew(
+        self.group = FreshWorkers(
             self._start,  # type: ignore[arg-type]
             num_workers=2,
             report=self.heard,
             can_stop=lambda generation: can_stop,
             grace_seconds=30.0,
         )
-        self.crew.start()
+        self.group.start()
 
     def _start(self, local_rank: int, serial: int, variables: Mapping[str, str]) -> FakeWorker:
         self.workers.append(FakeWorker(local_rank, variables))
         return self.workers[-1]
 
     def begin(self, generation: int = 1, first_rank: int = 2, world_size: int = 4) -> list[FakeWorker]:
-        if self.crew._answered < generation:
-            self.crew.change(say.Plan(generation, hard=False), cause="")
+        if self.group._answered < generation:
+            self.group.change(say.Plan(generation, hard=False), cause="")
             assert self.heard.take() == [("ready", generation, 2, -1)]
-        self.crew.begin(Go(generation, first_rank, 2, world_size, 1, 2, "10.0.0.1", 1234))
+        self.group.begin(Go(generation, first_rank, 2, world_size, 1, 2, "10.0.0.1", 1234))
         assert self.heard.take() == [("up", generation)]
         return self.workers[-2:]
 
     def end(self, worker: FakeWorker, code: int) -> list[Message]:
-        self.crew.end(worker, code)  # type: ignore[arg-type]
+        self.group.end(worker, code)  # type: ignore[arg-type]
         return self.heard.take()
 
 
@@ -131,7 +131,7 @@ def test_a_worker_that_fails_takes_its_siblings_with_it_and_is_the_cause() -> No
     assert "no such label" in report.message
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == []
-    scene.crew.change(say.Plan(4, hard=True), cause="")
+    scene.group.change(say.Plan(4, hard=True), cause="")
     assert scene.heard.take() == [("ready", 4, 2, -1)]
 
 
@@ -182,8 +182,8 @@ def test_a_lost_lease_is_no_stop_that_the_run_itself_wanted() -> None:
     (report,) = scene.end(first, LEASE_LOST)
     assert isinstance(report, Broken) and (report.cause, report.is_final) == ("peer_lost", False)
     assert scene.end(second, LEASE_LOST) == [], "nothing is said of an end of the run"
-    assert scene.crew.place is None, "nor is a place claimed in a group that this node has left"
-    scene.crew.change(say.Plan(6, hard=True), cause="")
+    assert scene.group.place is None, "nor is a place claimed in a group that this node has left"
+    scene.group.change(say.Plan(6, hard=True), cause="")
     assert scene.heard.take() == [("ready", 6, 2, -1)]
 
 
@@ -231,11 +231,11 @@ def test_trouble_of_the_host_is_tried_again_here_after_a_pause_and_then_left_to_
             assert rest == [("gone", ErrorKind.ENVIRONMENT)]
             return
         assert rest == scene.end(second, -15) == []
-        scene.crew.change(say.Plan(generation + 1, hard=True), cause="")
-        scene.crew.tick()
+        scene.group.change(say.Plan(generation + 1, hard=True), cause="")
+        scene.group.tick()
         assert scene.heard.take() == [], "it waits before it tries again"
         now += 2.0
-        scene.crew.tick()
+        scene.group.tick()
         assert scene.heard.take() == [("ready", generation + 1, 2, -1)]
 
 
@@ -244,10 +244,10 @@ def test_a_soft_change_lets_workers_that_can_stop_have_their_time(monkeypatch: p
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.crew.change(say.Plan(2, hard=False), cause="")
+    scene.group.change(say.Plan(2, hard=False), cause="")
     assert first.signals == second.signals == [signal.SIGTERM]
     now = 129.0
-    scene.crew.tick()
+    scene.group.tick()
     assert first.kills == 0
     assert scene.end(first, SAVED) == []
     assert scene.end(second, SAVED) == [("ready", 2, 2, -1)]
@@ -258,16 +258,16 @@ def test_a_hard_change_ends_workers_that_do_not_end_at_once(monkeypatch: pytest.
     now = 100.0
     monkeypatch.setattr(fresh.time, "monotonic", lambda: now)
     first, second = scene.begin()
-    scene.crew.change(say.Plan(2, hard=True), cause="")
+    scene.group.change(say.Plan(2, hard=True), cause="")
     now = 101.0
-    scene.crew.tick()
+    scene.group.tick()
     assert (first.kills, second.kills) == (1, 1)
 
 
 def test_a_plan_told_again_is_answered_again() -> None:
     scene = Scene()
-    scene.crew.change(say.Plan(2, hard=False), cause="")
-    scene.crew.change(say.Plan(2, hard=False), cause="")
+    scene.group.change(say.Plan(2, hard=False), cause="")
+    scene.group.change(say.Plan(2, hard=False), cause="")
     assert scene.heard.take() == [("ready", 2, 2, -1)] * 2
 
 
@@ -275,19 +275,19 @@ def test_a_plan_told_again_is_answered_again() -> None:
 def test_a_departure_says_whether_the_workers_saved(codes: tuple[int, int], is_saved: bool) -> None:
     scene = Scene(can_stop=True)
     workers = scene.begin()
-    scene.crew.change(say.Plan(2, hard=False), cause="")
+    scene.group.change(say.Plan(2, hard=False), cause="")
     for worker, code in zip(workers, codes, strict=True):
         scene.end(worker, code)
-    scene.crew.depart(2, save=False)
+    scene.group.depart(2, save=False)
     assert scene.heard.take()[-1] == ("departed", is_saved)
 
 
 def test_nothing_is_started_or_answered_once_the_run_is_over() -> None:
     scene = Scene()
     first, second = scene.begin()
-    scene.crew.finish(70)
+    scene.group.finish(70)
     assert first.signals == [signal.SIGTERM]
     assert scene.end(first, -15) == scene.end(second, -15) == []
-    scene.crew.change(say.Plan(9, hard=True), cause="")
+    scene.group.change(say.Plan(9, hard=True), cause="")
     assert scene.heard.take() == []
-    assert scene.crew.capacity == 0 and scene.crew.is_empty
+    assert scene.group.capacity == 0 and scene.group.is_empty

@@ -4,7 +4,7 @@
 
     IDLE --ready--> (begin) --> in a group --change or error--> leaving --> IDLE
 
-The main thread calls :meth:`Guard.await_order` when it is out of every group, :meth:`enter` before it sets
+The main thread calls :meth:`Watchdog.await_order` when it is out of every group, :meth:`enter` before it sets
 one up and :meth:`leave` when it has taken it down. A hard change in between makes this thread cut the group's
 connections until ``leave``.
 """
@@ -26,7 +26,7 @@ _CUT_SECONDS = 0.02
 Order = Go | Leave | End
 
 
-class Guard:
+class Watchdog:
     """Reads the channel to the supervisor; its end ends this process."""
 
     def __init__(self, channel: Channel) -> None:
@@ -38,7 +38,7 @@ class Guard:
         self._inside: int | None = None
         self._interrupt: Interrupt | None = None
         self._outside_sockets: frozenset[int] = frozenset()
-        self._thread = threading.Thread(target=self._listen, name="evergrad-guard", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="evergrad-watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -121,7 +121,7 @@ class Guard:
             # Without a supervisor there is no way to hear of the group; its peers go on without this process.
             os._exit(int(ExitCode.INTERNAL))
         except Exception:  # noqa: BLE001 - nobody joins this thread, and a worker that is deaf is worse than one that is gone
-            _log.exception("the guard thread has failed; the worker ends")
+            _log.exception("the watchdog thread has failed; the worker ends")
             os._exit(int(ExitCode.INTERNAL))
 
     def _note(self, change: Plan) -> None:

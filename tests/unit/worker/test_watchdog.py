@@ -1,4 +1,4 @@
-"""The guard thread hears the supervisor while the main thread is elsewhere: ready, begin, soft and hard
+"""The watchdog thread hears the supervisor while the main thread is elsewhere: ready, begin, soft and hard
 changes, the end."""
 
 import socket
@@ -13,25 +13,25 @@ import pytest
 
 from evergrad_coordinator.contract import ExitCode
 from evergrad_trainer.worker import channel as say
-from evergrad_trainer.worker import guard as guard_module
+from evergrad_trainer.worker import watchdog as guard_module
 from evergrad_trainer.worker.channel import Channel, channel_pair
-from evergrad_trainer.worker.guard import Guard
+from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.world import Interrupt
 
 
 @dataclass
 class Pair:
-    """The supervisor's end, and the guard."""
+    """The supervisor's end, and the watchdog."""
 
     supervisor: Channel
-    guard: Guard
+    watchdog: Watchdog
 
     def hear(self) -> Any:
         """The next record, if it comes within a minute."""
         return self.supervisor.receive(60.0)
 
     def settle(self) -> None:
-        """Until the guard has taken all that was sent so far."""
+        """Until the watchdog has taken all that was sent so far."""
         self.supervisor.send(say.Ping())
         assert self.hear() == say.Pong()
 
@@ -47,12 +47,12 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def pair(exits: list[int]) -> Iterator[Pair]:
     supervisor, end = channel_pair()
-    guard = Guard(end)
-    guard.start()
-    yield Pair(supervisor, guard)
+    watchdog = Watchdog(end)
+    watchdog.start()
+    yield Pair(supervisor, watchdog)
     supervisor.close()
-    guard._thread.join(60)
-    assert not guard._thread.is_alive()
+    watchdog._thread.join(60)
+    assert not watchdog._thread.is_alive()
     end.close()
 
 
@@ -67,15 +67,15 @@ def begin(generation: int) -> say.Go:
     return say.Go(generation, 0, 1, "127.0.0.1", 1, 1.0, cause="test")
 
 
-def awaited(guard: Guard, *, step: int) -> "list[Any]":
+def awaited(watchdog: Watchdog, *, step: int) -> "list[Any]":
     """A list that gets the order, which another thread waits for."""
     orders: list[Any] = []
-    threading.Thread(target=lambda: orders.append(guard.await_order(step=step)), daemon=True).start()
+    threading.Thread(target=lambda: orders.append(watchdog.await_order(step=step)), daemon=True).start()
     return orders
 
 
 def test_each_change_is_answered_once_with_the_step_that_is_held(pair: Pair) -> None:
-    orders = awaited(pair.guard, step=7)
+    orders = awaited(pair.watchdog, step=7)
     for generation in (1, 4):
         pair.supervisor.send(say.Plan(generation, hard=False))
         assert pair.hear() == say.Ready(generation, 7)
@@ -86,7 +86,7 @@ def test_each_change_is_answered_once_with_the_step_that_is_held(pair: Pair) -> 
 
 
 def test_a_begin_older_than_the_newest_change_is_ignored(pair: Pair) -> None:
-    orders = awaited(pair.guard, step=-1)
+    orders = awaited(pair.watchdog, step=-1)
     pair.supervisor.send(say.Plan(2, hard=False))
     assert pair.hear() == say.Ready(2, -1)
     pair.supervisor.send(say.Plan(3, hard=False))
@@ -103,45 +103,49 @@ def test_the_end_is_an_order_whatever_was_planned(pair: Pair, order: Any) -> Non
     pair.supervisor.send(say.Plan(8, hard=False))
     pair.supervisor.send(order)
     pair.settle()
-    assert pair.guard.await_order(step=0) == order
+    assert pair.watchdog.await_order(step=0) == order
 
 
 def test_a_soft_change_is_a_wish_for_the_next_boundary_and_cuts_nothing(pair: Pair) -> None:
     interrupt = Interrupt()
-    pair.guard.enter(1, interrupt)
-    assert not pair.guard.is_changing()
+    pair.watchdog.enter(1, interrupt)
+    assert not pair.watchdog.is_changing()
     pair.supervisor.send(say.Plan(2, hard=False))
     pair.settle()
-    assert pair.guard.is_changing() and pair.guard.is_changing_from(1) and not pair.guard.is_changing_from(2)
+    assert (
+        pair.watchdog.is_changing()
+        and pair.watchdog.is_changing_from(1)
+        and not pair.watchdog.is_changing_from(2)
+    )
     assert not interrupt.is_set
-    pair.guard.leave()
-    assert not pair.guard.is_changing()
+    pair.watchdog.leave()
+    assert not pair.watchdog.is_changing()
 
 
 def test_a_change_that_can_wait_does_so_once_however_often_it_is_planned_anew(pair: Pair) -> None:
-    pair.guard.enter(1, Interrupt())
+    pair.watchdog.enter(1, Interrupt())
     pair.supervisor.send(say.Plan(2, hard=False, patience_seconds=3600.0))
     pair.settle()
-    assert pair.guard.is_changing() and pair.guard.can_wait()
+    assert pair.watchdog.is_changing() and pair.watchdog.can_wait()
     pair.supervisor.send(say.Plan(3, hard=False, patience_seconds=0.0))
     pair.supervisor.send(say.Plan(4, hard=False, patience_seconds=3600.0))
     pair.settle()
-    assert not pair.guard.can_wait(), "the first end of its patience counts"
-    pair.guard.leave()
-    pair.guard.enter(4, Interrupt())
+    assert not pair.watchdog.can_wait(), "the first end of its patience counts"
+    pair.watchdog.leave()
+    pair.watchdog.enter(4, Interrupt())
     pair.supervisor.send(say.Plan(5, hard=False, patience_seconds=3600.0))
     pair.settle()
-    assert pair.guard.can_wait(), "another group, another patience"
+    assert pair.watchdog.can_wait(), "another group, another patience"
 
 
 def test_a_soft_change_that_turns_hard_gives_the_group_up(pair: Pair) -> None:
     interrupt = Interrupt()
-    pair.guard.enter(1, interrupt)
+    pair.watchdog.enter(1, interrupt)
     for hard in (False, True):
         pair.supervisor.send(say.Plan(2, hard=hard))
         pair.settle()
         assert interrupt.is_set == hard
-    pair.guard.leave()
+    pair.watchdog.leave()
 
 
 def test_a_hard_change_heard_before_a_group_of_older_number_is_entered_gives_it_up_at_once(
@@ -150,36 +154,36 @@ def test_a_hard_change_heard_before_a_group_of_older_number_is_entered_gives_it_
     pair.supervisor.send(say.Plan(5, hard=True))
     pair.settle()
     older, same = Interrupt(), Interrupt()
-    pair.guard.enter(4, older)
+    pair.watchdog.enter(4, older)
     assert older.is_set
-    pair.guard.leave()
-    pair.guard.enter(5, same)
+    pair.watchdog.leave()
+    pair.watchdog.enter(5, same)
     assert not same.is_set
-    pair.guard.leave()
+    pair.watchdog.leave()
 
 
 def test_a_hard_change_for_the_group_s_own_or_an_older_number_is_no_reason_to_leave(pair: Pair) -> None:
     interrupt = Interrupt()
-    pair.guard.enter(5, interrupt)
+    pair.watchdog.enter(5, interrupt)
     for generation in (4, 5):
         pair.supervisor.send(say.Plan(generation, hard=True))
     pair.settle()
-    assert not interrupt.is_set and not pair.guard.is_changing()
-    pair.guard.leave()
+    assert not interrupt.is_set and not pair.watchdog.is_changing()
+    pair.watchdog.leave()
 
 
 def test_the_end_of_the_run_gives_the_group_up(pair: Pair) -> None:
     interrupt = Interrupt()
-    pair.guard.enter(1, interrupt)
+    pair.watchdog.enter(1, interrupt)
     pair.supervisor.send(say.End(75))
     pair.settle()
-    assert interrupt.is_set and pair.guard.is_changing_from(1)
-    pair.guard.leave()
+    assert interrupt.is_set and pair.watchdog.is_changing_from(1)
+    pair.watchdog.leave()
 
 
 def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(pair: Pair) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        pair.guard.enter(1, Interrupt())
+        pair.watchdog.enter(1, Interrupt())
         pair.supervisor.send(say.Plan(2, hard=True))
         pair.settle()
         # Made while the group is given up, as a group that is still being set up does.
@@ -187,7 +191,7 @@ def test_connections_of_the_group_are_cut_until_it_is_left_and_none_after(pair: 
             late.settimeout(60)
             assert late.recv(1) == b""
             del other
-        pair.guard.leave()
+        pair.watchdog.leave()
         with socket.create_connection(listener.getsockname()) as next_one, listener.accept()[0] as other:
             pair.settle()
             other.sendall(b"x")

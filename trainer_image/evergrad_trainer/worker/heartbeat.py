@@ -6,7 +6,7 @@ import time
 _STEP, _SLOT, _BEGUN, _LONGEST = range(4)
 
 
-class Pulse:
+class WorkerHeartbeat:
     """Which step and slot a worker computes, and how long its longest slot took. One writer, one reader."""
 
     def __init__(self) -> None:

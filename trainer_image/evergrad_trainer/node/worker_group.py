@@ -1,7 +1,7 @@
 """The workers of one node that outlive their worlds: asks, counts and replaces them. Decides nothing about
 the group.
 
-The supervisor tells a crew what the coordinator said; the crew hands back reports: values of
+The supervisor tells a worker group what the coordinator said; the worker group hands back reports: values of
 ``node.reports``.
 """
 
@@ -25,7 +25,7 @@ from evergrad_trainer.worker import channel as say
 _log = logging.getLogger(__name__)
 
 
-class Crew(Protocol):
+class WorkerGroup(Protocol):
     """The workers of one node, as its supervisor knows them."""
 
     @property
@@ -58,7 +58,7 @@ class Bounds:
     timeout_seconds: float
 
 
-class InProcessCrew:
+class InProcessWorkers:
     """Level 1: a worker's process lasts as long as the node, whatever becomes of its groups."""
 
     def __init__(
@@ -291,7 +291,7 @@ class InProcessCrew:
 
     def _describe(self, worker: Worker, exit_code: int) -> WorkerEnd:
         """How a worker ended that nobody had asked to."""
-        step, slot = worker.pulse.step, worker.pulse.slot
+        step, slot = worker.heartbeat.step, worker.heartbeat.slot
         place = (
             f" in step {step}, slot {slot}; its samples are {self._describe_place(step, slot)}"
             if step >= 0

@@ -1,4 +1,4 @@
-"""A crew counts, asks and replaces its workers, and tells the coordinator's side what became of them: fakes
+"""A worker group counts, asks and replaces its workers, and tells the coordinator's side what became of them: fakes
 in, reports out."""
 
 import signal
@@ -11,15 +11,14 @@ import pytest
 
 from evergrad_coordinator.contract import ErrorKind
 from evergrad_coordinator.protocol import Broken, Go
-from evergrad_trainer.node import crew as crew_module
-from evergrad_trainer.node import patience
-from evergrad_trainer.node.crew import Bounds, InProcessCrew
+from evergrad_trainer.node import patience, worker_group
 from evergrad_trainer.node.reports import Report
 from evergrad_trainer.node.starts import RESTART_SECONDS
+from evergrad_trainer.node.worker_group import Bounds, InProcessWorkers
 from evergrad_trainer.node.workers import Worker
 from evergrad_trainer.worker import channel as say
 from evergrad_trainer.worker.channel import Channel
-from evergrad_trainer.worker.pulse import Pulse
+from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
 
 @dataclass
@@ -58,12 +57,12 @@ class Reports:
 
 @dataclass
 class Room:
-    """A crew of two workers whose processes are fakes."""
+    """A worker group of two workers whose processes are fakes."""
 
     reports: Reports
     started: list[Worker]
     killed: list[int]
-    crew: InProcessCrew
+    group: InProcessWorkers
 
     def sent(self, worker: Worker) -> list[Any]:
         channel = cast(Sent, worker.channel)
@@ -72,9 +71,9 @@ class Room:
 
     def warm(self) -> tuple[Worker, Worker]:
         """Both workers warm, idle and nothing left to read."""
-        self.crew.start()
+        self.group.start()
         for worker in self.started:
-            self.crew.hear(worker, say.Warm())
+            self.group.hear(worker, say.Warm())
         self.reports.take()
         first, second = self.started
         return first, second
@@ -82,12 +81,12 @@ class Room:
     def begin(self, generation: int, step: int = -1) -> tuple[Worker, Worker]:
         """Both workers in the group of ``generation``, at ranks 2 and 3 of 4."""
         first, second = self.warm() if not self.started else (self.started[0], self.started[1])
-        self.crew.change(say.Plan(generation, hard=False), cause="test")
+        self.group.change(say.Plan(generation, hard=False), cause="test")
         for worker in (first, second):
-            self.crew.hear(worker, say.Ready(generation, step))
-        self.crew.begin(go(generation))
+            self.group.hear(worker, say.Ready(generation, step))
+        self.group.begin(go(generation))
         for worker in (first, second):
-            self.crew.hear(worker, say.Up(generation, max(step, 0)))
+            self.group.hear(worker, say.Up(generation, max(step, 0)))
             self.sent(worker)
         self.reports.take()
         return first, second
@@ -100,7 +99,7 @@ def go(generation: int, *, workers: int = 2) -> Go:
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     clock = [1000.0]
-    monkeypatch.setattr(crew_module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(worker_group.time, "monotonic", lambda: clock[0])
     return clock
 
 
@@ -115,98 +114,104 @@ def room(now: list[float], monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
     def start(local_rank: int, serial: int) -> Worker:
         process = SimpleNamespace(pid=100 + serial, exitcode=None)
         worker = Worker(
-            local_rank, serial, cast(Any, process), cast(Channel, Sent()), Pulse(), None, last_heard=now[0]
+            local_rank,
+            serial,
+            cast(Any, process),
+            cast(Channel, Sent()),
+            WorkerHeartbeat(),
+            None,
+            last_heard=now[0],
         )
         started.append(worker)
         return worker
 
     reports = Reports()
-    crew = InProcessCrew(
+    group = InProcessWorkers(
         start,
         num_workers=2,
         report=reports,
         describe_place=lambda step, slot: f"samples of {step}/{slot}",
         bounds=Bounds(setup_seconds=5.0, timeout_seconds=300.0),
     )
-    yield Room(reports, started, killed, crew)
+    yield Room(reports, started, killed, group)
 
 
 def test_workers_count_once_all_of_them_are_warm(room: Room) -> None:
-    room.crew.start()
-    assert [worker.local_rank for worker in room.started] == [0, 1] and room.crew.capacity == 0
-    room.crew.hear(room.started[1], say.Warm())
-    assert room.crew.capacity == 0 and room.reports.take() == []
-    room.crew.hear(room.started[0], say.Warm())
-    assert room.crew.capacity == 2 and room.reports.take() == [("Capacity", 2)]
+    room.group.start()
+    assert [worker.local_rank for worker in room.started] == [0, 1] and room.group.capacity == 0
+    room.group.hear(room.started[1], say.Warm())
+    assert room.group.capacity == 0 and room.reports.take() == []
+    room.group.hear(room.started[0], say.Warm())
+    assert room.group.capacity == 2 and room.reports.take() == [("Capacity", 2)]
 
 
 def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(room: Room) -> None:
-    room.crew.start()
-    room.crew.hear(room.started[1], say.Warm())
-    room.crew.end(room.started[0], -signal.SIGKILL)
-    assert room.crew.capacity == 1 and room.reports.take() == [("Capacity", 1)]
+    room.group.start()
+    room.group.hear(room.started[1], say.Warm())
+    room.group.end(room.started[0], -signal.SIGKILL)
+    assert room.group.capacity == 1 and room.reports.take() == [("Capacity", 1)]
 
 
 def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Plan(5, hard=True), cause="node 2 lost")
+    room.group.change(say.Plan(5, hard=True), cause="node 2 lost")
     assert room.sent(first) == room.sent(second) == [say.Plan(5, hard=True)]
-    room.crew.hear(first, say.Ready(5, 7))
+    room.group.hear(first, say.Ready(5, 7))
     assert room.reports.take() == []
-    room.crew.hear(second, say.Ready(5, 8))
+    room.group.hear(second, say.Ready(5, 8))
     assert room.reports.take() == [("WorkersReady", 5, 2, 8)]
 
 
 def test_a_plan_told_again_is_answered_again_and_an_older_one_never(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Plan(5, hard=False), cause="")
+    room.group.change(say.Plan(5, hard=False), cause="")
     for worker in (first, second):
-        room.crew.hear(worker, say.Ready(5, 7))
+        room.group.hear(worker, say.Ready(5, 7))
     assert room.reports.take() == [("WorkersReady", 5, 2, 7)]
-    room.crew.change(say.Plan(5, hard=False), cause="")
+    room.group.change(say.Plan(5, hard=False), cause="")
     assert room.reports.take() == [("WorkersReady", 5, 2, 7)]
-    room.crew.change(say.Plan(4, hard=True), cause="")
+    room.group.change(say.Plan(4, hard=True), cause="")
     assert room.reports.take() == []
 
 
 def test_ranks_are_given_out_in_order_and_the_node_is_up_when_all_are(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Plan(3, hard=False), cause="node_joined", detail="2 nodes are here")
+    room.group.change(say.Plan(3, hard=False), cause="node_joined", detail="2 nodes are here")
     for worker in (second, first):
-        room.crew.hear(worker, say.Ready(3, -1))
+        room.group.hear(worker, say.Ready(3, -1))
         room.sent(worker)
     room.reports.take()
-    room.crew.begin(go(3))
-    assert room.crew.place == go(3)
+    room.group.begin(go(3))
+    assert room.group.place == go(3)
     for worker, rank in ((first, 2), (second, 3)):
         assert [*room.sent(worker)][-1:] == [
             say.Go(3, rank, 4, "10.0.0.1", 4000, 5.0, cause="node_joined", detail="2 nodes are here")
         ]
-    room.crew.hear(first, say.Up(3, 0))
+    room.group.hear(first, say.Up(3, 0))
     assert room.reports.take() == []
-    room.crew.hear(second, say.Up(3, 0))
+    room.group.hear(second, say.Up(3, 0))
     assert room.reports.take() == [("Up", 3, 0)]
 
 
 def test_a_worker_lost_between_ready_and_go_breaks_the_group_before_it_began(room: Room) -> None:
     first, second = room.warm()
-    room.crew.change(say.Plan(3, hard=False), cause="")
+    room.group.change(say.Plan(3, hard=False), cause="")
     for worker in (first, second):
-        room.crew.hear(worker, say.Ready(3, 4))
-    room.crew.end(second, -signal.SIGKILL)
+        room.group.hear(worker, say.Ready(3, 4))
+    room.group.end(second, -signal.SIGKILL)
     room.reports.take()
-    room.crew.begin(go(3))
+    room.group.begin(go(3))
     (broken,) = room.reports.take_broken()
     assert (broken.generation, broken.cause) == (3, "setup_failed")
-    assert room.crew.place is None
+    assert room.group.place is None
 
 
 def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stays(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.begin(3)
-    second.pulse.beat(9, 4)
-    room.crew.end(second, -signal.SIGKILL)
+    second.heartbeat.beat(9, 4)
+    room.group.end(second, -signal.SIGKILL)
     (broken,) = room.reports.take_broken()
     assert (broken.cause, broken.rank, broken.step, broken.exit_code, broken.is_final) == (
         "worker_crash",
@@ -216,15 +221,15 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
         False,
     )
     assert broken.message == "was killed by SIGKILL in step 9, slot 4; its samples are samples of 9/4"
-    assert room.crew.place is None, "a group without one of its ranks is not had any more"
-    room.crew.tick()
+    assert room.group.place is None, "a group without one of its ranks is not had any more"
+    room.group.tick()
     assert len(room.started) == 2, "the others go on first"
     now[0] += RESTART_SECONDS
-    room.crew.tick()
+    room.group.tick()
     assert [worker.local_rank for worker in room.started] == [0, 1, 1]
-    assert room.killed == [] and room.crew.capacity == 1
-    room.crew.change(say.Plan(4, hard=True), cause="")
-    room.crew.hear(first, say.Ready(4, 8))
+    assert room.killed == [] and room.group.capacity == 1
+    room.group.change(say.Plan(4, hard=True), cause="")
+    room.group.hear(first, say.Ready(4, 8))
     assert room.reports.take() == [("WorkersReady", 4, 1, 8)], (
         "the others do not wait for the one that starts"
     )
@@ -233,9 +238,9 @@ def test_a_killed_worker_is_told_with_its_place_and_samples_and_its_sibling_stay
 def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
     first, second = room.begin(3)
     for worker in (first, second):
-        room.crew.end(worker, -signal.SIGKILL)
+        room.group.end(worker, -signal.SIGKILL)
     room.reports.take_broken()
-    room.crew.change(say.Plan(4, hard=True), cause="")
+    room.group.change(say.Plan(4, hard=True), cause="")
     assert ("WorkersReady", 4, 0, -1) in room.reports.take(), (
         "the others need not wait for a new worker to hear that the old are gone"
     )
@@ -246,15 +251,15 @@ def test_a_node_without_a_warm_worker_answers_too(room: Room) -> None:
 )
 def test_a_worker_that_leaves_by_itself_in_the_middle_is_a_crash(room: Room, code: int, words: str) -> None:
     first, _ = room.begin(3)
-    room.crew.end(first, code)
+    room.group.end(first, code)
     (broken,) = room.reports.take_broken()
     assert broken.cause == "worker_crash" and words in broken.message and broken.exit_code == code
 
 
 def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
     first, _ = room.begin(3)
-    room.crew.hear(first, say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False))
-    room.crew.end(first, 70)
+    room.group.hear(first, say.Failed(3, 6, 70, "ValueError", "a mistake", is_final=False, is_agreed=False))
+    room.group.end(first, 70)
     (broken,) = room.reports.take_broken()
     assert (broken.cause, broken.message, broken.is_final) == ("user_error", "ValueError: a mistake", False)
 
@@ -262,14 +267,16 @@ def test_a_worker_s_own_words_are_the_message_of_its_end(room: Room) -> None:
 @pytest.mark.parametrize(("is_final", "is_agreed"), [(True, False), (False, True)])
 def test_what_no_retry_can_cure_is_final(room: Room, is_final: bool, is_agreed: bool) -> None:
     first, _ = room.begin(3)
-    room.crew.hear(first, say.Failed(3, 6, 64, "InputError", "wrong", is_final=is_final, is_agreed=is_agreed))
-    room.crew.end(first, 64)
+    room.group.hear(
+        first, say.Failed(3, 6, 64, "InputError", "wrong", is_final=is_final, is_agreed=is_agreed)
+    )
+    room.group.end(first, 64)
     assert [broken.is_final for broken in room.reports.take_broken()] == [True]
 
 
 def test_a_worker_that_lost_a_peer_says_so_and_lives(room: Room) -> None:
     first, _ = room.begin(3)
-    room.crew.hear(first, say.Broken(3, 6, "Connection closed by peer"))
+    room.group.hear(first, say.Broken(3, 6, "Connection closed by peer"))
     (broken,) = room.reports.take_broken()
     assert (broken.cause, broken.rank, broken.step, broken.generation) == ("peer_lost", 2, 6, 3)
     assert len(room.started) == 2 and room.killed == []
@@ -280,14 +287,14 @@ def test_silence_of_a_worker_ends_it_and_silence_of_this_process_does_not(
 ) -> None:
     first, second = room.begin(3)
     now[0] += 60.0
-    room.crew.tick()
+    room.group.tick()
     assert room.killed == [], "after a freeze of the supervisor everybody seems silent"
     for _ in range(25):
         now[0] += patience.PING_SECONDS
-        room.crew.hear(second, say.Pong())
-        room.crew.tick()
+        room.group.hear(second, say.Pong())
+        room.group.tick()
     assert set(room.killed) == {first.serial}
-    room.crew.end(first, -signal.SIGKILL)
+    room.group.end(first, -signal.SIGKILL)
     (broken,) = room.reports.take_broken()
     assert broken.cause == "stuck"
 
@@ -297,14 +304,14 @@ def pass_seconds(room: Room, now: list[float], seconds: float) -> None:
     for _ in range(round(seconds / patience.PING_SECONDS)):
         now[0] += patience.PING_SECONDS
         for worker in room.started:
-            room.crew.hear(worker, say.Pong())
-        room.crew.tick()
+            room.group.hear(worker, say.Pong())
+        room.group.tick()
 
 
 def test_a_worker_has_three_of_its_longest_slots_to_leave_a_dead_group(room: Room, now: list[float]) -> None:
     first, second = room.begin(3)
-    second.pulse._values[3] = 20.0
-    room.crew.change(say.Plan(4, hard=True), cause="")
+    second.heartbeat._values[3] = 20.0
+    room.group.change(say.Plan(4, hard=True), cause="")
     pass_seconds(room, now, patience.STUCK_SECONDS)
     assert room.killed == []
     pass_seconds(room, now, 1)
@@ -317,7 +324,7 @@ def test_the_only_holder_of_the_state_has_the_whole_timeout_of_a_collective(
     room: Room, now: list[float]
 ) -> None:
     first, second = room.begin(3)
-    room.crew.change(say.Plan(4, hard=True), cause="", is_only_holder=True)
+    room.group.change(say.Plan(4, hard=True), cause="", is_only_holder=True)
     pass_seconds(room, now, 300)
     assert room.killed == []
     pass_seconds(room, now, 1)
@@ -329,8 +336,8 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
 ) -> None:
     """How long its slots take is not known: the queue of an accelerator may hold minutes of work."""
     first, second = room.begin(3)
-    second.pulse.beat(1, 0)
-    room.crew.change(say.Plan(4, hard=True), cause="")
+    second.heartbeat.beat(1, 0)
+    room.group.change(say.Plan(4, hard=True), cause="")
     pass_seconds(room, now, 300)
     assert set(room.killed) == {first.serial}
     pass_seconds(room, now, 1)
@@ -339,7 +346,7 @@ def test_a_worker_whose_first_slot_still_runs_on_its_device_is_not_stuck(
 
 def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None:
     room.begin(3)
-    room.crew.change(say.Plan(4, hard=False), cause="")
+    room.group.change(say.Plan(4, hard=False), cause="")
     pass_seconds(room, now, 200)
     assert room.killed == []
 
@@ -347,37 +354,37 @@ def test_a_soft_change_never_ends_a_worker(room: Room, now: list[float]) -> None
 @pytest.mark.parametrize("is_saved", [True, False])
 def test_the_worker_with_the_newest_state_saves_and_its_word_counts(room: Room, is_saved: bool) -> None:
     first, second = room.warm()
-    room.crew.change(say.Plan(4, hard=False), cause="")
-    room.crew.hear(first, say.Ready(4, 6))
-    room.crew.hear(second, say.Ready(4, 7))
+    room.group.change(say.Plan(4, hard=False), cause="")
+    room.group.hear(first, say.Ready(4, 6))
+    room.group.hear(second, say.Ready(4, 7))
     for worker in (first, second):
         room.sent(worker)
     room.reports.take()
-    room.crew.depart(4, save=True)
+    room.group.depart(4, save=True)
     assert room.sent(first) == [say.Leave(4, save=False)] and room.sent(second) == [say.Leave(4, save=True)]
-    room.crew.hear(first, say.Left(True))
-    room.crew.hear(second, say.Left(is_saved))
-    room.crew.end(first, 75)
+    room.group.hear(first, say.Left(True))
+    room.group.hear(second, say.Left(is_saved))
+    room.group.end(first, 75)
     assert room.reports.take() == []
-    room.crew.end(second, 75)
+    room.group.end(second, 75)
     assert room.reports.take() == [("WorkersLeft", is_saved)]
 
 
 def test_a_saver_that_dies_has_not_saved(room: Room) -> None:
     first, second = room.warm()
-    room.crew.depart(4, save=True)
-    room.crew.hear(second, say.Left(True))
-    room.crew.end(first, -signal.SIGKILL)
-    room.crew.end(second, 75)
+    room.group.depart(4, save=True)
+    room.group.hear(second, say.Left(True))
+    room.group.end(first, -signal.SIGKILL)
+    room.group.end(second, 75)
     assert room.reports.take() == [("WorkersLeft", False)]
 
 
 def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
     first, second = room.warm()
-    room.crew.depart(4, save=False)
+    room.group.depart(4, save=False)
     for worker in (first, second):
-        room.crew.hear(worker, say.Left(True))
-        room.crew.end(worker, 75)
+        room.group.hear(worker, say.Left(True))
+        room.group.end(worker, 75)
     assert room.reports.take() == [("WorkersLeft", True)]
     assert len(room.started) == 2, "nobody is started while the node ends"
 
@@ -385,16 +392,16 @@ def test_leaving_without_a_save_is_no_failure(room: Room) -> None:
 def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
     room: Room, now: list[float]
 ) -> None:
-    room.crew.start()
+    room.group.start()
     for _ in range(2):
-        room.crew.end(room.started[-1], 70)
+        room.group.end(room.started[-1], 70)
         now[0] += 1.0
-        room.crew.tick()
+        room.group.tick()
     last = room.started[-1]
-    room.crew.hear(
+    room.group.hear(
         last, say.Failed(-1, -1, 70, "ImportError", "no such module", is_final=False, is_agreed=False)
     )
-    room.crew.end(last, 70)
+    room.group.end(last, 70)
     assert len(room.started) == 4
     ((name, message, kind),) = room.reports.take()
     assert name == "NoWorkers" and "3 workers in a row" in message and "no such module" in message
@@ -403,14 +410,14 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
 
 def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
     """The worker ends with a volume that is away, which all ranks met together."""
-    worker.state, worker.inside_generation, worker.pulse._values[0] = "inside", 3, step
-    room.crew.hear(
+    worker.state, worker.inside_generation, worker.heartbeat._values[0] = "inside", 3, step
+    room.group.hear(
         worker,
         say.Failed(
             3, step, 70, "VolumeError", "stale", is_final=False, is_agreed=True, kind=ErrorKind.ENVIRONMENT
         ),
     )
-    room.crew.end(worker, 70)
+    room.group.end(worker, 70)
 
 
 def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_another_host_must_try(
@@ -422,7 +429,7 @@ def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_anothe
         (broken,) = room.reports.take_broken()
         assert (broken.cause, broken.is_final) == ("environment", False)
         now[0] += 10.0
-        room.crew.tick()
+        room.group.tick()
         worker = room.started[-1]
     fail_of_environment(room, worker, step=6)
     ((_, message, kind),) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
@@ -436,6 +443,6 @@ def test_a_host_that_makes_progress_between_its_failures_is_not_given_up(
     for step in range(6):
         fail_of_environment(room, worker, step=step)
         now[0] += 10.0
-        room.crew.tick()
+        room.group.tick()
         worker = room.started[-1]
     assert not [one for one in room.reports.take() if one[0] == "NoWorkers"]
