@@ -53,7 +53,8 @@ class ParsedSpec:
     """Port of a node's metrics; None where the run names none, 0 for any free one."""
     recipe_hash: str
     settings_hash: str
-    """Of what nodes must have alike while they train together; empty for a script, and for a recipe that is unreadable."""
+    """Of what nodes must have alike while they train together; empty for a script, and for a recipe that is
+    unreadable."""
 
 
 @dataclass(frozen=True)

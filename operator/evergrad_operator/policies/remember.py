@@ -82,8 +82,8 @@ def _begin(observation: Observation, config: Config) -> Memory:
             recorded=frozenset(range(len(memory.attempts))),
         )
     elif _has_other_settings(run, memory):
-        # Nodes of old and new settings would wait for one another, at a save that only some of them make: all leave, with their
-        # state saved, and come again. Nobody asked for fresh budgets or another image.
+        # Nodes of old and new settings would wait for one another, at a save that only some of them make: all
+        # leave, with their state saved, and come again. Nobody asked for fresh budgets or another image.
         memory = replace(
             memory,
             restart=memory.restart + 1,
@@ -104,7 +104,8 @@ def _begin(observation: Observation, config: Config) -> Memory:
 def _has_other_settings(run: TrainingRun, memory: Memory) -> bool:
     """Whether somebody gave a run that goes on other settings than its pods have.
 
-    Without a new generation only the operator is another, whose hash covers more or fewer fields; an older one noted none.
+    Without a new generation only the operator is another, whose hash covers more or fewer fields; an older
+    one noted none.
     """
     new, known = run.parsed.settings_hash, memory.settings_hash
     is_changed = get_int(get_map(run.raw, "status"), "observedGeneration") != run.generation
