@@ -1,7 +1,8 @@
-"""The catalogue of metrics, as data: what is measured, in which unit, and how it is put together and compared.
+"""The catalogue of metrics, as data: what is measured, in which unit, and how it is put together and
+compared.
 
-The trainer's exporter and each node's build their series from SERIES, the reference page its tables; files, report and
-compare-runs read COLUMNS. A recipe declares its own metrics by :func:`declare`.
+The trainer's exporter and each node's build their series from SERIES, the reference page its tables; files,
+report and compare-runs read COLUMNS. A recipe declares its own metrics by :func:`declare`.
 """
 
 import re
@@ -12,12 +13,16 @@ from typing import Final, Literal
 PREFIX: Final = "evergrad_"
 Kind = Literal["gauge", "counter", "histogram"]
 Compared = Literal["exactly", "closely", "by request", "told"]
-"""How compare-runs takes a column: it must be equal; within the tolerance; only with --exact; it is told, and counts nothing."""
+"""How compare-runs takes a column: it must be equal; within the tolerance; only with --exact; it is told, and
+counts nothing."""
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of an endpoint. ``labels``: besides ``run``, and ``node`` of a node's own. ``note``: more for the page."""
+    """One metric of an endpoint.
+
+    ``labels``: besides ``run``, and ``node`` of a node's own. ``note``: more for the page.
+    """
 
     name: str
     kind: Kind
@@ -153,7 +158,8 @@ TRAINER: Final[tuple[Series, ...]] = (
         "counter",
         "Checkpoint operations that failed",
         ("op", "reason"),
-        "Saves by reason (`no_space`, `read_only`, `permission`, `io`, `timeout`, `fenced`, `invalid`, `peer_lost`, "
+        "Saves by reason (`no_space`, `read_only`, `permission`, `io`, `timeout`, `fenced`, "
+        "`invalid`, `peer_lost`, "
         '`other`); checkpoints that did not validate when loading (`op="load"`, `reason="invalid"`).',
     ),
     Series(
@@ -167,7 +173,10 @@ TRAINER: Final[tuple[Series, ...]] = (
         "counter",
         "All other seconds, by cause",
         ("cause",),
-        "`startup`, `restore`, `recompute`, `checkpoint`, `evaluation`, `reconfiguration`, `downtime`, `other`.",
+        (
+            "`startup`, `restore`, `recompute`, `checkpoint`, `evaluation`, `reconfiguration`, "
+            "`downtime`, `other`."
+        ),
     ),
     Series(
         "exit_code",
@@ -206,7 +215,10 @@ COLUMNS: Final[tuple[Column, ...]] = (
     Column(
         "generation",
         "",
-        "claim on the directory under which it was trained; each start raises it, and so does each change of the world",
+        (
+            "claim on the directory under which it was trained; each start raises it, and so does "
+            "each change of the world"
+        ),
         "agreed",
         "told",
     ),
@@ -240,12 +252,14 @@ COLUMNS: Final[tuple[Column, ...]] = (
 """The columns of metrics.jsonl that every row has and that are numbers, in their order."""
 
 MOST_DECLARED: Final = 32
-"""Metrics a recipe may have: each is a series of the endpoint, and a place in what ranks exchange at every step."""
+"""Metrics a recipe may have: each is a series of the endpoint, and a place in what ranks exchange at every
+step."""
 _NAME = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
 
 
 def declare(metrics: Mapping[str, str]) -> tuple[Column, ...]:
-    """The columns of a recipe's own metrics, from their names and what they mean. They are compared like losses.
+    """The columns of a recipe's own metrics, from their names and what they mean. They are compared like
+    losses.
 
     Raises ValueError that names everything that is wrong with them.
     """

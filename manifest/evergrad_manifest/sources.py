@@ -1,4 +1,5 @@
-"""The Python files of a program, with the modules beside them that they import, and one hash of their content.
+"""The Python files of a program, with the modules beside them that they import, and one hash of their
+content.
 
 Imports are read from the text, so that what a program writes below its own folder makes no difference; one
 that is made while it runs is not seen.
@@ -17,7 +18,8 @@ _MAX_BYTES = 16 * 2**20
 
 
 def find_sources(roots: Sequence[Path], folder: Path) -> dict[str, Path]:
-    """The files ``roots`` and all in ``folder`` that they import, directly or not, by their path from ``folder``.
+    """The files ``roots`` and all in ``folder`` that they import, directly or not, by their path from
+    ``folder``.
 
     At most ``_MAX_FILES`` of them.
     """

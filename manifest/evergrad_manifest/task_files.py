@@ -29,7 +29,8 @@ def task_folder(training: Training, base_directory: Path) -> Path:
 
 
 def task_path(training: Training, base_directory: Path) -> Path | None:
-    """The file that the recipe names, whether or not it is there; None for a recipe that has a name of ours."""
+    """The file that the recipe names, whether or not it is there; None for a recipe that has a
+    name of ours."""
     if training.recipe in RECIPES:
         return None
     module = task_folder(training, base_directory).joinpath(*training.recipe.partition(":")[0].split("."))
@@ -54,7 +55,8 @@ def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
 
 
 def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
-    """The task's file with the modules beside it that it imports, for ``spec.training.files``; empty for ours.
+    """The task's file with the modules beside it that it imports, for ``spec.training.files``; empty for
+    ours.
 
     Raises ConfigurationError for files that are missing, too large, or no text.
     """

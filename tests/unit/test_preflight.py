@@ -211,7 +211,8 @@ def test_a_module_that_is_not_found_is_a_warning_since_import_hooks_may_know_it(
     assert findings_of_script(tmp_path, "-m", "nothing.here")[0] == (
         "warning",
         (
-            "spec.script.command[1]: the module 'nothing.here' was not found; it is neither in the working directory nor on this "
+            "spec.script.command[1]: the module 'nothing.here' was not found; it is neither in "
+            "the working directory nor on this "
             "interpreter's path. Check its name and workingDirectory, or install it."
         ),
     )
@@ -224,7 +225,8 @@ def test_more_workers_of_a_script_than_accelerators_are_a_warning(tmp_path: Path
 
 
 def test_a_shard_is_of_the_whole_world_and_no_process_holds_the_whole_model() -> None:
-    """16 bytes a parameter shared by 64 processes, on devices that do not hold the 4 bytes of the whole weights."""
+    """16 bytes a parameter shared by 64 processes, on devices that do not hold the 4 bytes of the whole
+    weights."""
     facts = replace(FACTS, parameters=10**9, hidden_size=1024, num_layers=32)
     sharded = training(runtime={"parallelism": "fsdp2", "precision": "fp32"})
     device = replace(MACHINE, num_accelerators=8, accelerator_memory_bytes=3 * 10**9)
@@ -236,7 +238,13 @@ def test_what_does_not_fit_comes_with_its_parts_and_the_largest_model_that_would
     facts = replace(FACTS, parameters=10**9, hidden_size=2048, num_layers=16)
     device = replace(MACHINE, num_accelerators=1, accelerator_memory_bytes=10**10)
     text = str(only(check_memory(training(), facts, device, num_workers=1, world_size=1)).problem)
-    named = int(re.search(r"in this plan about ([\d,]+)M parameters would fit", text)[1].replace(",", ""))  # type: ignore[index]
+    named = int(
+        re.search(
+            r"in this plan about ([\d,]+)M "
+            r"parameters would fit",
+            text,
+        )[1].replace(",", "")
+    )  # type: ignore[index]
     assert "(state 16.76 GiB, " in text and 300 < named < 600
     tiny = replace(device, accelerator_memory_bytes=10**6)
     assert "no model fits" in str(

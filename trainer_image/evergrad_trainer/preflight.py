@@ -1,4 +1,7 @@
-"""What needs the machine: files, memory, space, devices and sense, checked before the first step. Validation itself is pure."""
+"""What needs the machine: files, memory, space, devices and sense, checked before the first step.
+
+Validation itself is pure.
+"""
 
 import math
 import os
@@ -54,9 +57,11 @@ def examine(
     num_workers: int,
     num_nodes: tuple[int, int] = (1, 1),
 ) -> Examination:
-    """Every check that does not need the data's content. Reads files and builds no model; writes only a probe file.
+    """Every check that does not need the data's content. Reads files and builds no model; writes only a probe
+    file.
 
-    ``num_workers``: of this machine. ``num_nodes``: the fewest and the most machines of its kind that train together.
+    ``num_workers``: of this machine. ``num_nodes``: the fewest and the most machines of its kind that train
+    together.
     """
     if run.spec.script is not None:
         findings = [
@@ -95,7 +100,10 @@ def examine(
 
 
 def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
-    """The program and its working directory are there. A module is only looked for, since an import hook may know it."""
+    """The program and its working directory are there.
+
+    A module is only looked for, since an import hook may know it.
+    """
     problems = script_problems(script, base_directory=base_directory)
     yield from (Finding("error", problem) for problem in problems)
     program = script.program
@@ -111,7 +119,8 @@ def check_script(script: Script, base_directory: Path) -> Iterator[Finding]:
 
 
 def check_script_workers(run: TrainingRun, machine: Machine, *, num_workers: int) -> Iterator[Finding]:
-    """How many processes the script will see, and whether this machine has an accelerator for each of them."""
+    """How many processes the script will see, and whether this machine has an accelerator for
+    each of them."""
     least, most = run.spec.nodes.min, run.spec.nodes.max or run.spec.nodes.min
     if 0 < machine.num_accelerators < num_workers:
         what = f"{num_workers} workers share {machine.num_accelerators} accelerators"
@@ -219,7 +228,8 @@ def check_memory(
 ) -> Iterator[Finding]:
     """The model fits; this is an estimate. What does not fit comes with the largest model that would.
 
-    ``world_size``: the smallest world of the plan, which has the largest shards. Processes on CPUs share the memory.
+    ``world_size``: the smallest world of the plan, which has the largest shards. Processes on CPUs share the
+    memory.
     """
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
     available = machine.accelerator_memory_bytes if on_accelerator else machine.memory_bytes
@@ -256,7 +266,8 @@ def check_memory(
         what = f"{text} ({parts}) and {_gib(available)} are there"
         why = f"the process would be killed; in this plan {largest}"
         remedy = (
-            "Lower batching.microBatchSize, use runtime.activationCheckpointing, runtime.lossChunk, parallelism: "
+            "Lower batching.microBatchSize, use runtime.activationCheckpointing, "
+            "runtime.lossChunk, parallelism: "
             "fsdp2, or a smaller model; docs/model-sizes.md has a table"
         )
         yield Finding("error", Problem("memory", what, why, remedy, is_of_host=True))
@@ -329,7 +340,10 @@ def check_model(training: Training, facts: ModelFacts) -> Iterator[Finding]:
                 "spec.training.data.sequenceLength",
                 f"{length} is above the model's max_position_embeddings {facts.max_positions}",
                 "later tokens would have no position",
-                f"Lower it to {facts.max_positions}, or raise max_position_embeddings in the model's configuration",
+                (
+                    f"Lower it to {facts.max_positions}, or raise max_position_embeddings in the "
+                    "model's configuration"
+                ),
             ),
         )
 
@@ -343,7 +357,10 @@ def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) 
             f"{where}.tokenizer",
             f"missing, and the model in {path} would be trained on the ids of bytes",
             "a pretrained model knows the ids of its own tokenizer only",
-            f"Write tokenizer: {{type: transformers, path: {path}}}, or tokenizer: {{type: byte}} if bytes are meant",
+            (
+                f"Write tokenizer: {{type: transformers, path: {path}}}, or tokenizer: {{type: "
+                f"byte}} if bytes are meant"
+            ),
         )
     if plan is not None:
         yield from check_experts(plan.config, where=f"{where}.model.{'config' if path is None else 'path'}")
@@ -359,7 +376,10 @@ def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) 
         yield Problem(
             f"{where}.optimizer.betas",
             f"{slowest} is too close to 1 for runtime.precision bf16",
-            "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back to what it was, and never falls",
+            (
+                "bf16 has 8 bits: a moment that should shrink by less than a 256th is rounded back "
+                "to what it was, and never falls"
+            ),
             f"Use at most {_SLOWEST_BF16_DECAY:.3f}, or precision: bf16-autocast, whose moments are fp32",
         )
     on_accelerator = machine.num_accelerators > 0 and training.runtime.device != "cpu"
@@ -368,7 +388,10 @@ def find_traps(training: Training, plan: ModelPlan | None, *, machine: Machine) 
             f"{where}.reproducibility.elastic",
             "exact cannot be promised on an accelerator as it is",
             f"cuBLAS adds in varying order unless {CUBLAS_VARIABLE} is set",
-            f"Set {CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]} in the environment (spec.template.env), or use elastic: fast",
+            (
+                f"Set {CUBLAS_VARIABLE}={CUBLAS_DETERMINISTIC[0]} in the environment "
+                "(spec.template.env), or use elastic: fast"
+            ),
         )
 
 
@@ -389,7 +412,10 @@ def check_schedule(training: Training, numbers: HorizonNumbers) -> Iterator[Find
                     consequence,
                 ),
             )
-    text = f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up {numbers.warmup_steps}"
+    text = (
+        f"{total:,} steps, {numbers.tokens:,} tokens, {numbers.epochs:.2f} epochs; warm-up "
+        f"{numbers.warmup_steps}"
+    )
     yield Finding("ok", Problem("spec.training.horizon", text))
 
 

@@ -9,10 +9,11 @@ from typing import Any, Literal
 class StepRecord:
     """One finished optimizer step. A step trained again after a kill appears again; its last row counts.
 
-    ``loss`` is in nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are this step's, over
-    all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and ``other_seconds`` is what
-    no phase claims. ``time`` is Unix time in seconds at the end of the step. ``skipped``: why the step made no update, one of
-    SKIP_REASONS; null for all others. ``metrics``: what the recipe measures besides, by name, over all ranks.
+    ``loss`` is in nats per valid token, over the whole global batch. ``tokens`` and ``valid_tokens`` are this
+    step's, over all ranks. The ``*_seconds`` are rank 0's wall time; their sum is ``step_seconds`` and
+    ``other_seconds`` is what no phase claims. ``time`` is Unix time in seconds at the end of the step.
+    ``skipped``: why the step made no update, one of SKIP_REASONS; null for all others. ``metrics``: what the
+    recipe measures besides, by name, over all ranks.
     """
 
     step: int
@@ -37,12 +38,16 @@ class StepRecord:
 
 
 SKIP_REASONS = ("loss", "grad", "empty", "requested")
-"""Why a step makes no update: a loss or a gradient norm is not finite, no token carries a loss, or skipSteps names it."""
+"""Why a step makes no update: a loss or a gradient norm is not finite, no token carries a loss, or skipSteps
+names it."""
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation of one named set. ``loss`` is in nats per valid token; ``metrics``: what the evaluator measures besides."""
+    """One evaluation of one named set.
+
+    ``loss`` is in nats per valid token; ``metrics``: what the evaluator measures besides.
+    """
 
     step: int
     generation: int
@@ -56,7 +61,8 @@ class EvaluationRecord:
 
 
 def record_row(record: StepRecord | EvaluationRecord) -> dict[str, Any]:
-    """The record as a line of its file: its fields in their order; ``metrics`` is left out where it is empty."""
+    """The record as a line of its file: its fields in their order; ``metrics`` is left out where
+    it is empty."""
     row = dict(record.__dict__)
     if not row["metrics"]:
         # Rows of a recipe without metrics of its own are what they were before there were any.
@@ -79,7 +85,8 @@ class Event:
 
 
 class EventType:
-    """Names of events. A run begins with ``start``, from a checkpoint or from nothing, and ends with ``end`` unless it is killed.
+    """Names of events. A run begins with ``start``, from a checkpoint or from nothing, and ends with ``end``
+    unless it is killed.
 
     Between the two, rank 0 may be several processes after each other: each new one begins with ``world``.
     """
@@ -87,7 +94,8 @@ class EventType:
     START = "start"
     """fields: run, process_start_time (Unix s), resumed_from (step or null), total_steps, world_size, pid."""
     PHASES = "phases"
-    """After the first step. fields: seconds per start-up phase {imports, data, group, model, checkpoint, first_step}."""
+    """After the first step. fields: seconds per start-up phase {imports, data, group, model, checkpoint,
+    first_step}."""
     SAVE = "save"
     """A checkpoint is published. fields: checkpoint, seconds, blocking_seconds, bytes, kept, best."""
     SAVE_FAILED = "save_failed"
@@ -103,14 +111,17 @@ class EventType:
     WARNING = "warning"
     """fields: message."""
     SKIPPED = "skipped"
-    """A step made no update, and training went on. fields: why (SKIP_REASONS), message, in_a_row (of those not finite)."""
+    """A step made no update, and training went on. fields: why (SKIP_REASONS), message, in_a_row (of those
+    not finite)."""
     NON_FINITE = "non_finite"
-    """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message, in_a_row."""
+    """The run stops before this step's successor, which was not finite. fields: why (loss or grad), message,
+    in_a_row."""
     WORLD = "world"
     """Training goes on in another world, in the same processes, without reading a checkpoint.
 
-    fields: world_size, from_world_size, cause (one of causes.CHANGES), detail (the coordinator's words), paused_seconds (since
-    the last step; null before the first), pid (of rank 0, which may be another process than before).
+    fields: world_size, from_world_size, cause (one of causes.CHANGES), detail (the coordinator's words),
+    paused_seconds (since the last step; null before the first), pid (of rank 0, which may be another process
+    than before).
     """
     STOP = "stop"
     """The run leaves at this boundary. fields: reason (StopReason), saved."""
@@ -125,7 +136,10 @@ class EventType:
 StopReason = Literal[
     "complete", "signal", "stop_file", "stop_after_steps", "after_step", "observer", "non_finite", "change"
 ]
-"""Why the loop ended; ``observer``: one asked for it. ``change`` is no end of the run: it goes on in another world."""
+"""Why the loop ended; ``observer``: one asked for it.
+
+``change`` is no end of the run: it goes on in another world.
+"""
 
 Wish = Literal["stop", "save", "evaluate"]
 """What an observer may ask for: leave after this step, save it, or evaluate all sets."""
@@ -154,4 +168,5 @@ class RunInfo:
     highest_step: int | None = None
     """The highest step any process of the run has finished before; None where nobody has looked."""
     last_time: float | None = None
-    """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is none."""
+    """Unix seconds of the last sign of the run before this process; None where nobody has looked, or there is
+    none."""

@@ -1,4 +1,5 @@
-"""The policy in a world of one: saving by value, failures, the fence, retention, restoring and falling back."""
+"""The policy in a world of one: saving by value, failures, the fence, retention, restoring and
+falling back."""
 
 import errno
 import json

@@ -1,4 +1,5 @@
-"""Learning rates at listed points: the peak is reached at the end of the warm-up, the minimum one step after the last."""
+"""Learning rates at listed points: the peak is reached at the end of the warm-up, the minimum one step after
+the last."""
 
 import math
 from typing import Any

@@ -91,7 +91,7 @@ class FakeClient:
     def fileno(self) -> int:
         return -1
 
-    # ---- the test's side ---------------------------------------------------------------------------------------------
+    # ---- the test's side -----------------------------------------------------------------------------------
 
     def say(self, *messages: Message) -> None:
         """Deliver messages, and return when they were taken."""
@@ -201,7 +201,7 @@ def go(generation: int, *, node_rank: int = 1, num_nodes: int = 2, port: int = 5
     return Go(generation, node_rank, 1, num_nodes, node_rank, num_nodes, "10.0.0.1", port)
 
 
-# ---- arguments -------------------------------------------------------------------------------------------------------
+# ---- arguments ---------------------------------------------------------------------------------------------
 
 
 def test_arguments_become_settings(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_torch_finds_the_backend_and_loading_it_is_cheap() -> None:
     assert output == "True ['evergrad_trainer.torchrun', 'evergrad_trainer.torchrun.rendezvous']\n"
 
 
-# ---- from plan to group ----------------------------------------------------------------------------------------------
+# ---- from plan to group ------------------------------------------------------------------------------------
 
 
 def test_a_group_is_joined_by_plan_ready_and_go(handler: EvergradRendezvousHandler) -> None:
@@ -389,7 +389,7 @@ def test_the_handler_raises_torchs_own_error(
         handler.next_rendezvous()
 
 
-# ---- while workers run -----------------------------------------------------------------------------------------------
+# ---- while workers run -------------------------------------------------------------------------------------
 
 
 def test_workers_run_on_while_nothing_happens_and_the_group_is_told_to_be_up_once(
@@ -463,7 +463,7 @@ def test_workers_that_stop_in_order_are_given_the_time_for_it(handler: EvergradR
         assert handler.num_nodes_waiting() == 1
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------
+# ---- the end -----------------------------------------------------------------------------------------------
 
 
 def test_the_exit_barrier_is_a_vote_and_lasts_until_the_coordinator_has_counted(
@@ -476,7 +476,8 @@ def test_the_exit_barrier_is_a_vote_and_lasts_until_the_coordinator_has_counted(
     assert client.heard(Up) == [Up(7, -1)]
     waiting = threading.Thread(target=store.wait, args=(["barrier"],), daemon=True)
     waiting.start()
-    # The others form a new group without us: it is told that our workers are gone. A new connection hears the vote again.
+    # The others form a new group without us: it is told that our workers are gone. A new connection hears the
+    # vote again.
     client.say(plan(8, is_member=False))
     assert client.heard(Ready, 2)[1] == Ready(8, workers=0, port=0)
     client.call(client.on_connected)
@@ -552,7 +553,7 @@ def test_a_closed_handler_leaves_no_directory_behind(handler: EvergradRendezvous
     assert not directory.exists()
 
 
-# ---- what workers say ------------------------------------------------------------------------------------------------
+# ---- what workers say --------------------------------------------------------------------------------------
 
 
 def test_reports_of_rank_0_become_progress_and_a_new_checkpoint_a_boundary(
@@ -596,7 +597,7 @@ def test_only_the_own_generation_is_asked_for_commits(handler: EvergradRendezvou
     assert not ask(7)
 
 
-# ---- how workers end -------------------------------------------------------------------------------------------------
+# ---- how workers end ---------------------------------------------------------------------------------------
 
 
 def run_watched(directory: Path, code: str, **variables: str) -> list[SeenEnd]:

@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Compare and print. Raises InputError (exit 64) for unusable arguments and files; never for runs that differ."""
+    """Compare and print.
+
+    Raises InputError (exit 64) for unusable arguments and files; never for runs that differ.
+    """
     from evergrad_trainer.report.compare import compare
     from evergrad_trainer.run_directory import dumps_strict
 
@@ -175,7 +178,10 @@ def _difference(difference: "Difference") -> str:
     size = f", at most {relative:.3g} relative" if relative is not None and math.isfinite(relative) else ""
     kind = "differs" if difference.counts else "  note "
     many = _number(difference.num_steps, "step")
-    return f"{kind}  {what}: first at step {difference.first_step:,} (A {difference.a!r}, B {difference.b!r}); {many}{size}"
+    return (
+        f"{kind}  {what}: first at step {difference.first_step:,} (A {difference.a!r}, B "
+        f"{difference.b!r}); {many}{size}"
+    )
 
 
 def _repeats(name: str, repeats: "Repeats") -> Iterable[str]:
@@ -186,7 +192,10 @@ def _repeats(name: str, repeats: "Repeats") -> Iterable[str]:
             if others
             else "each time on the same samples"
         )
-        yield f"   {name} trained {_number(repeats.num_steps, 'step')} more than once: {_ranges(repeats.ranges)}; {same}"
+        yield (
+            f"   {name} trained {_number(repeats.num_steps, 'step')} more than once: "
+            f"{_ranges(repeats.ranges)}; {same}"
+        )
 
 
 def _ranges(found: Sequence[tuple[int, int]]) -> str:

@@ -35,7 +35,8 @@ EXAMPLES = """\
   evergrad node trainingrun.yaml --join coordinator:29400 --token-file token --node 3 --address 10.0.0.7 --workers 2"""
 
 _HOST_PAUSES = (2.0, 5.0, 10.0)
-"""Seconds before what this host could not do is tried again; then the node leaves its place to another host."""
+"""Seconds before what this host could not do is tried again; then the node leaves its place to
+another host."""
 _ACCELERATOR_PREFIXES = ("nvidia.com/", "amd.com/")
 _FIRST_OWN_INDEX = 1000
 """Nodes that are added without a number get one above those of a launcher or an operator."""
@@ -105,7 +106,10 @@ def _prepare_and_serve(args: argparse.Namespace) -> int:
 
 
 def _prepare_patiently(args: argparse.Namespace) -> Callable[[], int]:
-    """Prepare; trouble of this host is waited for a while, since a mount or a device may come back. Raises HostError."""
+    """Prepare; trouble of this host is waited for a while, since a mount or a device may come back.
+
+    Raises HostError.
+    """
     for pause in (*_HOST_PAUSES, None):
         try:
             return _prepare(args)
@@ -158,7 +162,8 @@ def _check_accelerators(run: TrainingRun, machine: Machine) -> None:
     # Elsewhere, as on a laptop with the same file, nobody has given any.
     if asked and not wants_cpu and machine.num_accelerators == 0 and "KUBERNETES_SERVICE_HOST" in os.environ:
         raise HostError(
-            f"no accelerator is visible; spec.resources.limits asks for {asked[0]}. Check the driver of this host."
+            f"no accelerator is visible; spec.resources.limits asks for {asked[0]}. Check the "
+            "driver of this host."
         )
 
 

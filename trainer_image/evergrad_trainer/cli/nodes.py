@@ -36,7 +36,8 @@ COORDINATOR = "coordinator"
 
 
 def run_nodes(request: RunRequest, plan: "SessionPlan", *, num_workers: int, num_accelerators: int) -> int:
-    """Train a typed run on the nodes that were asked for (default 1) of this machine; returns the exit code."""
+    """Train a typed run on the nodes that were asked for (default 1) of this machine; returns the
+    exit code."""
     num_nodes = request.num_nodes or 1
     prepare_process()
     method = choose_start_method("auto", num_accelerators=num_accelerators)
@@ -94,7 +95,8 @@ def run_script(request: RunRequest) -> int:
 def coordinator_settings(
     run: TrainingRun, directory: Path, *, num_nodes: int, recovery: Recovery
 ) -> CoordinatorSettings:
-    """A local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the manifest's maximum."""
+    """A local coordinator for ``num_nodes`` nodes, to which more may be added by hand up to the manifest's
+    maximum."""
     bounds = run.spec.nodes
     most = max(num_nodes, bounds.max or bounds.min)
     state = directory / COORDINATOR

@@ -16,10 +16,11 @@ from evergrad_trainer.run_directory import RunDirectory
 def prepare_script(
     loaded: LoadedManifest, directory: RunDirectory, serve: Callable[[], int]
 ) -> Callable[[], int]:
-    """Check the script's files, record the run, and import what workers will need; what it returns serves and marks the end.
+    """Check the script's files, record the run, and import what workers will need; what it returns serves and
+    marks the end.
 
-    Each node writes the same record and the same mark, so the directory tells whose it is whoever comes first, and that all is
-    done whoever goes last. Raises ConfigurationError.
+    Each node writes the same record and the same mark, so the directory tells whose it is whoever comes
+    first, and that all is done whoever goes last. Raises ConfigurationError.
     """
     run, base = loaded.run, loaded.base_directory
     raise_if(script_problems(run.script, base_directory=base), ConfigurationError)

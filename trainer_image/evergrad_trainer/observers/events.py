@@ -11,7 +11,10 @@ _KEYS = ("type", "time", "step", "generation")
 
 
 def event_row(event: Event) -> dict[str, Any]:
-    """The line of an event: its fields beside type, time, step and generation. Raises ValueError where they collide."""
+    """The line of an event: its fields beside type, time, step and generation.
+
+    Raises ValueError where they collide.
+    """
     taken = event.fields.keys() & set(_KEYS)
     if taken:
         raise ValueError(
@@ -42,7 +45,8 @@ def parse_event_row(row: dict[str, Any]) -> Event:
 
 
 def saved_step(event: Event) -> int:
-    """The step a ``save`` event is about: a background save is reported some steps later than the step it holds."""
+    """The step a ``save`` event is about: a background save is reported some steps later than the step it
+    holds."""
     name = str(event.fields.get("checkpoint", "")).rstrip("/").rpartition("/")[2]
     number = name.removeprefix("step-").split(".")[0]
     return int(number) if number.isdecimal() else event.step

@@ -1,4 +1,5 @@
-"""The trainer's Prometheus metrics of one run, made from the catalogue: evergrad_coordinator.metrics.TRAINER."""
+"""The trainer's Prometheus metrics of one run, made from the catalogue:
+evergrad_coordinator.metrics.TRAINER."""
 
 from collections.abc import Iterable
 
@@ -44,7 +45,8 @@ def build_series(
 
 
 class Instruments:
-    """All metrics of one run in one registry. Counters begin at 0 at once; a gauge appears with its first value.
+    """All metrics of one run in one registry. Counters begin at 0 at once; a gauge appears with its first
+    value.
 
     Names are those of the catalogue; labels follow the value, in the catalogue's order, without ``run``.
     """

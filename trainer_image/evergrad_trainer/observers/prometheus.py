@@ -25,7 +25,8 @@ from evergrad_trainer.observers.metrics_server import MetricsServer
 from evergrad_trainer.records import SKIP_REASONS, EvaluationRecord, Event, EventType, RunInfo, StepRecord
 
 LOSS_WINDOW_STEPS = 10
-"""The training loss is a mean of this many steps: a scrape sees one step of many, and a single one is noise."""
+"""The training loss is a mean of this many steps: a scrape sees one step of many, and a single
+one is noise."""
 
 _LINGER_POLL_SECONDS = 0.1
 
@@ -33,8 +34,8 @@ _LINGER_POLL_SECONDS = 0.1
 class PrometheusExporter(BaseObserver):
     """Last values as gauges, all that adds up as counters; one endpoint a run, on rank 0.
 
-    In the supervisor of a node it outlives rank 0, which may go elsewhere and come back: ``run_start`` may be heard many
-    times, and no counter ever decreases.
+    In the supervisor of a node it outlives rank 0, which may go elsewhere and come back: ``run_start`` may be
+    heard many times, and no counter ever decreases.
     """
 
     def __init__(
@@ -49,8 +50,9 @@ class PrometheusExporter(BaseObserver):
     ) -> None:
         """Start serving on ``port`` (0: a free one).
 
-        ``before``: what earlier processes of the run have left. ``linger_seconds``: how long ``close`` keeps the endpoint
-        up, cut short when ``should_stop`` says so. Raises ConfigurationError where the port cannot be used.
+        ``before``: what earlier processes of the run have left. ``linger_seconds``: how long ``close`` keeps
+        the endpoint up, cut short when ``should_stop`` says so. Raises ConfigurationError where the port
+        cannot be used.
         """
         # The classic text format would show each counter's creation time as one more series.
         disable_created_metrics()  # type: ignore[no-untyped-call]

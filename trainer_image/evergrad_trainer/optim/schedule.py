@@ -12,9 +12,10 @@ from evergrad_manifest.training import Schedule, StepOverride
 class LearningRate:
     """Learning rate of step s, for s from 1 to ``total_steps`` and beyond (it stays at its last value).
 
-    Warm-up rises linearly and reaches the peak at step ``warmup_steps``. ``wsd`` then stays, and decays linearly over its last
-    ``decay_steps``; ``linear`` and ``cosine`` decay from the end of the warm-up. All three are on their way to
-    ``peak * minimum_ratio``, which the step after the last would have: a last step at rate 0 would be wasted.
+    Warm-up rises linearly and reaches the peak at step ``warmup_steps``. ``wsd`` then stays, and decays
+    linearly over its last ``decay_steps``; ``linear`` and ``cosine`` decay from the end of the warm-up. All
+    three are on their way to ``peak * minimum_ratio``, which the step after the last would have: a last step
+    at rate 0 would be wasted.
     """
 
     type: str
@@ -45,14 +46,18 @@ class LearningRate:
 
 
 def value_at(step: int, value: float, changes: Sequence[tuple[int, float]]) -> float:
-    """``value``, or that of the last of ``changes`` (first step, value; ascending) that has begun by ``step``."""
+    """``value``, or that of the last of ``changes`` (first step, value; ascending) that has begun by
+    ``step``."""
     return next((changed for first, changed in reversed(changes) if first <= step), value)
 
 
 def build_schedule(
     settings: Schedule, *, peak: float, total_steps: int, overrides: Sequence[StepOverride] = ()
 ) -> LearningRate:
-    """The schedule over a horizon of ``total_steps``. That warm-up and decay fit is checked where the horizon is derived."""
+    """The schedule over a horizon of ``total_steps``.
+
+    That warm-up and decay fit is checked where the horizon is derived.
+    """
     warmup = min(steps_of(settings.warmup, total_steps), total_steps)
     return LearningRate(
         type=settings.type,

@@ -1,4 +1,7 @@
-"""Compares two runs step by step: same samples, same losses, same everything that belongs to the recipe. Pure."""
+"""Compares two runs step by step: same samples, same losses, same everything that belongs to the recipe.
+
+Pure.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +29,8 @@ _COLUMNS = tuple(
 
 @dataclass(frozen=True)
 class Rules:
-    """``tolerance``: relative, of losses and learning rates. ``exact``: these and gradient norms must be equal bit by bit.
+    """``tolerance``: relative, of losses and learning rates. ``exact``: these and gradient norms must be
+    equal bit by bit.
 
     ``first`` and ``last``: compare only these steps, both included.
     """
@@ -87,7 +91,8 @@ class Comparison:
     repeats_a: Repeats
     repeats_b: Repeats
     changes_a: tuple[tuple[int, str], ...] = ()
-    """Step and words of each change of the file that the run went on with; it is told, and makes no difference by itself."""
+    """Step and words of each change of the file that the run went on with; it is told, and makes no
+    difference by itself."""
     changes_b: tuple[tuple[int, str], ...] = ()
 
     @property
@@ -153,7 +158,10 @@ def _step_differences(a: StepTable, b: StepTable, rules: Rules) -> list[Differen
 
 
 def _disagree(pair: Sequence[Reals], rules: Rules) -> Mask:
-    """Where two columns differ: bit by bit, or by more than the tolerance relative to the larger. Not a number equals itself."""
+    """Where two columns differ: bit by bit, or by more than the tolerance relative to the larger.
+
+    Not a number equals itself.
+    """
     a, b = pair
     both_nan = np.isnan(a) & np.isnan(b)
     if rules.exact:

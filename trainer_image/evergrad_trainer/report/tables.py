@@ -33,7 +33,10 @@ ENDING_TEXTS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Text cells. ``numeric``: titles of right-aligned columns. ``gap``: after which row ``left_out`` rows are missing."""
+    """Text cells.
+
+    ``numeric``: titles of right-aligned columns. ``gap``: after which row ``left_out`` rows are missing.
+    """
 
     titles: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -177,7 +180,10 @@ def _warning(event: Event) -> str | None:
     if event.type == EventType.CHANGED:
         return f"the file changed after step {count(event.step)}: {describe_changes(fields)}"
     if event.type == EventType.FALLBACK:
-        return f"checkpoint {fields.get('checkpoint')} did not validate and was set aside: {fields.get('reason')}"
+        return (
+            f"checkpoint {fields.get('checkpoint')} did not validate and was set aside: "
+            f"{fields.get('reason')}"
+        )
     if event.type == EventType.SAVE_FAILED:
         return f"a checkpoint could not be saved at step {count(event.step)}: {fields.get('reason')}"
     if event.type == EventType.SKIPPED:
@@ -185,7 +191,10 @@ def _warning(event: Event) -> str | None:
     if event.type == EventType.NON_FINITE:
         return f"the run stopped after step {count(event.step)}: {fields.get('message')}"
     if event.type == EventType.FAILED:
-        return f"a process failed at step {count(event.step)} with {fields.get('error')}: {fields.get('message')}"
+        return (
+            f"a process failed at step {count(event.step)} with {fields.get('error')}: "
+            f"{fields.get('message')}"
+        )
     return None
 
 

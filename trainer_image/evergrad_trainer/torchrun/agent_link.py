@@ -22,7 +22,10 @@ class AgentLink:
         self.loop = AgentLoop(settings, self.state, directory=directory)
 
     def depart(self) -> None:
-        """The agent ends and its workers are gone. One that was asked to leave says so, else it would be taken for lost."""
+        """The agent ends and its workers are gone.
+
+        One that was asked to leave says so, else it would be taken for lost.
+        """
         with self.state.changed:
             place = self.state.place
             if (
@@ -41,7 +44,8 @@ class AgentLink:
         self.loop.close()
 
     def should_restart_workers(self) -> bool:
-        """Whether the workers have to be stopped: another group is planned, the run has ended, or the lease is lost."""
+        """Whether the workers have to be stopped: another group is planned, the run has ended, or the lease
+        is lost."""
         with self.state.changed:
             place = self.state.place
             if place is None:
@@ -52,7 +56,8 @@ class AgentLink:
             has_lost = self.loop.seconds_since_contact() > self.state.lease_seconds
             if has_lost:
                 say(
-                    f"no contact with the coordinator for {self.state.lease_seconds:g} s: stopping the workers"
+                    f"no contact with the coordinator for {self.state.lease_seconds:g} s: "
+                    "stopping the workers"
                 )
             self.state.is_stopping_workers = (
                 has_lost
@@ -95,14 +100,18 @@ class AgentLink:
         self.loop.call(self.loop.members.begin_watch, go.port)
 
     def vote_done(self) -> None:
-        """All of this node's workers have ended well. Raises SystemExit(75) when they did so because they were asked to stop."""
+        """All of this node's workers have ended well.
+
+        Raises SystemExit(75) when they did so because they were asked to stop.
+        """
         with self.state.changed:
             if self.state.place is None:
                 return
             if self.loop.board.has_stopped(self.state.place.generation):
                 # Counted as done it would end the run, unfinished. This way the node comes back and goes on.
                 say(
-                    "the script stopped as asked but ended with exit code 0; end it with 75, so that only its workers start anew"
+                    "the script stopped as asked but ended with exit code 0; end it with 75, so "
+                    "that only its workers start anew"
                 )
                 raise SystemExit(int(ExitCode.STOPPED_SAVED))
             self.state.done_generation = self.state.place.generation

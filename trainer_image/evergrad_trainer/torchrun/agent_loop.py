@@ -45,7 +45,8 @@ _STOPPING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUI
 
 
 class AgentLoop:
-    """Hears the coordinator and the workers of the agent's own node; its methods run on its thread, except the public ones.
+    """Hears the coordinator and the workers of the agent's own node; its methods run on its thread, except
+    the public ones.
 
     Raises of its thread are handed to the agent's: as the end of the run, or by :meth:`start`.
     """
@@ -82,7 +83,8 @@ class AgentLoop:
             self._thread.join(_CLOSE_SECONDS)
 
     def inherited_descriptors(self) -> list[int]:
-        """What a forked child must close: the connection (its end would stay hidden while the child lives) and the pipe."""
+        """What a forked child must close: the connection (its end would stay hidden while the child lives)
+        and the pipe."""
         connection = self._client.fileno() if self._client is not None else -1
         return [number for number in (connection, self.wakeup_read, self.wakeup_write) if number >= 0]
 
@@ -174,7 +176,8 @@ class AgentLoop:
                     self.state.newest = max(self.state.newest, message.generation)
                     self.state.go = message
                 case Leave() if self._client is not None:
-                    # Its state is in checkpoints, if anywhere; and the coordinator is not to be bothered again.
+                    # Its state is in checkpoints, if anywhere; and the coordinator is not to be bothered
+                    # again.
                     self._client.send(Left(message.generation, is_saved=False))
                     self._client.close()
                     self.state.end = End(int(ExitCode.STOPPED_SAVED), "left")
@@ -261,7 +264,8 @@ class AgentLoop:
     async def _may_commit(self, generation: int) -> bool:
         if self._client is None or self.state.place is None or self.state.place.generation != generation:
             return False
-        # A coordinator that is away for less than the lease is waited for: the save would be lost for nothing.
+        # A coordinator that is away for less than the lease is waited for: the save would be lost for
+        # nothing.
         while not self._client.is_connected:
             if self.seconds_since_contact() > self.state.lease_seconds or self._stopped.is_set():
                 return False

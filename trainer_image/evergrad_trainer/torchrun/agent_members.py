@@ -1,4 +1,5 @@
-"""The agent's own workers as the coordinator hears of them: their reports, and the end of the first that fails."""
+"""The agent's own workers as the coordinator hears of them: their reports, and the end of the first that
+fails."""
 
 import asyncio
 import time
@@ -11,7 +12,8 @@ from evergrad_trainer.torchrun.agent_workers import SeenEnd, WorkerWatch, build_
 
 
 class AgentMembers:
-    """Runs on the conversation's thread, except ``send_broken``, which both threads call with ``state.changed`` held."""
+    """Runs on the conversation's thread, except ``send_broken``, which both threads call with
+    ``state.changed`` held."""
 
     def __init__(
         self,
@@ -21,7 +23,10 @@ class AgentMembers:
         send: Callable[[Message], None],
         on_change: Callable[[], None],
     ) -> None:
-        """``say_now`` sends at once, ``send`` from any thread. ``on_change``: the board has to be written anew."""
+        """``say_now`` sends at once, ``send`` from any thread.
+
+        ``on_change``: the board has to be written anew.
+        """
         self.state = state
         self.reports = WorkerReports()
         self.watch: WorkerWatch | None = None
@@ -43,7 +48,8 @@ class AgentMembers:
         """An error in it would be logged nowhere, and the ends of workers would go unseen."""
         if not task.cancelled() and task.exception() is not None:
             say(
-                f"the agent's workers cannot be watched, so that their ends are told without a cause: {task.exception()!r}"
+                "the agent's workers cannot be watched, so that their ends are told without a "
+                f"cause: {task.exception()!r}"
             )
 
     def _take_worker_end(self, end: SeenEnd) -> None:

@@ -1,8 +1,8 @@
 """What the thread of a torchrun agent and the thread of its conversation share.
 
-Both threads hold ``changed`` while they read or write any of it. The conversation's thread notifies whenever something has
-changed; the agent's thread waits on it, in a rendezvous or at its end, always with a bound. The conversation's thread never
-waits for the agent's.
+Both threads hold ``changed`` while they read or write any of it. The conversation's thread notifies whenever
+something has changed; the agent's thread waits on it, in a rendezvous or at its end, always with a bound. The
+conversation's thread never waits for the agent's.
 """
 
 import threading

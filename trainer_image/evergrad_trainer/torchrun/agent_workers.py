@@ -1,7 +1,8 @@
 """The workers of a torchrun agent, seen from outside: torch tells a rendezvous handler nothing of them.
 
-Linux only: ``/proc`` shows the agent's children with their variables, and a pidfd tells the end of one before the agent
-collects it. Elsewhere nothing is known of a worker's end, and the failure is still reported, without its cause.
+Linux only: ``/proc`` shows the agent's children with their variables, and a pidfd tells the end of one before
+the agent collects it. Elsewhere nothing is known of a worker's end, and the failure is still reported,
+without its cause.
 """
 
 import asyncio
@@ -139,7 +140,8 @@ class WorkerWatch:
 
 
 def read_message(error_file: str | None) -> str:
-    """What the worker said last: its error file (written by ``@record``), else the end of its redirected stderr, else ""."""
+    """What the worker said last: its error file (written by ``@record``), else the end of its redirected
+    stderr, else ""."""
     if not error_file or error_file == os.devnull:
         return ""
     try:

@@ -1,9 +1,11 @@
 """torchrun's rendezvous backend ``evergrad``: torch's elastic agent as a node of the run's coordinator.
 
-    torchrun --nnodes=1:8 --rdzv-backend=evergrad --rdzv-endpoint=HOST:PORT --rdzv-id=RUN --max-restarts=1000000 script.py
+    torchrun --nnodes=1:8 --rdzv-backend=evergrad --rdzv-endpoint=HOST:PORT --rdzv-id=RUN
+    --max-restarts=1000000 script.py
 
-Loaded by every process that imports torch's rendezvous package, workers too, and while that import is under way: so only
-names of its api module are imported here, and what only an agent needs is imported by the handler.
+Loaded by every process that imports torch's rendezvous package, workers too, and while that import is under
+way: so only names of its api module are imported here, and what only an agent needs is imported by the
+handler.
 """
 
 import atexit
@@ -62,7 +64,10 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]) -> "NodeSettings":
-    """torchrun's arguments and our variables as settings. Raises ValueError that names every problem, one a line."""
+    """torchrun's arguments and our variables as settings.
+
+    Raises ValueError that names every problem, one a line.
+    """
     from importlib.metadata import version
 
     from evergrad_trainer.torchrun.agent_state import NodeSettings
@@ -82,7 +87,8 @@ def parse_settings(parameters: RendezvousParameters, environment: dict[str, str]
     )
     if not node:
         problems.append(
-            "--rdzv-conf node: missing. Give this node's index: node=0, or EVERGRAD_NODE=0 in the environment."
+            "--rdzv-conf node: missing. Give this node's index: node=0, or EVERGRAD_NODE=0 in "
+            "the environment."
         )
     token_file = str(given.get("token_file") or environment.get("EVERGRAD_TOKEN_FILE") or "")
     if not token_file:
@@ -154,15 +160,16 @@ class EvergradRendezvousHandler(RendezvousHandler):
         """Nothing: only the coordinator ends a run."""
 
     def num_nodes_waiting(self) -> int:
-        """1 when the workers have to be stopped, for whatever reason: torch restarts them without counting it."""
+        """1 when the workers have to be stopped, for whatever reason: torch restarts them without counting
+        it."""
         return int(self._link.should_restart_workers())
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Called with the old workers gone; returns when this node has its place in a new group.
 
-        Raises SystemExit with the coordinator's exit code when the run has ended, or this node is not wanted, and
-        RendezvousTimeoutError when nobody has answered at the coordinator's address for as long as torch lets a join take.
-        A spare, which the coordinator knows of, may wait for ever.
+        Raises SystemExit with the coordinator's exit code when the run has ended, or this node is not wanted,
+        and RendezvousTimeoutError when nobody has answered at the coordinator's address for as long as torch
+        lets a join take. A spare, which the coordinator knows of, may wait for ever.
         """
         link, state = self._link, self._link.state
         self._store = None
@@ -229,13 +236,19 @@ class _Silence:
         self._began = self._said = now
 
     def check(self, seconds_since_contact: float, *, now: float) -> None:
-        """Say every ten seconds that nobody answers. Raises RendezvousTimeoutError when that has lasted too long."""
+        """Say every ten seconds that nobody answers.
+
+        Raises RendezvousTimeoutError when that has lasted too long.
+        """
         from evergrad_trainer.worker.silence import SAY_SECONDS, describe_silence
 
         settings, waited = self._settings, min(seconds_since_contact, now - self._began)
         address = f"{settings.host}:{settings.port}"
         if waited > settings.join_seconds:
-            text = f"the coordinator at {address} has not answered for {settings.join_seconds:g} s (--rdzv-conf join_timeout)"
+            text = (
+                f"the coordinator at {address} has not answered for {settings.join_seconds:g} s "
+                "(--rdzv-conf join_timeout)"
+            )
             raise RendezvousTimeoutError(text)
         if min(waited, now - self._said) >= SAY_SECONDS:
             self._said = now
@@ -244,7 +257,8 @@ class _Silence:
 
 
 class _ExitBarrierStore(HashStore):
-    """The agent's own store. With identical workers torch uses it for one thing: the barrier of agents whose workers ended well.
+    """The agent's own store. With identical workers torch uses it for one thing: the barrier of agents whose
+    workers ended well.
 
     So its ``add`` is this node's vote, and its ``wait`` lasts until the coordinator has counted all.
     """

@@ -180,7 +180,8 @@ def _recompute_activations(module: nn.Module) -> None:
 
 
 def build_comparison(machinery: Machinery, membership: Membership) -> Callable[[int], None]:
-    """What compares the replicas' states after a step; nothing to compare where each rank holds a part of its own."""
+    """What compares the replicas' states after a step; nothing to compare where each rank holds a part of its
+    own."""
     if machinery.is_sharded:
         return lambda step: None
     return lambda step: compare_states(machinery.state(), membership.world, step=step)

@@ -67,7 +67,8 @@ def announce(session: Session, machinery: Machinery) -> None:
 
 
 def _announce_changes(session: Session, before: dict[str, Any]) -> None:
-    """Say what differs from the file of the start before: cadences, skipped steps, overrides, places of data."""
+    """Say what differs from the file of the start before: cadences, skipped steps, overrides,
+    places of data."""
     try:
         changes = changed_settings(from_wire(before), session.plan.run)
     except ConfigurationError:
@@ -79,7 +80,8 @@ def _announce_changes(session: Session, before: dict[str, Any]) -> None:
 
 
 def _announce_extension(session: Session, *, from_steps: int) -> None:
-    """Say that the horizon grew, and that the learning rate jumps where the shorter schedule had lowered it already."""
+    """Say that the horizon grew, and that the learning rate jumps where the shorter schedule had lowered it
+    already."""
     plan, done = session.plan, session.progress.finished_steps
     session.emit(EventType.EXTENDED, {"from_steps": from_steps, "to_steps": plan.numbers.total_steps})
     training = plan.run.training
@@ -94,7 +96,8 @@ def _announce_extension(session: Session, *, from_steps: int) -> None:
     )
     if done > 0 and now(done + 1) > _JUMP * before(done):
         message = (
-            f"the learning rate rises from {before(done):.3g} at step {done} to {now(done + 1):.3g} at the next one: "
+            f"the learning rate rises from {before(done):.3g} at step {done} to "
+            f"{now(done + 1):.3g} at the next one: "
             f"the schedule over {from_steps} steps had decayed already. "
             "To go on gently, begin a new run with initFrom and a warm-up"
         )
@@ -123,7 +126,8 @@ def describe_run(session: Session, machinery: Machinery) -> RunInfo:
 
 
 def announce_first_step(session: Session) -> None:
-    """Say what the start-up consisted of; from here on the garbage collector need not look at what start-up made."""
+    """Say what the start-up consisted of; from here on the garbage collector need not look at what start-up
+    made."""
     if "first_step" in session.marks:
         return
     session.mark("first_step")

@@ -1,4 +1,5 @@
-"""Cuts the TCP connections of a group from outside, so that operations stuck on a dead or frozen peer end at once."""
+"""Cuts the TCP connections of a group from outside, so that operations stuck on a dead or frozen peer end at
+once."""
 
 import contextlib
 import os
@@ -9,7 +10,10 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def connected_sockets() -> frozenset[int]:
-    """Descriptors of this process that are TCP connections. Listening sockets are none: shutting gloo's down ends the process."""
+    """Descriptors of this process that are TCP connections.
+
+    Listening sockets are none: shutting gloo's down ends the process.
+    """
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), _duplicate(int(name)) as copy:
@@ -40,7 +44,10 @@ def _duplicate(number: int) -> socket.socket:
 
 
 def address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to ``host``: asks the routing table, sends nothing. Raises OSError."""
+    """This machine's address on the way to ``host``: asks the routing table, sends nothing.
+
+    Raises OSError.
+    """
     family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)
