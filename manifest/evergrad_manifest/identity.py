@@ -1,4 +1,5 @@
-"""What a run is: the part of the manifest that must not change once it has begun, and the whole of it on the wire."""
+"""What a run is: the part of the manifest that must not change once it has begun, and the whole of it on the
+wire."""
 
 import hashlib
 import json
@@ -27,7 +28,10 @@ RECIPE_SECTIONS: Final = (
     "reproducibility",
     "options",
 )
-"""Sections of ``spec.training`` that decide the result, but for what is named below. ``runtime`` adds its precision."""
+"""Sections of ``spec.training`` that decide the result, but for what is named below.
+
+``runtime`` adds its precision.
+"""
 OPERATIONAL_DATA: Final = ("preparedDirectory",)
 RECIPE_OF_SCRIPT: Final = ("command", "env", "workingDirectory")
 """Fields of ``spec.script`` that decide the result, as far as can be known."""
@@ -59,10 +63,12 @@ _HASHED_AT_DEFAULT: Final = frozenset(
         "script.workingDirectory",
     }
 )
-"""Optional fields of the first version, which are part of the hash at their default too. Nothing is ever added here: a later
-field is left out of the hash where it has its first default, so that a file that does not set it keeps its hash."""
+"""Optional fields of the first version, which are part of the hash at their default too. Nothing is ever
+added here: a later field is left out of the hash where it has its first default, so that a file that does not
+set it keeps its hash."""
 FIRST_DEFAULTS: Final[dict[str, Any]] = {}
-"""Path (as above) of a later field whose default has changed since → the default it came with, which a file of that day means."""
+"""Path (as above) of a later field whose default has changed since → the default it came with, which a file
+of that day means."""
 
 _OF_ONE_MACHINE: Final = ("logging", "metrics", "initFrom", "onNonFinite", "skipSteps")
 """Sections that nodes of one group may have differently; the last two they agree on when a group forms."""
@@ -104,7 +110,8 @@ def from_wire(raw: Mapping[str, Any]) -> TrainingRun:
 
 
 def recipe_of(run: TrainingRun) -> dict[str, Any]:
-    """What decides the result and must not change while the run exists: that part of ``training`` or ``script``, camelCase.
+    """What decides the result and must not change while the run exists: that part of ``training`` or
+    ``script``, camelCase.
 
     Without nulls, and with every default written out.
     """
@@ -121,8 +128,9 @@ def recipe_of(run: TrainingRun) -> dict[str, Any]:
 def config_hash(run: TrainingRun) -> str:
     """Return the SHA-256 of the recipe, 64 hex digits: the identity of a run, which its checkpoints carry.
 
-    The horizon is left out, so that a run that is extended stays the same run, and so is each field that came after the first
-    version and has the default it came with, so that a new version gives the hash that the old one gave.
+    The horizon is left out, so that a run that is extended stays the same run, and so is each field that came
+    after the first version and has the default it came with, so that a new version gives the hash that the
+    old one gave.
     """
     recipe = {section: value for section, value in recipe_of(run).items() if section != "horizon"}
     if run.spec.script is not None:
@@ -134,10 +142,11 @@ def config_hash(run: TrainingRun) -> str:
 
 
 def settings_hash(run: TrainingRun) -> str:
-    """Return a hash of all that the nodes of a typed run must have alike while they train together, 16 hex digits.
+    """Return a hash of all that the nodes of a typed run must have alike while they train together, 16 hex
+    digits.
 
-    That is more than the recipe: nodes that save, evaluate or stop at other steps would wait for one another. It is less than
-    the file: what concerns one machine may differ.
+    That is more than the recipe: nodes that save, evaluate or stop at other steps would wait for one another.
+    It is less than the file: what concerns one machine may differ.
     """
     training = to_wire(run)["spec"]["training"]
     shared = {key: value for key, value in training.items() if key not in _OF_ONE_MACHINE}
@@ -149,7 +158,8 @@ def settings_hash(run: TrainingRun) -> str:
 
 
 def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
-    """Every field of ``spec.training`` outside of the recipe that differs, and the horizon: what changed in a run that lives.
+    """Every field of ``spec.training`` outside of the recipe that differs, and the horizon: what changed in a
+    run that lives.
 
     Paths of data, tokenizer and model are among them: their content is what the recipe means.
     """
@@ -158,7 +168,8 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
 
 
 def _without_later_defaults(wire: Mapping[str, Any], section: Section, prefix: str) -> dict[str, Any]:
-    """``wire``, a part of ``section`` on the wire, without later fields at their first default and sections left empty so."""
+    """``wire``, a part of ``section`` on the wire, without later fields at their first default and sections
+    left empty so."""
     kept: dict[str, Any] = {}
     for name, info in type(section).model_fields.items():
         key, path = info.alias or name, f"{prefix}{info.alias or name}"
@@ -184,7 +195,8 @@ def changed_fields(
 ) -> list[Change]:
     """Every field of two recipes that differs, with both values; lists of different length differ as a whole.
 
-    ``where``: the section both were taken from. Empty exactly when they are equal, so that a refused resume always names a field.
+    ``where``: the section both were taken from. Empty exactly when they are equal, so that a refused resume
+    always names a field.
     """
     return _changes(old, new, where)
 
@@ -214,7 +226,8 @@ def _canonical(value: Any) -> str:
 
 
 def problems_of_changes(changes: list[Change], *, directory: str) -> list[Problem]:
-    """One Problem for each field of the recipe that differs from the one the run in ``directory`` began with."""
+    """One Problem for each field of the recipe that differs from the one the run in ``directory``
+    began with."""
     return [
         Problem(
             path,

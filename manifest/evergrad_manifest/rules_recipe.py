@@ -1,4 +1,5 @@
-"""What the fields of the recipe must satisfy together: horizon, batching, schedule, model, tokenizer, runtime."""
+"""What the fields of the recipe must satisfy together: horizon, batching, schedule, model, tokenizer,
+runtime."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -114,7 +115,8 @@ def check_batching(view: View) -> Iterator[Problem]:
 
 
 def nearest_divisors(number: int, near: int) -> tuple[int, int]:
-    """The largest divisor of ``number`` up to ``near`` and the smallest from ``near`` on, for near in 1..number."""
+    """The largest divisor of ``number`` up to ``near`` and the smallest from ``near`` on, for near in
+    1..number."""
     divisors = divisors_of(number)
     return max(d for d in divisors if d <= near), min(d for d in divisors if d >= near)
 
@@ -154,7 +156,10 @@ def check_schedule_fits(view: View) -> Iterator[Problem]:
         if total is not None:
             yield from check_schedule(warmup, decay, total=total)
         elif both_are_shares and check_schedule(warmup, decay, total=100):
-            what = f"the warm-up of {warmup * 100:g}% and the final decay of {decay * 100:g}% are more than the whole horizon"
+            what = (
+                f"the warm-up of {warmup * 100:g}% and the final decay of {decay * 100:g}% are more "
+                "than the whole horizon"
+            )
             yield Problem(f"{_SCHEDULE}.warmup", what, "", "Shorten warmup or decay")
     after_step = view.get(f"{TRAINING}.stop.afterStep")
     if total is not None and after_step is not UNKNOWN:

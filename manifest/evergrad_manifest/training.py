@@ -1,4 +1,7 @@
-"""``spec.training``: the typed recipe. Frozen and pure: no device, file, network, process group or logging."""
+"""``spec.training``: the typed recipe.
+
+Frozen and pure: no device, file, network, process group or logging.
+"""
 
 import re
 from typing import Annotated, Any, Final, Literal
@@ -48,7 +51,8 @@ class Model(Section):
     """A transformers causal model. Exactly one of ``config`` and ``path``."""
 
     config: dict[str, Any] | None = None
-    """A transformers configuration, verbatim, with its ``model_type``; weights are initialised from the seed."""
+    """A transformers configuration, verbatim, with its ``model_type``; weights are initialised
+    from the seed."""
     path: LocalPath | None = None
     """A local transformers directory: configuration and, when present, safetensors weights."""
 
@@ -57,7 +61,10 @@ class Tokenizer(Section):
     """How text becomes token ids."""
 
     type: Literal["byte", "transformers"] = "byte"
-    """``byte``: UTF-8 bytes 0-255 plus 256 for the end of a document. ``transformers``: a local tokenizer directory."""
+    """``byte``: UTF-8 bytes 0-255 plus 256 for the end of a document.
+
+    ``transformers``: a local tokenizer directory.
+    """
     path: LocalPath | None = None
     """Directory of the transformers tokenizer; needed for that type and refused for the other."""
 
@@ -164,12 +171,18 @@ class Stop(Section):
 
 
 class OnNonFinite(Section):
-    """What follows a step whose loss or gradient norm is not finite. The state before it is always saved first."""
+    """What follows a step whose loss or gradient norm is not finite.
+
+    The state before it is always saved first.
+    """
 
     skip: int = Field(default=0, ge=0, le=1000, strict=True)
     """How many such steps in a row are skipped: counted, but without an update."""
     then: Literal["stop"] = "stop"
-    """What follows when there are more of them in a row. ``stop``: the run stops, its state saved, and can be resumed."""
+    """What follows when there are more of them in a row.
+
+    ``stop``: the run stops, its state saved, and can be resumed.
+    """
 
 
 SkippedStep = Annotated[int, Strict(), Field(ge=1, le=10**12)]
@@ -217,7 +230,8 @@ class Checkpoint(Section):
     verify: Literal["always", "sizes"] = "always"
     """What is checked before a checkpoint is loaded: checksums and sizes, or sizes alone."""
     max_failures: Count = Field(default=3, ge=1)
-    """Failed saves in a row after which training ends; it begins again at the newest checkpoint if volume or host is to blame."""
+    """Failed saves in a row after which training ends; it begins again at the newest checkpoint if volume or
+    host is to blame."""
 
 
 class EvaluationSource(Source):
@@ -235,7 +249,8 @@ class Evaluation(Section):
     at_start: Switch = False
     """Also before the first step."""
     sources: tuple[EvaluationSource, ...] = Field(default=(), max_length=16)
-    """Separate files to evaluate on, each a named set; ``heldOut`` is the name of the split that ``data.heldOut`` makes."""
+    """Separate files to evaluate on, each a named set; ``heldOut`` is the name of the split that
+    ``data.heldOut`` makes."""
     samples: Count | None = Field(default=None, ge=1)
     """At most this many samples of each set, the same ones each time; default: all."""
 
@@ -244,7 +259,8 @@ class InitFrom(Section):
     """Weights of another run."""
 
     path: LocalPath = Field(min_length=1)
-    """A transformers directory, a run directory (its newest valid checkpoint) or one checkpoint: weights only."""
+    """A transformers directory, a run directory (its newest valid checkpoint) or one checkpoint: weights
+    only."""
 
 
 OnOff = Literal["auto", "on", "off"] | bool
@@ -274,7 +290,8 @@ class Runtime(Section):
     collective_timeout_seconds: Whole = Field(default=600, ge=1, le=86400)
     """Seconds: how long a process waits for the others inside one exchange."""
     compare_replicas_every: int = Field(default=100, ge=0, le=2**31, strict=True)
-    """Steps between two comparisons of the replicas' states, also made before each save and in each new world; 0: none."""
+    """Steps between two comparisons of the replicas' states, also made before each save and in each new
+    world; 0: none."""
 
 
 class Logging(Section):
@@ -297,13 +314,14 @@ class Training(Section):
     """The typed recipe."""
 
     recipe: Annotated[str, AfterValidator(check_recipe), Field(max_length=253)] = "pretrain"
-    """What is trained: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file that lies beside this
-    one or can be imported."""
+    """What is trained: ``pretrain``, or a task of your own as ``module:attr``, a name in a Python file that
+    lies beside this one or can be imported."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the first step."""
+    """Options of a task of your own (``recipe: module:attr``), in its own words; it checks them before the
+    first step."""
     files: dict[str, str] = Field(default_factory=dict, max_length=64)
-    """Python files of a task of your own, text by name (``task.py``), where they cannot lie beside this file: on a cluster.
-    ``evergrad submit`` fills them in."""
+    """Python files of a task of your own, text by name (``task.py``), where they cannot lie beside this file:
+    on a cluster. ``evergrad submit`` fills them in."""
     model: Model
     """The model: exactly one of a configuration and a directory."""
     tokenizer: Tokenizer = Tokenizer()
@@ -323,9 +341,15 @@ class Training(Section):
     on_non_finite: OnNonFinite = OnNonFinite()
     """What follows a step whose loss or gradient norm is not finite. May be changed in place."""
     skip_steps: tuple[SkippedStep, ...] = Field(default=(), max_length=64)
-    """Steps that are passed over without an update, such as one whose samples spoil it. May be changed in place."""
+    """Steps that are passed over without an update, such as one whose samples spoil it.
+
+    May be changed in place.
+    """
     overrides: tuple[StepOverride, ...] = Field(default=(), max_length=64)
-    """Values that replace those of the recipe from a step on, in the order of their steps. May be changed in place."""
+    """Values that replace those of the recipe from a step on, in the order of their steps.
+
+    May be changed in place.
+    """
     checkpoint: Checkpoint = Checkpoint()
     """When state is saved and what is kept."""
     evaluation: Evaluation = Evaluation()

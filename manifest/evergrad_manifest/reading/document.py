@@ -23,7 +23,8 @@ _LONGEST_NUMBER = 100
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
 _INTEGER = re.compile(rf"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|{_DIGITS})")
 _FLOAT = re.compile(
-    rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+    rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 _OCTAL_ALLOWED: Final = ("spec", "template")
 
@@ -69,7 +70,8 @@ class _Loader(yaml.SafeLoader):
     Bounded in depth and size.
     """
 
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's own attribute)
+    # PyYAML's own attribute.
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

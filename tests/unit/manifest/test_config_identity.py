@@ -53,7 +53,10 @@ OPERATIONAL = [
     "spec.training.checkpoint.every.steps=7",
     "spec.training.evaluation.every.steps=7",
     "spec.training.initFrom={path: x}",
-    "spec.training.runtime={compile: on, parallelism: fsdp2, activationCheckpointing: true, threads: 3, device: cpu}",
+    (
+        "spec.training.runtime={compile: on, parallelism: fsdp2, activationCheckpointing: true, "
+        "threads: 3, device: cpu}"
+    ),
     "spec.training.logging={every: {steps: 1}}",
     "spec.training.metrics={port: 0}",
     "spec.training.data.preparedDirectory=elsewhere",
@@ -155,7 +158,8 @@ def test_a_recipe_that_lost_or_gained_a_field_says_so() -> None:
 
 def test_a_null_in_the_models_own_configuration_is_a_change_that_is_named() -> None:
     changed = run(
-        "spec.training.model.config={model_type: llama, hidden_size: 256, num_hidden_layers: 4, num_attention_heads: 4, x: null}"
+        "spec.training.model.config={model_type: llama, hidden_size: 256, num_hidden_layers: 4, "
+        "num_attention_heads: 4, x: null}"
     )
     assert config_hash(changed) != config_hash(run())
     assert changed_fields(recipe_of(run()), recipe_of(changed)) == [
