@@ -11,13 +11,18 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_manifest.identity import from_wire
-from evergrad_trainer.checkpoint.weights import find_checkpoint, read_plain_state
+from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
+from evergrad_trainer.checkpoint.weights import find_checkpoint, read_into
 from evergrad_trainer.data.tokenizers import load_tokenizer
-from evergrad_trainer.errors import ModelError, RunDirectoryError
+from evergrad_trainer.errors import RunDirectoryError
 from evergrad_trainer.models.build import build_model, plan_model
 from evergrad_trainer.run_directory import RunDirectory
+from evergrad_trainer.state.providers import module_tensors
+from evergrad_trainer.state.registry import MODEL
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SHARD_SIZE = "5GB"
+"""Most bytes of one safetensors file, of which each is written from the model's own memory, one after the other."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,16 @@ def export_checkpoint(
     plan = plan_model(training.model, base_directory=base, vocab_size=tokenizer.vocab_size)
     checkpoint = find_checkpoint(run_directory, step=step)
     model = build_model(plan, seed=0, precision=training.runtime.precision, with_weights=False)
-    _fill(model, read_plain_state(checkpoint, prefix="model."), checkpoint)
     if dtype is not None:
+        # Before the weights are there: they are converted as they are read, and held once, in the type they are written in.
         model.to(_DTYPES[dtype])  # type: ignore[arg-type]
+    weights = {f"{MODEL}.{name}": tensor for name, tensor in module_tensors(model).items()}
+    read_into(checkpoint, weights, prefix=f"{MODEL}.")
     model.config.use_cache = True
     disable_progress_bar()
     temporary = output.with_name(f".{output.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        model.save_pretrained(temporary)
+        model.save_pretrained(temporary, max_shard_size=_SHARD_SIZE)
         tokenizer.save_pretrained(temporary)
         os.rename(temporary, output)
     except BaseException:
@@ -83,26 +90,5 @@ def export_checkpoint(
         raise
     parameters = sum(parameter.numel() for parameter in model.parameters())
     name = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return ExportResult(checkpoint, _step_of(checkpoint), output, parameters, name)
-
-
-def _fill(model: torch.nn.Module, state: dict[str, torch.Tensor], checkpoint: Path) -> None:
-    """Every parameter and persistent buffer from the checkpoint, none left as it was."""
-    targets = model.state_dict(keep_vars=True)
-    own = {f"model.{name}" for name, _ in model.named_parameters()}
-    missing = sorted(own - set(state))
-    if missing:
-        raise ModelError(
-            Problem(
-                str(checkpoint),
-                f"{len(missing)} weights are missing, first {missing[0]}",
-                "it was written by another model",
-            )
-        )
-    with torch.no_grad():
-        for key, value in state.items():
-            targets[key.removeprefix("model.")].copy_(value)
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.split(".")[0].removeprefix("step-"))
+    version = parse_checkpoint_name(checkpoint.name)
+    return ExportResult(checkpoint, version.step if version else 0, output, parameters, name)

@@ -1,17 +1,27 @@
 """Reading checkpoints outside the run they belong to: weights to begin another run with, plain tensors to
 export."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from evergrad_coordinator.contract import RunFile
-from evergrad_manifest.errors import Problem
+from evergrad_manifest.errors import Problem, raise_if
 from evergrad_trainer.checkpoint.filesystem import filesystem_store
 from evergrad_trainer.checkpoint.layout import MANIFEST, parse_checkpoint_name
 from evergrad_trainer.checkpoint.manifest import InvalidCheckpointError, UnknownFormatError
-from evergrad_trainer.checkpoint.restoring import Restored, Search, load_newest, open_table, read_state
+from evergrad_trainer.checkpoint.restoring import (
+    Restored,
+    Search,
+    compare_tensors,
+    load_newest,
+    open_table,
+    read_state,
+)
+from evergrad_trainer.checkpoint.store import Library
+from evergrad_trainer.checkpoint.tensor_table import Table
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.world import World
 
@@ -46,16 +56,33 @@ def read_plain_state(checkpoint: Path, *, prefix: str = "") -> dict[str, torch.T
 
     Raises CheckpointError if the checkpoint does not validate.
     """
+    with _validated(checkpoint, prefix) as (library, table):
+        state = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in table.items()}
+        read_state(library, checkpoint.resolve().name, table, state)
+    return state
+
+
+def read_into(checkpoint: Path, state: Mapping[str, torch.Tensor], *, prefix: str) -> None:
+    """Fill ``state``, all keys of which begin with ``prefix``, from one checkpoint, in place and in this process alone.
+
+    Floats of another width are converted a slab at a time, so that nothing is held twice. Raises CheckpointError if the
+    checkpoint does not validate, or if its tensors of that prefix are not those of ``state``.
+    """
+    with _validated(checkpoint, prefix) as (library, table):
+        raise_if(compare_tensors(table, state, where=str(checkpoint)), CheckpointError)
+        read_state(library, checkpoint.resolve().name, table, state)
+
+
+@contextlib.contextmanager
+def _validated(checkpoint: Path, prefix: str) -> Iterator[tuple[Library, Table]]:
+    """A checkpoint that validates, and its table; what keeps it from being read is a CheckpointError."""
     checkpoint = checkpoint.resolve()
     library = filesystem_store(checkpoint.parent).library
     try:
         manifest = library.validate(checkpoint.name, checksums=True)
-        table = open_table(library, checkpoint.name, manifest, prefix=prefix)
-        state = {key: torch.empty(tensor.shape, dtype=tensor.dtype) for key, tensor in table.items()}
-        read_state(library, checkpoint.name, table, state)
+        yield library, open_table(library, checkpoint.name, manifest, prefix=prefix)
     except (InvalidCheckpointError, UnknownFormatError, OSError) as error:
         raise CheckpointError(Problem(str(checkpoint), "cannot be loaded", why=str(error))) from error
-    return state
 
 
 def find_checkpoint(path: Path, *, step: int | None = None) -> Path:

@@ -11,6 +11,7 @@ from prometheus_client import Counter, Gauge
 from evergrad.report_values import read_values
 from evergrad_coordinator.metrics import NODE
 from evergrad_coordinator.protocol import MAX_GENERATION, Progress
+from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.observers.instruments import build_series
 from evergrad_trainer.observers.live_state import SHORT_WINDOW_SECONDS, Rate
 from evergrad_trainer.observers.prometheus import PrometheusExporter
@@ -50,7 +51,8 @@ class NodeMetrics:
         if kind == "run_start":
             self._total_steps = int(record["total_steps"])
         elif kind == "event" and record.get("type") == "save":
-            self._checkpoint_step = _step_of(str(record.get("checkpoint", "")))
+            version = parse_checkpoint_name(str(record.get("checkpoint", "")))
+            self._checkpoint_step = version.step if version else None
         elif kind == "step_end":
             self._rate.add(record["tokens"], first_seconds=record["step_seconds"])
             self.progress = self._describe(record)
@@ -173,8 +175,3 @@ def read_generation(report: Mapping[str, object]) -> int:
     """The generation that a worker's report names; 0 for anything else."""
     generation = report.get("generation")
     return generation if type(generation) is int and 0 <= generation < MAX_GENERATION else 0
-
-
-def _step_of(checkpoint: str) -> int | None:
-    digits = checkpoint.removeprefix("step-").split(".", 1)[0]
-    return int(digits) if digits.isdecimal() else None
