@@ -49,8 +49,8 @@ def update(
     for done, gradient in enumerate(gradients):
         cut_gradient = gradient.split(cut)
         if variant == "in parts":
-            parts = [Part(*four, begin=begin, total=ELEMENTS)
-                for *four, begin in zip(pieces[0], cut_gradient, pieces[1], pieces[2], begins, strict=True)]  # fmt: skip
+            cuts = zip(pieces[0], cut_gradient, pieces[1], pieces[2], begins, strict=True)
+            parts = [Part(*four, begin=begin, total=ELEMENTS) for *four, begin in cuts]
             update_parts(
                 parts, updates=done, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1
             )

@@ -1,4 +1,5 @@
-"""What the manifest's models cost the operator: processor time and memory a run, at 1,000 runs, and a pass over each.
+"""What the manifest's models cost the operator: processor time and memory a run, at 1,000 runs, and a pass
+over each.
 
     python benchmarks/operator_specs.py [--runs 1000]
 

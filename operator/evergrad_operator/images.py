@@ -5,8 +5,8 @@ A tag may be moved while a run trains. What its first pod runs is what all its p
 
 | the kubelet's image ID of the first pod | later pods ask for | pods are compared by |
 |---|---|---|
-| ``repository@sha256:…`` of the repository that was asked for, as after a pull | that digest | repository and digest |
-| of another repository, such as ``import-2026-11-22@sha256:…`` of an import by hand | the tag, as before | digest |
+| ``repository@sha256:…`` of the repository asked for, as after a pull | that digest | repository and digest |
+| of another repository, such as ``import-2026@sha256:…`` of an import by hand | the tag, as before | digest |
 | ``sha256:…`` alone, as of an import by hand | the tag, as before | digest |
 
 A pod that asked for a digest runs it, and is compared with nothing.

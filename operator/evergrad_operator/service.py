@@ -323,7 +323,8 @@ class Service:
             resource: lag for resource, lag in self.mirror.expectations.lag().items() if lag > STALLED_SECONDS
         }
         if late and self._is_synced:
-            return f"a watch is behind: {', '.join(f'{resource} by {lag:.0f} s' for resource, lag in late.items())}"
+            behind = ", ".join(f"{resource} by {lag:.0f} s" for resource, lag in late.items())
+            return f"a watch is behind: {behind}"
         if isinstance(self.gate, LeaseGate) and self._is_synced and self.gate.remaining() <= 0:
             return "the lease is lost"
         return None

@@ -1,13 +1,13 @@
 """How the tensors of one group travel between processes, and how a process gets out of a group whose peers
 are gone.
 
-==============  ===============  ====================================  ==========================================
-transport       tensors on       a stuck operation is freed by         an operation of a group that was given up
-==============  ===============  ====================================  ==========================================
-gloo            CPU              cutting its sockets (the watchdog)       raises, or never ends
-NCCL            accelerator      aborting its communicators, once      may end without its data and without error
-asynchronous    CPU, for tests   aborting, as NCCL does                ends without its data and without error
-==============  ===============  ====================================  ==========================================
+==============  ===============  ===================================  ========================================
+transport       tensors on       a stuck operation is freed by        an operation of an abandoned group
+==============  ===============  ===================================  ========================================
+gloo            CPU              cutting its sockets (the watchdog)   raises, or never ends
+NCCL            accelerator      aborting its communicators, once     may end without its data or an error
+asynchronous    CPU, for tests   aborting, as NCCL does               ends without its data or an error
+==============  ===============  ===================================  ========================================
 
 One object serves one generation. Small integers and checkpoints always travel over gloo groups on the CPU.
 """

@@ -2,8 +2,8 @@
 
 | end of a pod | budget |
 |---|---|
-| crash, out of memory, volume full, container not started | one failure, if the pod was made after the last one was counted |
-| any other that is no host fault, of a pod that was hardly begun | free; from the fourth in a row on its replacement waits |
+| crash, out of memory, volume full, not started | one failure, if the pod came after the last counted |
+| any other, no host fault, of a pod hardly begun | free; from the fourth in a row on, replacements wait |
 | any other | free |
 
 Progress takes all of it back: a newer step, or where workers start afresh a newer checkpoint.

@@ -7,7 +7,7 @@ other nodes and the coordinator wait for nothing.
 |---|---|
 | exit code 70 with kind ``environment``, such as an unwritable mount or a missing device | a host fault |
 | refused by the kubelet, such as by a device plugin | a host fault |
-| exit code 64 after a group has formed: a group that trains shows that configuration and data are right | a host fault |
+| exit code 64 after a group has formed, which shows that configuration and data are right | a host fault |
 | exit code 64 before | an input error: final once it is confirmed, tried again like a host fault until then |
 
 An input error is confirmed by two nodes on two hosts, by two tries of one node, or where the run has one node

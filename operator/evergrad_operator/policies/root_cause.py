@@ -2,7 +2,7 @@
 
 | said by | after | result |
 |---|---|---|
-| a pod that ended by itself, exit code 64 or 70 | its coordinator named a rank in the last minute | the rank stays |
+| a pod that ended by itself, exit code 64 or 70 | its coordinator named a rank just before | the rank stays |
 | any pod that failed | | the pod, its exit code and last words |
 | a pod with a host fault | a failure that counts, in the same look | the failure stays |
 | the coordinator | a pod ended by itself in the last minute | the coordinator's: it names the rank |

@@ -20,8 +20,8 @@ EXAMPLES = """\
   evergrad compare-runs runs/a runs/b --steps 100:200 --tolerance 1e-3
   evergrad compare-runs runs/a runs/b --json
 
-The last row of a step counts. Exit codes: 0 the same steps, on equal samples, with agreeing values; 1 they differ;
-64 unusable input."""
+The last row of a step counts. Exit codes: 0 the same steps, on equal samples, with agreeing values;
+1 they differ; 64 unusable input."""
 
 DIFFERENT = 1
 _MOST_SHOWN = 8

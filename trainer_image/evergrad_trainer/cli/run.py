@@ -24,7 +24,7 @@ EXAMPLES = """\
   evergrad run trainingrun.yaml
   evergrad run trainingrun.yaml --workers 2
   evergrad run trainingrun.yaml --nodes 3            # elastic: nodes may come, go and die
-  evergrad run trainingrun.yaml --nodes 3 --chaos 7  # a demonstration: kills and freezes at random, and says what
+  evergrad run trainingrun.yaml --nodes 3 --chaos 7  # a demonstration: kills and freezes at random
   evergrad run trainingrun.yaml --set spec.training.optimizer.learningRate=3e-4 --set metadata.name=docs-lm-2
   evergrad run trainingrun.yaml --set spec.training.horizon.tokens=40M --extend
   touch runs/docs-lm/stop        # stops it at the next step boundary, state saved, exit 75"""

@@ -87,12 +87,14 @@ class LocalCoordinator:
         self._file.unlink(missing_ok=True)
         command = [
             sys.executable, "-m", "evergrad_coordinator", "--run", settings.run,
-            "--min", str(settings.min_nodes), "--max", str(settings.max_nodes), "--expect", str(settings.expect),
+            "--min", str(settings.min_nodes), "--max", str(settings.max_nodes),
+            "--expect", str(settings.expect),
             "--host", "127.0.0.1", "--port", str(self.port), "--status-port", str(self.status_port),
             "--token-file", str(self.token_file),
-            "--recovery", settings.recovery, "--state", str(settings.state), "--first-generation", str(settings.first_generation),
-            "--max-failures", str(settings.max_failures), "--address-file", str(self._file), "--linger", "0.2",
-            "--exit-when-empty", *settings.extra,
+            "--recovery", settings.recovery, "--state", str(settings.state),
+            "--first-generation", str(settings.first_generation),
+            "--max-failures", str(settings.max_failures), "--address-file", str(self._file),
+            "--linger", "0.2", "--exit-when-empty", *settings.extra,
         ]  # fmt: skip
         if self.process is None:
             # The first one of this run: no group is left from before.

@@ -2,12 +2,13 @@
 itself.
 
 Who calls whom: the coordinator's messages and the processes' ends come in by the event loop; the supervisor
-calls its worker group (the keeper of the node's workers), and the worker group hands reports back through one function. Who
-waits for whom:
+calls its worker group (the keeper of the node's workers), and the worker group hands reports back through one
+function. Who waits for whom:
 
-* the supervisor waits for nobody: messages to workers and to the coordinator are left in buffers, and a worker that does not
-  read is found by the worker group's tick;
-* a worker waits for its supervisor only while it is out of every group, and for its peers no longer than their operations take;
+* the supervisor waits for nobody: messages to workers and to the coordinator are left in buffers, and a
+  worker that does not read is found by the worker group's tick;
+* a worker waits for its supervisor only while it is out of every group, and for its peers no longer than
+  their operations take;
 * the coordinator waits for a node's ``ready`` as long as its own limits say, and then goes on without it;
 * at the end of the run the supervisor waits ``_KILL_SECONDS`` for its workers, and for no one else.
 """
@@ -143,7 +144,8 @@ class Supervisor:
         """Whether the running group is to be left in order."""
 
     async def run(self, worker_group: WorkerGroup) -> int:
-        """Serve with ``worker_group`` until the run, or this node's part in it, is over; returns the exit code."""
+        """Serve with ``worker_group`` until the run, or this node's part in it, is over; returns the exit
+        code."""
         self._workers = worker_group
         # It lives as long as the run: what was imported stays, what it makes from here on is collected.
         gc.freeze()
@@ -183,7 +185,8 @@ class Supervisor:
         return worker
 
     def take(self, report: Report) -> None:
-        """A report of the worker_group: mostly a word for the coordinator, and at times the end of this node."""
+        """A report of the worker_group: mostly a word for the coordinator, and at times the end
+        of this node."""
         match report:
             case Capacity():
                 self._metrics.set_workers(report.workers)

@@ -2,8 +2,8 @@
 that reads it.
 
 Sources of a transfer are the ranks with the newest step; stale rank number i is fed by source i modulo their
-number, point to point. A source only reads its state: if it dies during a transfer, the other sources still hold
-theirs.
+number, point to point. A source only reads its state: if it dies during a transfer, the other sources still
+hold theirs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -174,7 +174,8 @@ class Stepper:
         )
 
     def warm_up(self, world: World) -> None:
-        """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are thrown away."""
+        """Compile and allocate what the first step would, and change nothing: one slot, whose gradients are
+        thrown away."""
         parts = self._parts
         parts.gradients.begin(world)
         self._forward_backward(1, 0, parts.stream.slot(1, 0), device=world.device, scale=0.0, is_last=False)

@@ -15,9 +15,9 @@ ends the worker (FAILED), since its launcher starts all of them afresh.
      │ └──end──▶ ENDED ◀──saved── DEPARTING   │
      └────────────────── out of the group ────┘
 
-==========  =================================================  ====================================================
+==========  =================================================  =============================
 state       event                                              next state
-==========  =================================================  ====================================================
+==========  =================================================  =============================
 IDLE        begin: all members are ready                       SETUP
 IDLE        leave: this worker leaves the run                  DEPARTING
 IDLE        end: the run is over                               ENDED
@@ -34,7 +34,7 @@ LEAVING     the group is taken down                            IDLE
 GIVING_UP   connections are cut, the group is taken down       IDLE
 DEPARTING   the state is saved where nobody else holds it      ENDED
 any         an error that no other world cures                 FAILED
-==========  =================================================  ====================================================
+==========  =================================================  =============================
 
 IDLE answers every planned change with ``ready``: see ``worker.watchdog``.
 """
