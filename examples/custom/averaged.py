@@ -45,14 +45,13 @@ class Averaged(Pretrain):
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
         found = dict(super().evaluators(prepared))
-        return found | {"average": Evaluator(found["heldOut"].sources, measure=loss_of_average)}
+        sources = [source for one in found.values() for source in one.sources]
+        return {**found, "average": Evaluator(sources, measure=loss_of_average)} if sources else found
 
 
 def loss_of_average(modules: Modules, batch: Tensors, stage: Stage) -> Loss:
-    outputs = functional_call(
-        modules.trained["model"], modules.kept, kwargs={"input_ids": batch["input_ids"]}
-    )
-    return sums(outputs.logits, batch["labels"])
+    model, inputs = modules.trained["model"], {"input_ids": batch["input_ids"]}
+    return sums(functional_call(model, modules.kept, kwargs=inputs).logits, batch["labels"])
 
 
 def sums(logits: torch.Tensor, labels: torch.Tensor) -> Loss:
