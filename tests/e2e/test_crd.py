@@ -331,6 +331,7 @@ MUTABLE = {
     "spec.training.skipSteps": [7],
     "spec.training.onNonFinite": {"skip": 3},
     "spec.training.stop": {"afterStep": 90},
+    "spec.training.overrides": [{"fromStep": 50, "learningRate": 1e-4, "clipNorm": 0.5}],
     "spec.training.checkpoint": {"every": {"steps": 7}, "keep": 1},
     "spec.training.evaluation": None,
     "spec.training.initFrom": {"path": "/other"},
