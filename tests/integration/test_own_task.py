@@ -1,6 +1,7 @@
 """A task of the user's own, examples/custom: elastic as any other, and never trained in two
 versions at once."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,7 +9,16 @@ from typing import Any
 
 import pytest
 from elastic_helpers import Cluster, elastic_recipe, fault, train_undisturbed
-from run_helpers import INTERNAL, USER_ERROR, Experiment, assert_same_state, curve, final_state, read_lines
+from run_helpers import (
+    INTERNAL,
+    STOPPED_SAVED,
+    USER_ERROR,
+    Experiment,
+    assert_same_state,
+    curve,
+    final_state,
+    read_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = (ROOT / "examples/custom/averaged.py").read_text("utf-8")
@@ -137,3 +147,59 @@ def test_a_task_that_the_manifest_carries_trains_as_the_one_beside_it(
     experiment.run()
     assert_same_state(experiment.at(), own.at("undisturbed"))
     assert not (experiment.path / "averaged.py").exists()
+
+
+OBSERVING = (
+    TASK
+    + '''
+
+class Counting(BaseObserver):
+    """Remembers the samples of each step, and asks for a stop after the ninth."""
+
+    def __init__(self):
+        self.seen = []
+
+    def step_end(self, record):
+        self.seen.append(record.sample_hash)
+
+    def state(self):
+        return {"seen": self.seen}
+
+    def load_state(self, state):
+        self.seen = list(state.get("seen", []))
+
+    def wishes(self):
+        return frozenset({"stop"} if len(self.seen) == 9 else ())
+
+
+class Observed(Averaged):
+    def observers(self):
+        return [Counting()]
+'''
+).replace("from evergrad_trainer.task import ", "from evergrad_trainer.task import BaseObserver, ")
+
+
+def test_an_observer_of_the_task_outlives_rank_0_and_stops_the_run_for_all(
+    own: Experiment, make_own: Callable[..., Cluster]
+) -> None:
+    """Rank 0 is killed, and comes again: the stop comes after the step that follows the ninth that anybody
+    has counted."""
+    (own.path / "averaged.py").write_text(OBSERVING, "utf-8")
+    try:
+        own.write(elastic_recipe(**{**OWN, "recipe": "averaged:Observed"}))
+        kill = fault("SIGKILL", "slot", node=0, step=4, to="node", name="killed")
+        cluster = make_own(expect=2, min_nodes=1, max_nodes=2).start(faults=[kill])
+        cluster.until(lambda: cluster.has_happened("killed"), "the kill")
+        cluster.start_node(0)
+        cluster.finish(STOPPED_SAVED, nodes=[0, 1])
+    finally:
+        write_own(own)
+    rows = curve(cluster.directory)
+    assert max(rows) == 10
+    stops = [row for row in read_lines(cluster.directory / "events.jsonl") if row["type"] == "stop"]
+    assert [(row["reason"], row["step"], row["saved"]) for row in stops] == [("observer", 10, True)]
+    (newest,) = cluster.directory.glob("checkpoints/step-*10*")
+    extra = json.loads((newest / "manifest.json").read_text("utf-8"))["extra"]
+    assert extra["state"]["observers"]["Counting"]["seen"] == [
+        rows[step]["sample_hash"] for step in range(1, 11)
+    ]

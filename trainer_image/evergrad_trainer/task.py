@@ -17,20 +17,27 @@ from evergrad_manifest.base import Section
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.batch import Batch, Rows, Source, Stage
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.observers.base import BaseObserver, Observer
+from evergrad_trainer.records import EvaluationRecord, StepRecord, Wish
 
 __all__ = [
+    "BaseObserver",
     "Batch",
+    "EvaluationRecord",
     "Evaluator",
     "Loss",
     "Modules",
+    "Observer",
     "Prepared",
     "Rows",
     "Section",
     "Setup",
     "Source",
     "Stage",
+    "StepRecord",
     "Task",
     "Tensors",
+    "Wish",
 ]
 
 Tensors = Mapping[str, Tensor]
@@ -114,6 +121,10 @@ class Task(Protocol):
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
         """What is measured between steps, by name."""
+
+    def observers(self) -> Sequence[Observer]:
+        """What hears of steps and evaluations, on every rank; its state is saved, and it may ask for a stop, a save or an
+        evaluation."""
 
     def build(self, build_model: Callable[[], nn.Module]) -> Modules:
         """The modules with their initial values, on the CPU: a function of the seed alone, which the core has

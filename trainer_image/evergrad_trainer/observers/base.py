@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from evergrad_trainer.records import EvaluationRecord, Event, EventType, RunInfo, StepRecord, Wish
 from evergrad_trainer.run_directory import run_directory_error
@@ -36,6 +36,10 @@ class Observer(Protocol):
 
     def wishes(self) -> frozenset[Wish]: ...
 
+    def state(self) -> Mapping[str, Any]: ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -65,6 +69,17 @@ class BaseObserver:
         All ranks do it after that step, at its boundary.
         """
         return frozenset()
+
+    def state(self) -> Mapping[str, Any]:
+        """What this observer must remember, as JSON values. Of a task's observers: saved in each checkpoint.
+
+        It must follow from the steps and evaluations alone, and from nothing that only one rank measures,
+        such as seconds: whichever rank is lost, another one's state goes on.
+        """
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state` returned; from the beginning where it is empty."""
 
     def close(self) -> None:
         """Called once, after everything else, also after an error."""
@@ -132,6 +147,11 @@ class Observers(BaseObserver):
 
     def _tell(self, call: Callable[[Observer], None]) -> None:
         for observer in tuple(self._active):
+            self._call(observer, call)
+
+    def _ask(self, observer: Observer, call: Callable[[Observer], None]) -> None:
+        """One of them, unless it is switched off."""
+        if observer in self._active:
             self._call(observer, call)
 
     def _call(self, observer: Observer, call: Callable[[Observer], None]) -> None:

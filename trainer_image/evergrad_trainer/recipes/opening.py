@@ -2,12 +2,13 @@
 steps."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.prepared import Prepared
+from evergrad_trainer.observers.lasting import Lasting
 from evergrad_trainer.recipes import load_task
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Evaluator, Task
@@ -21,6 +22,7 @@ class Opened:
     code: Code
     data: Data
     evaluators: Mapping[str, Evaluator]
+    observers: Lasting = field(default_factory=lambda: Lasting(()))
 
 
 def open_recipe(training: Training, prepared: Prepared, base_directory: Path) -> Opened:
@@ -29,4 +31,6 @@ def open_recipe(training: Training, prepared: Prepared, base_directory: Path) ->
     with code.guarding("its stages and evaluators"):
         evaluators, stages = task.evaluators(prepared), task.stages(prepared)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
-    return Opened(task, code, build_data(training, stages, sets), evaluators)
+    with code.guarding("its observers"):
+        observers = Lasting(task.observers())
+    return Opened(task, code, build_data(training, stages, sets), evaluators, observers)

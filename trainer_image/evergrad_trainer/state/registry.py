@@ -11,6 +11,7 @@ name                  tensors, as ``<name>.<its own name>``           values
 ``counters``                                                          finished steps and what was counted so far
 ``cursor``                                                            where the data stand, compared on loading
 ``description``                                                       the resolved model, compared on loading
+``observers``                                                         what a task's observers remember
 ====================  ==============================================  ==========================================
 
 Further trained modules of a task stand beside ``model`` under their own names; ``kept`` are the tensors that
@@ -41,6 +42,7 @@ DESCRIPTION: Final = "description"
 OPTIMIZER: Final = "optimizer"
 MODEL: Final = "model"
 KEPT: Final = "kept"
+OBSERVERS: Final = "observers"
 
 Values = Mapping[str, Any]
 

@@ -6,7 +6,15 @@ from evergrad_trainer.checkpoint.weights import load_weights
 from evergrad_trainer.errors import CheckpointError
 from evergrad_trainer.models.weights import load_model_directory
 from evergrad_trainer.resume import compare_models
-from evergrad_trainer.state.registry import COUNTERS, CURSOR, DESCRIPTION, Agreement, Values, from_extra
+from evergrad_trainer.state.registry import (
+    COUNTERS,
+    CURSOR,
+    DESCRIPTION,
+    OBSERVERS,
+    Agreement,
+    Values,
+    from_extra,
+)
 from evergrad_trainer.training.build import Machinery, build_machinery
 from evergrad_trainer.training.calls import enter_first
 from evergrad_trainer.worker.session import Session
@@ -28,6 +36,7 @@ def build_state(session: Session, *, with_weights: bool) -> Machinery:
     machinery.registry.register(CURSOR, cursor)
     description = Agreement(value=plan.model.describe, check=lambda stored: _check_model(session, stored))
     machinery.registry.register(DESCRIPTION, description)
+    machinery.registry.register(OBSERVERS, session.opened.observers)
     return machinery
 
 

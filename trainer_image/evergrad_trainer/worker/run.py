@@ -17,7 +17,7 @@ from evergrad_trainer.distributed import (
     with_generation,
 )
 from evergrad_trainer.errors import is_agreed
-from evergrad_trainer.observers.base import BaseObserver, Observer
+from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.observers.logs import setup_logging
 from evergrad_trainer.observers.relay import Relay
 from evergrad_trainer.run_directory import RunDirectory
@@ -100,13 +100,14 @@ def open_in_world(
     world = with_generation(world, int(world.broadcast_json(generation)))
     marks = {**plan.marks, "group": time.time()}
     membership = Membership(world)
+    opened = open_plan(plan)
     return Session(
         plan,
         directory,
         lambda: signals.is_requested,
         membership,
-        BaseObserver(),
-        open_plan(plan),
+        opened.observers,
+        opened,
         marks=marks,
     )
 
@@ -129,6 +130,7 @@ def _live_in_world(session: Session, relay: Observer | None) -> int:
         worlds = OnlyWorld(session.world)
         end = Lifecycle(session, machinery, run, worlds=worlds, writer=writer, life=life).live()
         checkpoints.close()
+        session.opened.observers.close()
     except BaseException:
         life.enter(Phase.FAILED)
         checkpoints.abandon()
@@ -154,6 +156,7 @@ def run_worker(
         lifecycle = _build_alone(session, channel, watchdog, heartbeat)
         channel.send(Warm())
         end = lifecycle.live()
+        session.opened.observers.close()
     except Exception as error:  # noqa: BLE001 - the edge of the process: everything becomes a message and an exit code
         generation = -1
         if lifecycle is not None:
@@ -174,8 +177,9 @@ def _open_alone(plan: SessionPlan, directory: RunDirectory, watchdog: Watchdog, 
         alone, is_changing=watchdog.is_changing, can_wait=watchdog.can_wait, saves_first=watchdog.saves_first
     )
     # Signals are the supervisor's: it tells its workers what becomes of their group.
+    opened = open_plan(plan)
     return Session(
-        plan, directory, lambda: False, membership, BaseObserver(), open_plan(plan), marks=dict(plan.marks)
+        plan, directory, lambda: False, membership, opened.observers, opened, marks=dict(plan.marks)
     )
 
 

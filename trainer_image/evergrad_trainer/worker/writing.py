@@ -10,6 +10,7 @@ from evergrad_coordinator.causes import read_change
 from evergrad_trainer.observers.base import BaseObserver, Observer
 from evergrad_trainer.observers.build import build_observers
 from evergrad_trainer.observers.history import last_step
+from evergrad_trainer.observers.lasting import Together
 from evergrad_trainer.records import EventType
 from evergrad_trainer.training.build import Machinery
 from evergrad_trainer.worker.announcing import describe_run
@@ -25,6 +26,7 @@ class Writer:
         """``relay``: gets the records in the place of an endpoint of this process's own."""
         self._session = session
         self._relay = relay
+        self._own: Observer = BaseObserver()
         self.is_on_duty = False
 
     def take(self) -> bool:
@@ -40,7 +42,9 @@ class Writer:
             should_stop=session.is_signalled,
             relay=self._relay,
         )
-        session.observers, session.metrics_address = built.observers, built.metrics_address
+        session.observers = Together(built.observers, session.opened.observers)
+        session.metrics_address = built.metrics_address
+        self._own = built.observers
         self.is_on_duty = True
         return True
 
@@ -50,7 +54,7 @@ class Writer:
         if self.is_on_duty:
             self.is_on_duty = False
             self._session.observers.close()
-            self._session.observers = BaseObserver()
+            self._session.observers = self._session.opened.observers
 
     def announce_world(self, machinery: Machinery, begin: Go, *, is_new: bool) -> None:
         """Record that training goes on in another world. ``is_new``: this process was not rank 0 before."""
@@ -60,7 +64,8 @@ class Writer:
         session.release_events()
         if last is not None and last_step(session.directory) < last.step:
             # Whoever should have written this row is gone, or was a step behind.
-            session.observers.step_end(last)
+            # A task's observers have heard of it on every rank that holds its state.
+            self._own.step_end(last)
         fields: dict[str, Any] = {
             "world_size": session.world.size,
             "from_world_size": last.world_size if last is not None else None,

@@ -13,6 +13,7 @@ from evergrad_trainer.data.token_source import INPUT_IDS, LABELS, TokenSource
 from evergrad_trainer.data.tokenizers import TextTokenizer, load_tokenizer
 from evergrad_trainer.errors import DataError
 from evergrad_trainer.objectives.causal_lm import causal_lm_loss
+from evergrad_trainer.observers.base import Observer
 from evergrad_trainer.recipes.pretrain.options import PretrainOptions
 from evergrad_trainer.task import Evaluator, Loss, Modules, Section, Setup, Stage, Tensors
 
@@ -51,6 +52,10 @@ class Pretrain:
             "tokenizer": self.tokenizer.identity,
         }
         return [Stage(sources, options=self.setup.options, facts=facts)]
+
+    def observers(self) -> Sequence[Observer]:
+        """None besides those of every run."""
+        return ()
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
         """The mean loss over the held-out split, if there is one, then over each evaluation source of the file."""

@@ -1,0 +1,115 @@
+"""A task's observers: their state, its bounds, and what happens to it where one of them fails."""
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from evergrad_trainer.observers.base import BaseObserver
+from evergrad_trainer.observers.lasting import MAX_STATE_BYTES, Lasting, Together
+from evergrad_trainer.records import StepRecord
+
+
+class Counting(BaseObserver):
+    """Remembers the steps it has heard of."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.is_closed = False
+
+    def step_end(self, record: StepRecord) -> None:
+        self.seen.append(record.step)
+
+    def state(self) -> Mapping[str, Any]:
+        return {"seen": self.seen} if self.seen else {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.seen = list(state.get("seen", []))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+class Failing(Counting):
+    """Fails as soon as it is asked for its state, from the second time on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times_asked = 0
+
+    def state(self) -> Mapping[str, Any]:
+        self.times_asked += 1
+        if self.times_asked > 1:
+            raise RuntimeError("no state")
+        return super().state()
+
+
+def test_the_state_goes_on_in_another_process(synthetic: ModuleType) -> None:
+    first = Lasting([Counting(), Counting(), BaseObserver()])
+    for step in (1, 2):
+        first.step_end(synthetic.step_record(step))
+    values = first.values()
+    assert values == {"Counting": {"seen": [1, 2]}, "Counting#2": {"seen": [1, 2]}}
+    counting = Counting()
+    second = Lasting([counting])
+    second.step_end(synthetic.step_record(7))
+    second.load_values(values)
+    second.step_end(synthetic.step_record(3))
+    assert counting.seen == [1, 2, 3]
+
+
+def test_a_state_that_was_saved_before_there_were_observers_is_the_beginning(synthetic: ModuleType) -> None:
+    counting = Counting()
+    lasting = Lasting([counting])
+    lasting.step_end(synthetic.step_record(1))
+    lasting.load_values({})
+    assert counting.seen == []
+    lasting.step_end(synthetic.step_record(1))
+    lasting.reset()
+    assert counting.seen == []
+    assert lasting.values() == {}
+
+
+def test_an_observer_that_fails_keeps_the_state_it_had_and_the_others_go_on(synthetic: ModuleType) -> None:
+    lasting = Lasting([Failing(), Counting()])
+    lasting.step_end(synthetic.step_record(1))
+    assert lasting.values() == {"Failing": {"seen": [1]}, "Counting": {"seen": [1]}}
+    for step in range(2, 6):
+        lasting.step_end(synthetic.step_record(step))
+        values = lasting.values()
+    assert values == {"Failing": {"seen": [1]}, "Counting": {"seen": [1, 2, 3, 4, 5]}}
+    assert lasting.failures["Failing"] > 0
+
+
+@pytest.mark.parametrize("state", [{"x": float("nan")}, {"x": object()}, {"x": "y" * MAX_STATE_BYTES}])
+def test_a_state_that_no_checkpoint_can_hold_is_a_failure_of_its_observer(state: dict[str, Any]) -> None:
+    class Odd(BaseObserver):
+        def state(self) -> Mapping[str, Any]:
+            return state
+
+    lasting = Lasting([Odd()])
+    assert lasting.values() == {}
+    assert lasting.failures == {"Odd": 1}
+
+
+def test_an_essential_observer_ends_the_run_in_its_state_too() -> None:
+    class Strict(BaseObserver):
+        essential = True
+
+        def state(self) -> Mapping[str, Any]:
+            raise RuntimeError("it must not be lost")
+
+    with pytest.raises(RuntimeError, match="it must not be lost"):
+        Lasting([Strict()]).values()
+
+
+def test_rank_0_closes_its_own_observers_and_leaves_those_of_the_task(synthetic: ModuleType) -> None:
+    own, counting = Counting(), Counting()
+    together = Together(own, Lasting([counting]))
+    together.step_end(synthetic.step_record(1))
+    together.close()
+    assert (own.seen, counting.seen) == ([1], [1])
+    assert (own.is_closed, counting.is_closed) == (True, False)
+    together.lasting.close()
+    assert counting.is_closed

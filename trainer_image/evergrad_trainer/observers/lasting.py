@@ -1,0 +1,105 @@
+"""Observers of a task: on every rank, with a state that is saved, fed and restored like the rest of the run.
+
+The observers of a run's files and displays are rank 0's, and are made anew where rank 0 is another process.
+Those of a task are made once in each process. Every rank tells them of the same steps and evaluations, so
+that each holds the same state, whichever rank is lost. On rank 0 they hear of the start and of all
+transitions, too.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from evergrad_trainer.observers.base import BaseObserver, Observer, Observers
+from evergrad_trainer.records import EvaluationRecord, Event, RunInfo, StepRecord, Wish
+
+MAX_STATE_BYTES: Final = 64 * 1024
+"""Longest state of one observer, as JSON: it is in every checkpoint, and travels whenever a group forms."""
+
+
+class Lasting(Observers):
+    """A task's observers as a provider of the state registry.
+
+    An observer fails or ends the run by its own ``essential``, in its state as in all else: a failing one
+    keeps the state that it had last.
+    """
+
+    essential = True
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        """Names in the checkpoint are those of the classes; of several of one class the second ends with
+        ``#2``."""
+        super().__init__(observers)
+        self._names: dict[str, Observer] = {}
+        self._states: dict[str, Any] = {}
+        for observer in observers:
+            name = type(observer).__name__
+            number = sum(type(one) is type(observer) for one in self._names.values())
+            self._names[f"{name}#{number + 1}" if number else name] = observer
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """None: a task's tensors are its kept ones."""
+        return {}
+
+    def values(self) -> Mapping[str, Any]:
+        """The state of each observer after the last step it heard of, by its name; those without one are left
+        out."""
+        for name, observer in self._names.items():
+            self._ask(observer, lambda one, name=name: self._keep(name, one.state()))  # type: ignore[misc]
+        return {name: state for name, state in self._states.items() if state}
+
+    def load_values(self, values: Mapping[str, Any]) -> None:
+        """Give each observer its state; an empty one where there is none, as at the beginning."""
+        self._states = dict(values)
+        for name, observer in self._names.items():
+            state = self._states.get(name, {})
+            self._ask(observer, lambda one, state=state: one.load_state(state))  # type: ignore[misc]
+
+    def reset(self) -> None:
+        """Go back to the state before the first step."""
+        self.load_values({})
+
+    def _keep(self, name: str, state: Mapping[str, Any]) -> None:
+        text = json.dumps(state, allow_nan=False)
+        if len(text) > MAX_STATE_BYTES:
+            raise ValueError(f"its state has {len(text):,} bytes; at most {MAX_STATE_BYTES:,} are kept")
+        self._states[name] = json.loads(text)
+
+
+class Together(BaseObserver):
+    """Rank 0's own observers and then a task's.
+
+    Closing it closes the former: the latter stay with their process.
+    """
+
+    def __init__(self, own: Observer, lasting: Lasting) -> None:
+        self.own = own
+        self.lasting = lasting
+
+    def run_start(self, info: RunInfo) -> None:
+        self.own.run_start(info)
+        self.lasting.run_start(info)
+
+    def step_end(self, record: StepRecord) -> None:
+        self.own.step_end(record)
+        self.lasting.step_end(record)
+
+    def evaluation_end(self, record: EvaluationRecord) -> None:
+        self.own.evaluation_end(record)
+        self.lasting.evaluation_end(record)
+
+    def evaluation_progress(self, name: str, done: int, total: int) -> None:
+        self.own.evaluation_progress(name, done, total)
+        self.lasting.evaluation_progress(name, done, total)
+
+    def event(self, event: Event) -> None:
+        self.own.event(event)
+        self.lasting.event(event)
+
+    def wishes(self) -> frozenset[Wish]:
+        return self.own.wishes() | self.lasting.wishes()
+
+    def close(self) -> None:
+        self.own.close()
