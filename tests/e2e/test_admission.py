@@ -125,7 +125,7 @@ def test_without_the_webhook_the_same_is_told_before_the_first_pod_and_a_correct
     assert done.returncode == 0, done.stderr
     run = Run(runs, "warmup-of-150-percent")
     wait_for(run.pods, "the corrected run's pods")
-    assert run.status()["reason"] != "InvalidSpec"
+    wait_for(lambda: run.status()["reason"] != "InvalidSpec", "a status that is not InvalidSpec any more")
 
 
 @pytest.mark.operator_ends
