@@ -1,4 +1,5 @@
-"""The task of pretraining: windows of packed documents, the sum of token losses, held-out documents to evaluate on."""
+"""The task of pretraining: windows of packed documents, the sum of token losses, held-out documents to
+evaluate on."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
@@ -58,7 +59,8 @@ class Pretrain:
         return ()
 
     def evaluators(self, prepared: Prepared) -> Mapping[str, Evaluator]:
-        """The mean loss over the held-out split, if there is one, then over each evaluation source of the file."""
+        """The mean loss over the held-out split, if there is one, then over each evaluation source of the
+        file."""
         found: dict[str, Evaluator] = {}
         held_out = [self._open(one, one.held_out) for one in prepared.sources if one.held_out is not None]
         if held_out:
