@@ -276,7 +276,7 @@ def _curve(device: str, precision: str, *, compiled: bool, steps: int = 4) -> li
     losses = []
     for _ in range(steps):
         with machinery.autocast():
-            loss = machinery.loss_of(batch, machinery.stages[0]).total / 64
+            loss = machinery.loss_of(batch, opened.data.train.stages[0]).total / 64
         loss.backward()
         machinery.optimizer.step()
         machinery.optimizer.zero_grad()

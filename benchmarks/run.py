@@ -48,6 +48,7 @@ BENCHMARKS: dict[str, Callable[[], list[Row]]] = {
     "checkpoint-throughput": _simple("checkpoint_throughput"),
     "memory": _simple("memory"),
     "overlap": _simple("overlap"),
+    "sharded-memory": _simple("sharded_memory"),
     "overhead": _simple("overhead"),
     "data-reading": _simple("data_reading"),
     "prepare": _simple("prepare"),

@@ -107,7 +107,7 @@ def _be_rank(folder: Path, parameters: str) -> None:
             gradients.before_backward(is_last=slot == 1)
             with machinery.autocast():
                 batch = {"input_ids": ids, "labels": ids}
-                loss = machinery.loss_of(batch, machinery.stages[0]).total
+                loss = machinery.loss_of(batch, opened.data.train.stages[0]).total
             (loss / 64).backward()
             gradients.after_backward()
         gradients.finish()
