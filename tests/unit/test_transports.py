@@ -23,8 +23,8 @@ from evergrad_trainer.transports import (
     Transport,
     choose_transport,
 )
-from evergrad_trainer.worker import watchdog as guard_module
-from evergrad_trainer.worker.channel import Change, Ping, Pong, channel_pair
+from evergrad_trainer.worker import watchdog as watchdog_module
+from evergrad_trainer.worker.channel import Ping, Plan, Pong, channel_pair
 from evergrad_trainer.worker.watchdog import Watchdog
 from evergrad_trainer.world import Interrupt, World
 
@@ -132,18 +132,18 @@ def test_a_group_given_up_while_it_is_set_up_is_aborted_as_soon_as_it_stands(
 
 
 @ABORTING
-def test_the_guard_hears_on_after_a_hard_change_that_comes_during_set_up(
+def test_the_watchdog_hears_on_after_a_hard_change_that_comes_during_set_up(
     monkeypatch: pytest.MonkeyPatch, make: "type[Transport]"
 ) -> None:
     exits: list[int] = []
-    monkeypatch.setattr(guard_module, "os", SimpleNamespace(_exit=exits.append))
+    monkeypatch.setattr(watchdog_module, "os", SimpleNamespace(_exit=exits.append))
     supervisor, end = channel_pair()
     watchdog = Watchdog(end)
     watchdog.start()
     transport = make()
     interrupt = Interrupt(transport.give_up)
     watchdog.enter(1, interrupt)
-    supervisor.send(Change(2, hard=True))
+    supervisor.send(Plan(2, hard=True))
     supervisor.send(Ping())
     assert supervisor.receive(30.0) == Pong()
     assert interrupt.is_set and exits == []
