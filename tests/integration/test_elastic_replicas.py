@@ -56,7 +56,8 @@ def test_two_hosts_that_differ_again_after_they_went_back_follow_rank_0_instead_
 ) -> None:
     flips = [fault("flip", "step", node=1, step=step, is_repeated=True) for step in (6, 11)]
     sets = ["spec.training.reproducibility.elastic=fast"]
-    cluster = make_elastic(expect=2, options=("--max-failures", "1")).start(faults=flips, sets=sets)
+    # Two: whether step 10 was told before it was found to differ, and is no progress the second time, depends on the moment.
+    cluster = make_elastic(expect=2, options=("--max-failures", "2")).start(faults=flips, sets=sets)
     cluster.finish()
     messages = [event["message"] for event in events(cluster.directory, "warning")]
     assert len(messages) == 3 and all("two cannot tell which" in message for message in messages)
