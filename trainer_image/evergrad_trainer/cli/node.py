@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NAME = "node"
 EXAMPLES = """\
   evergrad node trainingrun.yaml --join 127.0.0.1:29400 --token-file FILE   # as `evergrad run --nodes` prints
-  evergrad node trainingrun.yaml --join run:29400 --token-file token --node 3 --address 10.0.0.7 --workers 2"""
+  evergrad node trainingrun.yaml --join run:29400 --token-file token --node 3 --address 10.0.0.7"""
 
 _HOST_PAUSES = (2.0, 5.0, 10.0)
 """Seconds before what this host could not do is tried again; then the node leaves its place to
