@@ -10,6 +10,7 @@ from prometheus_client import Counter, Gauge
 
 from evergrad.report_values import read_values
 from evergrad_coordinator.metrics import NODE
+from evergrad_coordinator.pace import Pace
 from evergrad_coordinator.protocol import MAX_GENERATION, Progress
 from evergrad_trainer.checkpoint.layout import parse_checkpoint_name
 from evergrad_trainer.observers.instruments import build_series
@@ -39,7 +40,7 @@ class NodeMetrics:
         self._rate = Rate(window_seconds=SHORT_WINDOW_SECONDS, clock=time.monotonic)
         self._total_steps: int | None = None
         self._checkpoint_step: int | None = None
-        self._steps = _Steps()
+        self._pace = Pace()
         self.progress: Progress | None = None
         """Where training is, as rank 0 said last; None where rank 0 never was on this node."""
         self._series: _Series | None = None if exporter is None else _Series(exporter, run, node)
@@ -75,13 +76,17 @@ class NodeMetrics:
         if step is None:
             return None
         total = found.get("total_steps")
+        now = time.monotonic()
+        self._pace.note(int(step), now=now)
         self.progress = Progress(
             generation=read_generation(report),
             step=int(step),
             total_steps=None if total is None else int(total),
             loss=found.get("loss"),
             tokens_per_second=found.get("tokens_per_second"),
-            eta_seconds=self._steps.remaining_seconds(int(step), None if total is None else int(total)),
+            eta_seconds=self._pace.remaining_seconds(
+                int(step), None if total is None else int(total), now=now
+            ),
             checkpoint_step=self._checkpoint_step,
         )
         return self.progress
@@ -129,20 +134,6 @@ class NodeMetrics:
             eta_seconds=left,
             checkpoint_step=self._checkpoint_step,
         )
-
-
-class _Steps:
-    """How fast a script's steps go by, from its reports alone."""
-
-    def __init__(self) -> None:
-        self._first: tuple[int, float] | None = None
-
-    def remaining_seconds(self, step: int, total: int | None) -> float | None:
-        now = time.monotonic()
-        if self._first is None or step < self._first[0]:
-            self._first = (step, now)
-        done, seconds = step - self._first[0], now - self._first[1]
-        return None if total is None or done <= 0 else max(0, total - step) * seconds / done
 
 
 class _Series:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 
 from evergrad.report_values import read_values
+from evergrad_coordinator.pace import Pace
 from evergrad_coordinator.protocol import Boundary, Message, Progress
 
 _log = logging.getLogger(__name__)
@@ -18,8 +19,8 @@ class WorkerReports:
         self._warned: set[str] = set()
         """Names of values that were left out before."""
         self._is_new = False
-        self._began: tuple[int, float] | None = None
-        """Step and time of the generation's first report."""
+        self._pace = Pace()
+        """Of this generation's reports."""
         self._checkpoint_step = -1
         """Newest checkpoint of any generation."""
 
@@ -28,7 +29,7 @@ class WorkerReports:
         self._generation = generation
         self._values = {}
         self._is_new = False
-        self._began = None
+        self._pace = Pace()
 
     @property
     def step(self) -> int:
@@ -48,8 +49,8 @@ class WorkerReports:
             _log.warning("a script's report has %s", left_out[name])
         self._values |= found
         self._is_new = self._is_new or bool(found)
-        if self._began is None and "step" in found:
-            self._began = (self.step, now)
+        if "step" in found:
+            self._pace.note(self.step, now=now)
         checkpoint_step = int(found.get("checkpoint_step", -1))
         if checkpoint_step <= self._checkpoint_step:
             return []
@@ -58,21 +59,19 @@ class WorkerReports:
 
     def flush(self, *, now: float) -> list[Message]:
         """The progress, if there is any that was not returned before."""
-        if not self._is_new or self._began is None:
+        if not self._is_new or not self._pace.has_begun:
             return []
         self._is_new = False
-        values, (first_step, began_at) = self._values, self._began
-        total_steps, eta_seconds = values.get("total_steps"), None
-        if total_steps is not None and self.step > first_step:
-            eta_seconds = max(0.0, total_steps - self.step) * (now - began_at) / (self.step - first_step)
+        values = self._values
+        total_steps = None if (total := values.get("total_steps")) is None else int(total)
         return [
             Progress(
                 self._generation,
                 step=self.step,
-                total_steps=None if total_steps is None else int(total_steps),
+                total_steps=total_steps,
                 loss=values.get("loss"),
                 tokens_per_second=values.get("tokens_per_second"),
-                eta_seconds=eta_seconds,
+                eta_seconds=self._pace.remaining_seconds(self.step, total_steps, now=now),
                 checkpoint_step=int(values["checkpoint_step"]) if "checkpoint_step" in values else None,
             )
         ]
