@@ -7,7 +7,7 @@ EvergradError                 internal, exit 70
 │   ├── ModelError            a model directory or configuration
 │   ├── RunDirectoryError     the run directory belongs to something else, or cannot be written
 │   ├── CheckpointError       checkpoints exist and none can be used
-│   ├── TaskInputError        a task of the user's own cannot work: its code failed before the first update
+│   ├── TaskInputError        a task of the user's own cannot work: it failed before the run's first step
 │   └── FencedError           a newer process has claimed this run directory
 ├── HostError                 trouble of this host or this moment, exit 70: retried here, then on another host
 │   └── VolumeError           the volume could not be read or written at this moment
@@ -47,7 +47,7 @@ class CheckpointError(InputError):
 
 
 class TaskInputError(InputError):
-    """A task of the user's own cannot work: its code failed before the first update of this process."""
+    """A task of the user's own cannot work: its code failed before the run had made a step."""
 
 
 class FencedError(InputError):

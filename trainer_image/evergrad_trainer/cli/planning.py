@@ -68,6 +68,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     from evergrad_trainer.data.prepare import check_unchanged
     from evergrad_trainer.recipes.opening import open_recipe
     from evergrad_trainer.training.build import threads_per_worker
+    from evergrad_trainer.worker.opening import has_steps
     from evergrad_trainer.worker.session import SessionPlan
 
     loaded, directory, standing = request.loaded, request.directory, request.standing
@@ -86,7 +87,9 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     # Prepared data is found by its fingerprint, so that a second start reads what the first one wrote.
     prepared = prepare_with_progress(training, base_directory=base, prepared_directory=prepared_directory)
     check_tokenizer_unchanged(standing, prepared)
-    opened = open_recipe(training, prepared, base)
+    # A node whose copy of a task fails must not end a run that others train.
+    has_trained = request.is_one_of_many and has_steps(directory)
+    opened = open_recipe(training, prepared, base, has_trained=has_trained)
     numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
     check_extension(directory, standing, total_steps=numbers.total_steps)
     marks["data"] = time.time()

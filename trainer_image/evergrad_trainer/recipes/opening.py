@@ -25,9 +25,15 @@ class Opened:
     observers: Lasting = field(default_factory=lambda: Lasting(()))
 
 
-def open_recipe(training: Training, prepared: Prepared, base_directory: Path) -> Opened:
-    """The recipe of ``training`` over prepared data. Raises DataError, ConfigurationError."""
-    task, code = load_task(training, base_directory)
+def open_recipe(
+    training: Training, prepared: Prepared, base_directory: Path, *, has_trained: bool = False
+) -> Opened:
+    """The recipe of ``training`` over prepared data.
+
+    ``has_trained``: the run has made steps, so that its code is known to work. Raises DataError,
+    ConfigurationError, TaskInputError, TaskError.
+    """
+    task, code = load_task(training, base_directory, has_trained=has_trained)
     with code.guarding("its stages and evaluators"):
         evaluators, stages = task.evaluators(prepared), task.stages(prepared)
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}

@@ -25,6 +25,8 @@ _RECIPE: Final = "spec.training.recipe"
 _OPTIONS: Final = ("spec", "training", "options")
 _OF_THE_HOST = (OSError, MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, EvergradError)
 """Errors that say by themselves what is wrong, whoever's code they come from."""
+_COLLECTIVES: Final = os.path.join("torch", "distributed", "")
+"""Below it lies the code of torch that talks to other processes."""
 
 
 class Code:
@@ -33,16 +35,17 @@ class Code:
     Without a ``folder`` the task is ours, and so are its errors.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, has_trained: bool = False) -> None:
+        """``has_trained``: the run has made steps, in this process or in others."""
         self._folder = None if folder is None else folder.resolve()
-        self._has_trained = False
+        self._has_trained = has_trained
 
     @contextmanager
     def guarding(self, what: str) -> Iterator[None]:
         """Run ``what`` of the task, and name errors of its code.
 
-        Raises TaskInputError before the first update of this process: no retry cures what cannot work at all.
-        Raises TaskError afterwards.
+        Raises TaskInputError before the run's first step: no retry cures what cannot work at all. Raises
+        TaskError afterwards: a newcomer for which it does not work must not end a run that does.
         """
         try:
             yield
@@ -58,12 +61,14 @@ class Code:
                 f"the task of spec.training.recipe failed in {what}",
                 "Correct the file",
             )
-            if self._has_trained:
-                raise TaskError(str(problem)) from error
-            raise TaskInputError(problem) from error
+            raise self.explain(problem) from error
 
-    def note_update(self) -> None:
-        """The process has made an update: the task can work."""
+    def explain(self, problem: Problem) -> TaskInputError | TaskError:
+        """The error that ``problem`` of the task's code is at this moment."""
+        return TaskError(str(problem)) if self._has_trained else TaskInputError(problem)
+
+    def note_trained(self) -> None:
+        """The run has made a step: the task can work."""
         self._has_trained = True
 
     def _find_line(self, error: Exception) -> str | None:
@@ -71,9 +76,11 @@ class Code:
         is about."""
         if isinstance(error, SyntaxError) and error.filename and self._is_own(error.filename):
             return f"{error.filename}:{error.lineno}"
-        frames = [
-            frame for frame in traceback.extract_tb(error.__traceback__) if self._is_own(frame.filename)
-        ]
+        stack = traceback.extract_tb(error.__traceback__)
+        if stack and _COLLECTIVES in stack[-1].filename:
+            # A sharded model gathers its weights under the task's calls: a peer is gone, or the network.
+            return None
+        frames = [frame for frame in stack if self._is_own(frame.filename)]
         return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
 
     def _is_own(self, file_name: str) -> bool:
@@ -84,18 +91,18 @@ class Code:
         return is_below and "site-packages" not in path.parts
 
 
-def load_own(training: Training, base_directory: Path) -> tuple[Task, Code]:
+def load_own(training: Training, base_directory: Path, *, has_trained: bool = False) -> tuple[Task, Code]:
     """The task that ``recipe: module:attr`` names, made with its options.
 
-    Raises ConfigurationError for a file that is not there, an attribute that is no task, or wrong options;
-    TaskInputError for an error of the file itself.
+    ``has_trained``: the run has made steps. Raises ConfigurationError for a file that is not there, an
+    attribute that is no task, or wrong options; TaskInputError or TaskError for an error of the file itself.
     """
     raise_if(task_problems(training, base_directory=base_directory), ConfigurationError)
     write_task(training, base_directory)
     path, folder = task_path(training, base_directory), task_folder(training, base_directory)
     assert path is not None  # noqa: S101 - recipes of ours are not loaded here
     module_name, _, attribute = training.recipe.partition(":")
-    code = Code(folder)
+    code = Code(folder, has_trained=has_trained)
     with code.guarding("its import"):
         module = _import(module_name, path.resolve(), folder.resolve())
     made = getattr(module, attribute, None)

@@ -6,8 +6,8 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.batch import Stage
-from evergrad_trainer.errors import TaskInputError
 from evergrad_trainer.recipes.opening import Opened
+from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Loss, Modules, Tensors
 from evergrad_trainer.training.evaluation import Measure
 from evergrad_trainer.training.step import LossOf, StepOutcome
@@ -24,7 +24,7 @@ def build_loss(opened: Opened, modules: Modules, *, should_compile: bool) -> Los
     def loss_of(tensors: Tensors, stage: Stage) -> Loss:
         with code.guarding("loss"):
             loss = task.loss(modules, tensors, stage) if compute is None else compute(tensors, stage)
-        _check_parts(loss, task.metrics)
+        _check_parts(loss, task.metrics, code)
         return loss
 
     return loss_of
@@ -46,13 +46,13 @@ def _compile_by_stage(opened: Opened, modules: Modules) -> LossOf:
     return loss_of
 
 
-def _check_parts(loss: Loss, metrics: Mapping[str, str]) -> None:
+def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
     """Every rank sends the same places of one vector, also a rank that has computed nothing."""
     if loss.parts.keys() != metrics.keys():
         what = f"the loss has the parts {', '.join(loss.parts) or '(none)'}"
         why = f"the task's metrics are {', '.join(metrics) or '(none)'}"
         remedy = "Give each part of the loss a line in metrics, and each of metrics a part"
-        raise TaskInputError(Problem("spec.training.recipe", what, why, remedy))
+        raise code.explain(Problem("spec.training.recipe", what, why, remedy))
 
 
 def enter_first(opened: Opened, modules: Modules) -> None:
@@ -71,7 +71,7 @@ def build_finish(opened: Opened, modules: Modules) -> Finish:
         if outcome.skipped is None:
             with code.guarding("after_update"):
                 task.after_update(modules, {"loss": outcome.loss, **outcome.metrics})
-            code.note_update()
+            code.note_trained()
         if entered is not None:
             with code.guarding("enter"):
                 task.enter(modules, entered)
@@ -92,7 +92,7 @@ def build_measures(opened: Opened, modules: Modules, loss_of: LossOf) -> dict[st
         def measured(tensors: Tensors, stage: Stage) -> Loss:
             with opened.code.guarding(f"its evaluator {name}"):
                 loss = measure(modules, tensors, stage)
-            _check_parts(loss, metrics)
+            _check_parts(loss, metrics, opened.code)
             return loss
 
         return Measure(measured, tuple(metrics))

@@ -101,6 +101,9 @@ class Lifecycle:
         is_new = world.is_main and self._take_duties()
         self.life.enter(Phase.SETTLE)
         is_fresh = settle(session, self._machinery, self._run, self.life)
+        if session.progress.finished_steps > 0:
+            # Made by others, perhaps: what fails from here on works elsewhere.
+            session.opened.code.note_trained()
         self.life.enter(Phase.TRAIN)
         self._worlds.trains(world, session.progress.finished_steps)
         if not world.is_main:

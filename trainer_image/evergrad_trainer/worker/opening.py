@@ -2,6 +2,7 @@
 uses."""
 
 from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.run_directory import RunDirectory
 from evergrad_trainer.training.build import (
@@ -20,7 +21,12 @@ from evergrad_trainer.worker.session import Session, SessionPlan
 
 def open_plan(plan: SessionPlan) -> Opened:
     """The run's recipe over its prepared data: as the plan brings it, or opened here."""
-    return plan.opened or open_recipe(plan.run.training, plan.prepared, plan.base_directory)
+    has_trained = has_steps(RunDirectory(plan.run_directory))
+    if plan.opened is None:
+        return open_recipe(plan.run.training, plan.prepared, plan.base_directory, has_trained=has_trained)
+    if has_trained:
+        plan.opened.code.note_trained()
+    return plan.opened
 
 
 def build_checkpoints(session: Session) -> CheckpointManager:
@@ -37,6 +43,11 @@ def build_checkpoints(session: Session) -> CheckpointManager:
 
 def has_checkpoints(directory: RunDirectory) -> bool:
     return any(directory.checkpoints.glob("step-*"))
+
+
+def has_steps(directory: RunDirectory) -> bool:
+    """Whether the run has made a step, in whichever process."""
+    return has_checkpoints(directory) or last_step(directory) > 0
 
 
 def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointManager) -> Run:

@@ -1,0 +1,95 @@
+"""Errors of a task's code: wrong input as long as the run has made no step, an error of a step afterwards."""
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from evergrad_manifest.errors import InputError
+from evergrad_manifest.training import Training
+from evergrad_trainer.errors import TaskError, TaskInputError
+from evergrad_trainer.recipes.own import Code, load_own
+from evergrad_trainer.worker.opening import open_plan
+from evergrad_trainer.worker.session import SessionPlan
+
+MANIFEST: dict[str, Any] = {
+    "model": {"config": {"model_type": "llama"}},
+    "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+    "batching": {"globalBatchSize": 4, "microBatchSize": 2},
+    "optimizer": {"learningRate": 1e-3},
+    "horizon": {"steps": 3},
+}
+
+
+def load(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def calling(code: Code, call: Callable[[], object]) -> None:
+    with code.guarding("loss"):
+        call()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[[], object]:
+    """A function of the user's that fails."""
+    path = tmp_path / "mine.py"
+    path.write_text("def loss():\n    return {}['weight']\n", "utf-8")
+    return cast(Callable[[], object], load(path).loss)
+
+
+def plan_in(folder: Path, code: Code | None) -> SessionPlan:
+    opened = None if code is None else SimpleNamespace(code=code)
+    return cast(SessionPlan, SimpleNamespace(run_directory=folder, opened=opened))
+
+
+def test_code_that_fails_before_the_first_step_of_a_run_is_wrong_input(
+    tmp_path: Path, own: Callable[[], object]
+) -> None:
+    code = Code(tmp_path)
+    open_plan(plan_in(tmp_path, code))
+    with pytest.raises(TaskInputError, match=r"mine.py:2: KeyError: 'weight'"):
+        calling(code, own)
+
+
+@pytest.mark.parametrize("sign", ["metrics.jsonl", "checkpoints/step-00000500/manifest.json"])
+def test_a_newcomer_whose_copy_fails_does_not_end_a_run_that_has_made_steps(
+    tmp_path: Path, own: Callable[[], object], sign: str
+) -> None:
+    (tmp_path / sign).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / sign).write_text('{"step": 500, "sample_hash": "0"}\n', "utf-8")
+    code = Code(tmp_path)
+    open_plan(plan_in(tmp_path, code))
+    with pytest.raises(TaskError, match=r"mine.py:2: KeyError: 'weight'") as caught:
+        calling(code, own)
+    assert not isinstance(caught.value, InputError)
+
+
+@pytest.mark.parametrize(("has_trained", "expected"), [(False, TaskInputError), (True, TaskError)])
+def test_so_it_is_with_a_file_that_cannot_be_imported_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_trained: bool, expected: type[Exception]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "lacking.py").write_text("import a_library_of_one_host_only\n", "utf-8")
+    training = Training.model_validate({**MANIFEST, "recipe": "lacking:Task"})
+    with pytest.raises(expected, match=r"lacking.py:1: ModuleNotFoundError"):
+        load_own(training, tmp_path, has_trained=has_trained)
+
+
+def test_a_collective_that_fails_under_the_tasks_code_is_no_error_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "gathering.py"
+    path.write_text("def loss(gather):\n    return gather()\n", "utf-8")
+    below = tmp_path / "torch/distributed/gather.py"
+    below.parent.mkdir(parents=True)
+    below.write_text("def gather():\n    raise RuntimeError('Connection closed by peer [::1]:5')\n", "utf-8")
+    loss, gather = load(path).loss, load(below).gather
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        calling(Code(tmp_path), lambda: loss(gather))
