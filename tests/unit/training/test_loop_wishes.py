@@ -1,5 +1,6 @@
 """What observers ask for: all ranks do it at the boundary of the step before which one of them asked."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from evergrad_trainer.observers.base import BaseObserver
-from evergrad_trainer.records import Wish
+from evergrad_trainer.records import EvaluationRecord, Wish
 from evergrad_trainer.training.exchange import NUM_FLAGS
 from evergrad_trainer.training.loop import Limits, Progress, Run, train
 from evergrad_trainer.training.step import StepOutcome
@@ -91,3 +92,34 @@ def test_a_wish_to_stop_ends_the_run_at_the_boundary_of_that_step() -> None:
     run = make_run(Asking("stop"), [])
     assert train(run) == "observer"
     assert run.progress.finished_steps == 3
+
+
+def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once() -> None:
+    class Listening(Asking):
+        def __init__(self) -> None:
+            super().__init__("evaluate")
+            self.heard: list[tuple[str, int]] = []
+
+        def evaluation_end(self, record: EvaluationRecord) -> None:
+            self.heard.append((record.name, record.step))
+
+    observer, done, measured = Listening(), list[tuple[str, int]](), list[str]()
+    run = make_run(observer, done)
+
+    def evaluate(one: Any, world: World, **options: Any) -> Any:
+        measured.append(one.name)
+        # Between the two sets of the first evaluation the ranks agree to leave.
+        is_cut = len(measured) == 2
+        return None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
+
+    sets = (SimpleNamespace(name="first"), SimpleNamespace(name="second"))
+    run = replace(run, evaluation_sets=sets, evaluator=cast(Any, SimpleNamespace(run=evaluate)))
+    assert train(run) == "change"
+    assert observer.heard == []
+
+    # Another process goes on with what this one remembers.
+    progress = Progress()
+    progress.load_values(run.progress.values())
+    assert train(replace(run, progress=progress)) == "complete"
+    assert observer.heard == [("first", 3), ("second", 3), ("first", STEPS), ("second", STEPS)]
+    assert "evaluation_asked" not in progress.values()

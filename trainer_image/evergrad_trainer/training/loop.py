@@ -64,7 +64,8 @@ class Progress:
     since the run's processes were started. ``is_save_lost``: a save was begun and ended with its world.
     ``last_record``: of the newest finished step, on every rank. ``updates``: of the optimizer so far,
     finished steps less skipped ones. ``skipped``: steps without an update so far, and ``non_finite``: how
-    many of the newest steps in a row were not finite. ``refusal``: why the loop ended with "non_finite".
+    many of the newest steps in a row were not finite. ``evaluation_asked``: newest step after which an
+    observer has asked for an evaluation. ``refusal``: why the loop ended with "non_finite".
     """
 
     finished_steps: int = 0
@@ -78,6 +79,7 @@ class Progress:
     updates: int = 0
     skipped: int = 0
     non_finite: int = 0
+    evaluation_asked: int = -1
     refusal: str = ""
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -86,6 +88,7 @@ class Progress:
 
     def values(self) -> Mapping[str, Any]:
         """Return what belongs to the state after ``finished_steps``, by the names that checkpoints use."""
+        is_asked = self.evaluation_asked > self.evaluated_step
         return {
             "step": self.finished_steps,
             "evaluated_step": self.evaluated_step,
@@ -93,6 +96,7 @@ class Progress:
             "updates": self.updates,
             "skipped": self.skipped,
             "non_finite": self.non_finite,
+            **({"evaluation_asked": self.evaluation_asked} if is_asked else {}),
         }
 
     def load_values(self, values: Mapping[str, Any]) -> None:
@@ -103,6 +107,7 @@ class Progress:
         self.updates = int(values.get("updates", self.finished_steps))
         self.skipped = int(values.get("skipped", 0))
         self.non_finite = int(values.get("non_finite", 0))
+        self.evaluation_asked = int(values.get("evaluation_asked", -1))
 
     def reset(self) -> None:
         """Forget everything, also of this process: the state it belonged to is gone."""
@@ -188,6 +193,8 @@ def train(run: Run) -> StopReason:
                 reason = _refuse(run, outcome)
                 break
         _finish_step(run, outcome, begun)
+        if outcome.flags[FLAG_EVALUATE]:
+            progress.evaluation_asked = step
         if step == first:
             run.on_first_step()
         _raise_if_fenced(outcome)
@@ -329,10 +336,8 @@ def _is_evaluation_missing(run: Run) -> bool:
         return False
     if progress.finished_steps == 0:
         return limits.evaluate_at_start
-    return (
-        _is_due(progress.finished_steps, limits.evaluate_every)
-        or progress.finished_steps == limits.total_steps
-    )
+    asked = (limits.total_steps, progress.evaluation_asked)
+    return _is_due(progress.finished_steps, limits.evaluate_every) or progress.finished_steps in asked
 
 
 def _evaluate(run: Run) -> StopReason | None:
@@ -342,6 +347,7 @@ def _evaluate(run: Run) -> StopReason | None:
     """
     world, progress = run.membership.world, run.progress
     values: dict[str, float] = {}
+    records: list[EvaluationRecord] = []
     for one in run.evaluation_sets:
         result = run.evaluator.run(
             one,
@@ -358,7 +364,7 @@ def _evaluate(run: Run) -> StopReason | None:
             return "signal" if not world.all_agree(not run.is_signalled()) else "change"
         measured = {"loss": result.loss, **result.metrics}
         values |= {f"{one.name}/{metric}": value for metric, value in measured.items()}
-        run.observers.evaluation_end(
+        records.append(
             EvaluationRecord(
                 step=progress.finished_steps,
                 generation=world.generation,
@@ -371,6 +377,10 @@ def _evaluate(run: Run) -> StopReason | None:
                 metrics=result.metrics,
             )
         )
+    # Not set by set: an evaluation that is cut short is made again, and observers with a state that is fed
+    # and restored must have heard of it once.
+    for record in records:
+        run.observers.evaluation_end(record)
     progress.evaluated_step = progress.finished_steps
     _keep_best(run, values)
     return None
