@@ -69,6 +69,11 @@ def check_files(view: View) -> Iterator[Problem]:
         if not _FILE_NAME.fullmatch(str(name)):
             why = "a name is a relative path of a Python module, such as task.py or parts/loss.py"
             yield Problem(f"{TRAINING}.files", f"{show(name)} cannot be a file's name", why, "Rename it")
+    if recipe not in (*RECIPES, UNKNOWN):
+        stem = recipe.partition(":")[0].replace(".", "/")
+        if not {f"{stem}.py", f"{stem}/__init__.py"} & {*files}:
+            remedy = "Add it, or correct the name of the module"
+            yield Problem(f"{TRAINING}.files", f"{stem}.py is not among the files", "", remedy)
 
 
 def check_horizon(view: View) -> Iterator[Problem]:

@@ -9,14 +9,14 @@ import json
 import os
 import secrets
 from pathlib import Path
+from typing import Final
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
 from evergrad_manifest.sources import find_sources
 from evergrad_manifest.training import RECIPES, Training
 
 _FIELD = "spec.training.recipe"
-_FILES = "spec.training.files"
-_MAX_BYTES = 256 * 1024
+MAX_BYTES: Final = 256 * 1024
 """Most bytes of all files together: they are in the run's object and in its ConfigMap, which hold a MiB."""
 
 
@@ -41,14 +41,9 @@ def task_path(training: Training, base_directory: Path) -> Path | None:
 def task_problems(training: Training, *, base_directory: Path) -> list[Problem]:
     """Why the task's file cannot be read here."""
     path = task_path(training, base_directory)
-    if path is None or path.is_file():
+    # That files which the run carries have the module is a rule of the manifest, which needs no folder.
+    if path is None or training.files or path.is_file():
         return []
-    folder = task_folder(training, base_directory)
-    stem = path.with_suffix("").relative_to(folder).as_posix()
-    if training.files:
-        is_there = any(name in training.files for name in (f"{stem}.py", f"{stem}/__init__.py"))
-        remedy = "Add it, or correct the name of the module"
-        return [] if is_there else [Problem(_FILES, f"{stem}.py is not among the files", "", remedy)]
     module = training.recipe.partition(":")[0]
     what, why = f"the module {module} was not found", f"there is no {path}"
     return [Problem(_FIELD, what, why, "Put the file beside the manifest, or correct its name")]
@@ -73,9 +68,9 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
         remedy = "Look at the files beside the manifest"
         raise ConfigurationError(Problem(_FIELD, "cannot be read", str(error), remedy)) from error
     size = sum(len(text.encode()) for text in files.values())
-    if size > _MAX_BYTES:
+    if size > MAX_BYTES:
         what = f"{', '.join(files)} are {size:,} bytes together"
-        why = f"a run carries at most {_MAX_BYTES:,}"
+        why = f"a run carries at most {MAX_BYTES:,}"
         raise ConfigurationError(
             Problem(
                 _FIELD, what, why, "Put them on the run's volume, in the run's directory, or in the image"

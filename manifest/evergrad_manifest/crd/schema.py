@@ -13,6 +13,7 @@ from evergrad_manifest.crd.template import build_fragments
 from evergrad_manifest.describe import describe_default, describe_type
 from evergrad_manifest.fields import Field, choices_of, fields_of, shape_of
 from evergrad_manifest.reading.numbers import LARGEST_COUNT, Human
+from evergrad_manifest.task_files import MAX_BYTES
 
 _LONGEST_NUMBER: Final = 64
 _MOST_ENTRIES: Final = 128
@@ -31,7 +32,11 @@ EXACTLY_ONE: Final = ("spec.training.horizon", "spec.training.data.heldOut")
 
 A rule could not see those of their fields that take shares, which have no type.
 """
-_TEXT_LENGTHS: Final = {"spec.script.env": 32768, "spec.script.command": 32768}
+_TEXT_LENGTHS: Final = {
+    "spec.script.env": 32768,
+    "spec.script.command": 32768,
+    "spec.training.files": MAX_BYTES,
+}
 
 
 def section_schema(section: type[Section], prefix: str = "") -> Schema:
@@ -136,6 +141,7 @@ def _dict_schema(field: Field, annotation: Any) -> Schema:
     if item.get("type") == "string":
         item["maxLength"] = _TEXT_LENGTHS.get(field.path, LONGEST_TEXT)
     most = 10 if field.path.startswith("spec.resources.") else _MOST_ENTRIES
+    most = next((found for one in field.info.metadata if (found := getattr(one, "max_length", None))), most)
     return {"type": "object", "maxProperties": most, "additionalProperties": item}
 
 

@@ -29,6 +29,8 @@ from evergrad_manifest.training import NAME_PATTERN
 
 MOST_PROBLEMS: Final = 100
 """More than these are counted, not listed."""
+_MOST_IN_WORDS: Final = 10 * MOST_PROBLEMS
+"""For more than these no reason is looked for: some of the first may be dropped, as they repeat another."""
 
 _SET_BY_CLUSTER: Final = (
     "uid",
@@ -72,8 +74,12 @@ def problems_of(
 
     ``root``: the model that refused it. ``below``: the path of ``raw`` in the file.
     """
-    found = (details for details in error.errors(include_url=False) if not _is_echo(details))
-    return [_problem_of(details, raw, root, below) for details in found]
+    found = [details for details in error.errors(include_url=False) if not _is_echo(details)]
+    told = [_problem_of(details, raw, root, below) for details in found[:_MOST_IN_WORDS]]
+    # An object of an API server may have a hundred thousand unknown keys, and words for each take seconds in
+    # which the operator does nothing else. The rest is only counted, by its paths.
+    rest = (format_path((*below, *details["loc"])) for details in found[_MOST_IN_WORDS:])
+    return [*told, *(Problem(path, "is refused", "", "Correct what stands before it first") for path in rest)]
 
 
 def _is_echo(details: ErrorDetails) -> bool:

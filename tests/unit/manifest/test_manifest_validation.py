@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from evergrad_manifest.errors import ConfigurationError
+from evergrad_manifest.reading import problems
 from evergrad_manifest.reading.loader import load_manifest
 from evergrad_manifest.reading.overrides import Layered, Override, apply_override, parse_override
 from evergrad_manifest.validation import INVALID_SPEC, parse_object, problems_of, read_object
@@ -191,3 +192,13 @@ def test_each_of_the_twenty_files_is_refused_alike_as_a_file_and_as_an_object(fi
 
 def test_there_are_twenty_files() -> None:
     assert len(REFUSED) == 20
+
+
+def test_no_words_are_looked_for_where_an_object_is_all_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[str] = []
+    monkeypatch.setattr(problems, "nearest", lambda word, known: words.append(word))
+    raw = changed({})
+    raw["spec"]["training"] |= {f"key{number}": 0 for number in range(20_000)}
+    found = problems_of(sent(raw))
+    assert (len(found), len(words)) == (problems.MOST_PROBLEMS + 1, 10 * problems.MOST_PROBLEMS)
+    assert found[-1].what == f"{20_000 - problems.MOST_PROBLEMS} more problems are not listed"

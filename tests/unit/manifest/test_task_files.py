@@ -5,9 +5,18 @@ from typing import Any
 
 import pytest
 
+from evergrad_manifest.crd.definition import build_root
 from evergrad_manifest.errors import ConfigurationError
-from evergrad_manifest.task_files import collect_task, task_folder, task_path, task_problems, write_task
+from evergrad_manifest.task_files import (
+    MAX_BYTES,
+    collect_task,
+    task_folder,
+    task_path,
+    task_problems,
+    write_task,
+)
 from evergrad_manifest.training import Training
+from evergrad_manifest.validation import problems_of
 
 MANIFEST: dict[str, Any] = {
     "model": {"config": {"model_type": "llama"}},
@@ -58,11 +67,39 @@ def test_a_file_that_is_not_there_is_a_problem_of_the_recipe(beside: Path) -> No
     assert task_problems(training(), base_directory=beside) == []
     (problem,) = task_problems(training(recipe="yours:Task"), base_directory=beside)
     assert str(problem).startswith("spec.training.recipe: the module yours was not found; there is no ")
-    (problem,) = task_problems(training(files={"yours.py": ""}), base_directory=beside)
-    assert str(problem).startswith("spec.training.files: mine.py is not among the files.")
 
 
 def test_a_task_that_is_too_large_to_travel_is_refused(beside: Path) -> None:
     (beside / "losses.py").write_text(f"TEXT = '{'x' * 300_000}'\n")
     with pytest.raises(ConfigurationError, match=r"bytes together; a run carries at most 262,144"):
         collect_task(training(), beside)
+
+
+def carried(recipe: str, *names: str) -> list[str]:
+    """What is wrong with a run that carries files of these names."""
+    wrong = {"recipe": recipe, "files": dict.fromkeys(names, "")}
+    run = {"metadata": {"name": "docs"}, "spec": {"training": {**MANIFEST, **wrong}}}
+    return [str(problem) for problem in problems_of(run)]
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mine/__init__.py"])
+def test_a_run_carries_the_module_that_its_recipe_names_as_a_file_or_as_a_package(name: str) -> None:
+    assert carried("mine:Task", name) == []
+    assert carried("mine.parts:Task", "mine/parts.py", name) == []
+
+
+def test_a_run_that_does_not_carry_its_module_is_refused_before_any_node_looks_for_it() -> None:
+    (problem,) = carried("mine:Task", "yours.py")
+    assert problem.startswith("spec.training.files: mine.py is not among the files. Add it")
+
+
+@pytest.mark.parametrize(
+    "name", ["../mine.py", "/mine.py", "parts/../../mine.py", "mine.sh", ".mine.py", "a//b.py"]
+)
+def test_no_name_of_a_file_leads_out_of_its_folder(name: str) -> None:
+    assert any("cannot be a file's name" in problem for problem in carried("mine:Task", "mine.py", name))
+
+
+def test_the_api_server_stores_whatever_files_submit_sends() -> None:
+    node = build_root()["properties"]["spec"]["properties"]["training"]["properties"]["files"]
+    assert (node["maxProperties"], node["additionalProperties"]["maxLength"]) == (64, MAX_BYTES)

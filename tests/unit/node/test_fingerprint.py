@@ -93,3 +93,29 @@ def test_device_and_image_are_part_of_what_nodes_share(
     }
     monkeypatch.setenv(module.IMAGE_DIGEST_VARIABLE, "sha256:1234")
     assert fingerprint(run, tmp_path)["image"] == "sha256:1234"
+
+
+@pytest.mark.parametrize("name", ["mine.py", "mine/__init__.py"])
+def test_the_first_node_sees_the_same_carried_task_as_those_that_find_it_written(
+    tmp_path: Path, name: str
+) -> None:
+    run = TrainingRun.model_validate(
+        {
+            "apiVersion": "evergrad.dev/v1alpha1",
+            "kind": "TrainingRun",
+            "metadata": {"name": "docs"},
+            "spec": {
+                "training": {
+                    "recipe": "mine:Task",
+                    "files": {name: "ONE = 1\n"},
+                    "model": {"config": {"model_type": "llama"}},
+                    "data": {"sources": [{"name": "docs", "path": "docs.jsonl"}], "sequenceLength": 16},
+                    "batching": {"globalBatchSize": 4, "microBatchSize": 2},
+                    "optimizer": {"learningRate": 1e-3},
+                    "horizon": {"steps": 3},
+                }
+            },
+        }
+    )
+    first = fingerprint(run, tmp_path)
+    assert fingerprint(run, tmp_path) == first

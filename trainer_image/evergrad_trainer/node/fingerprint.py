@@ -38,9 +38,10 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
         found["image"] = digest
     if run.spec.training is not None:
         found["settings"] = settings_hash(run)
+        # Written first: whether its module is a file or a package shows only where the files are.
+        write_task(run.spec.training, base_directory)
         path = task_path(run.spec.training, base_directory)
         if path is not None:
-            write_task(run.spec.training, base_directory)
             found["task"] = hash_sources([path], task_folder(run.spec.training, base_directory))
     if run.spec.script is not None:
         found["script"] = hash_script(run.spec.script, base_directory)
