@@ -152,6 +152,27 @@ def test_a_node_whose_first_worker_cannot_start_counts_those_that_are_warm(room:
     assert room.group.capacity == 1 and room.reports.take() == [("Capacity", 1)]
 
 
+def test_a_worker_that_hangs_in_its_start_does_not_keep_its_node_out_for_ever(
+    room: Room, now: list[float]
+) -> None:
+    room.group.start()
+    room.group.hear(room.started[0], say.Warm())
+    pass_seconds(room, now, 119)
+    assert (room.reports.take(), room.group.capacity) == ([], 0)
+    pass_seconds(room, now, 2)
+    assert (room.reports.take(), room.group.capacity) == ([("Capacity", 1)], 1)
+    room.group.hear(room.started[1], say.Warm())
+    assert room.reports.take() == [("Capacity", 2)]
+
+
+def test_a_node_that_waits_for_a_worker_brings_none_to_a_plan(room: Room) -> None:
+    room.group.start()
+    room.group.hear(room.started[0], say.Warm())
+    room.group.change(say.Plan(5, hard=False), cause="test")
+    room.group.hear(room.started[0], say.Ready(5, -1))
+    assert room.reports.take() == [("WorkersReady", 5, 0, -1)]
+
+
 def test_a_node_is_ready_when_its_slowest_worker_is_and_tells_its_newest_step(room: Room) -> None:
     first, second = room.warm()
     room.group.change(say.Plan(5, hard=True), cause="node 2 lost")

@@ -13,6 +13,8 @@ RESTART_SECONDS = 1.0
 """Before a lost worker is started again: building a model beside them would slow down those that are about to
 go on."""
 _LONGEST_PAUSE = 10.0
+_SIBLINGS_SECONDS = 120.0
+"""So long the first warm worker waits for the others at the start: one of them may hang for ever."""
 _FAILED_STARTS = 3
 """Workers that ended before they were warm, in a row, after which the node gives up."""
 
@@ -29,8 +31,9 @@ class WorkerStarts:
         self.are_over = False
         """From here on nobody is started."""
         self.has_started = False
-        """Whether each worker has been warm, or one has ended: from here on the node counts those
+        """Whether each worker has been warm, or one has ended or hangs: from here on the node counts those
         that are."""
+        self._first_warm_at: float | None = None
         self._serial = 0
         self._failed_starts = 0
         self._trouble = HostTrouble()
@@ -57,7 +60,16 @@ class WorkerStarts:
     def note_warm(self) -> None:
         """One more worker is warm."""
         self._failed_starts = 0
+        if self._first_warm_at is None:
+            self._first_warm_at = time.monotonic()
         self.has_started |= all(one.is_warm for one in self.workers.values())
+
+    def stop_waiting(self, now: float) -> bool:
+        """Wait no longer for workers that hang in their start; whether this is the moment."""
+        if self.has_started or self._first_warm_at is None or now - self._first_warm_at < _SIBLINGS_SECONDS:
+            return False
+        self.has_started = True
+        return True
 
     def remove(self, worker: Worker) -> None:
         """Its process has ended."""

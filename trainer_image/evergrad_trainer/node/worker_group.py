@@ -91,7 +91,7 @@ class InProcessWorkers:
 
     @property
     def capacity(self) -> int:
-        """Workers that could take part in a group: none before all have started, or one of them could not.
+        """Workers that could take part in a group: none before all have started, or one could not, or hangs.
 
         A node that showed itself with its first warm worker would begin a group that the second one changes
         at once.
@@ -253,6 +253,9 @@ class InProcessWorkers:
         """Now and then: start workers whose time has come, find those that are frozen or stuck."""
         now = time.monotonic()
         self._starts.start_due(now)
+        if self._starts.stop_waiting(now):
+            _log.warning("only %d workers have started so far: the node joins with them", self.capacity)
+            self._tell(Capacity(self.capacity))
         self._patience.check_clock(now, self._starts.workers.values())
         for worker in self._starts.warm:
             worker.channel.send(say.Ping(), wait=False)
@@ -272,7 +275,8 @@ class InProcessWorkers:
         self._answered = generation
         # Without a warm worker too: the others wait to hear that nobody of this node is in the old group.
         step = max((worker.step for worker in warm), default=-1)
-        self._tell(WorkersReady(generation, len(warm), step))
+        # As many as it counts: a node that still waits for its second worker brings none.
+        self._tell(WorkersReady(generation, self.capacity, step))
 
     def _check_up(self, record: say.Up) -> None:
         inside = [
