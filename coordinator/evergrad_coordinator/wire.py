@@ -115,7 +115,7 @@ def encode(record: Record, *, max_bytes: int = MAX_LINE_BYTES) -> bytes:
     try:
         text = json.dumps(found, separators=(",", ":"), allow_nan=False)
     except ValueError:
-        _refuse_numbers(record, where=name)
+        _refuse_numbers(found, where=name)
         raise
     line = text.encode("ascii") + b"\n"
     if len(line) > max_bytes:
@@ -179,13 +179,16 @@ def _fields(kind: type[Record]) -> tuple[_Field, ...]:
     )
 
 
-def _refuse_numbers(record: Record, *, where: str) -> None:
-    for one in _fields(type(record)):
-        value = getattr(record, one.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ProtocolError(
-                f"{where}.{one.wire}: {value} is no number JSON knows. Send null or leave it out."
-            )
+def _refuse_numbers(value: Any, *, where: str) -> None:
+    """Name the number that JSON does not know, however deep in the record it is."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ProtocolError(f"{where}: {value} is no number JSON knows. Send null or leave it out.")
+    if isinstance(value, dict):
+        for key, one in value.items():
+            _refuse_numbers(one, where=f"{where}.{key}")
+    if isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            _refuse_numbers(one, where=f"{where}[{number}]")
 
 
 def _writer(hint: Any) -> _Writer:
@@ -200,6 +203,9 @@ def _writer(hint: Any) -> _Writer:
     if origin is tuple:
         one_item = _writer(arguments[0])
         return lambda value: [one_item(one) for one in value]
+    if origin in (dict, Mapping):
+        one_value = _writer(arguments[1])
+        return lambda value: {key: one_value(one) for key, one in value.items()}
     if dataclasses.is_dataclass(hint):
         return to_json
     return lambda value: value

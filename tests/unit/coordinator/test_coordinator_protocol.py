@@ -267,6 +267,27 @@ def test_a_wrong_item_deep_in_a_record_is_named() -> None:
         from_json(Tree, {**to_json(TREE), "colours": {"first": "blue"}}, where="tree")
 
 
+@dataclasses.dataclass(frozen=True)
+class Weighed:
+    weights: Mapping[str, float]
+    leaves: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
+    trees: tuple[Tree, ...] = ()
+
+
+def test_a_number_that_is_not_finite_is_named_however_deep_it_is() -> None:
+    with pytest.raises(ProtocolError, match=r"^Weighed\.weights\.kl: nan is no number"):
+        Codec([Weighed]).encode(Weighed({"loss": 1.0, "kl": float("nan")}))
+    tree = dataclasses.replace(TREE, anything=[{"x": float("inf")}])
+    with pytest.raises(ProtocolError, match=r"^Weighed\.trees\[0\]\.anything\[0\]\.x: inf is no number"):
+        Codec([Weighed]).encode(Weighed({}, trees=(tree,)))
+
+
+def test_a_mapping_of_records_is_written_as_it_is_read() -> None:
+    codec = Codec([Weighed])
+    record = Weighed({"loss": 0.5}, {"first": Leaf("a")})
+    assert codec.decode(codec.encode(record)) == record
+
+
 def test_a_record_with_a_field_that_the_codec_does_not_know_is_refused_at_once() -> None:
     kind = dataclasses.make_dataclass("Odd", [("when", complex)], frozen=True)
     with pytest.raises(TypeError, match="complex"):
