@@ -469,7 +469,7 @@ def test_a_node_ends_with_its_reason_when_a_part_of_its_supervisor_fails(tmp_pat
         (TimeoutError("a fault of ours"), ErrorKind.INTERNAL),
     ],
 )
-def test_an_error_of_the_crew_is_not_taken_for_a_broken_connection(
+def test_an_error_of_the_worker_group_is_not_taken_for_a_broken_connection(
     tmp_path: Path, error: Exception, kind: ErrorKind
 ) -> None:
     def fail_to_start(go: Go) -> None:

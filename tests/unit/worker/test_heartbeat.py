@@ -4,14 +4,14 @@ import multiprocessing
 
 import pytest
 
-from evergrad_trainer.worker import heartbeat as pulse_module
+from evergrad_trainer.worker import heartbeat as heartbeat_module
 from evergrad_trainer.worker.heartbeat import WorkerHeartbeat
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(pulse_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(heartbeat_module.time, "monotonic", lambda: now[0])
     return now
 
 
