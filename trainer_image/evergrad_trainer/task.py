@@ -138,10 +138,14 @@ class Task(Protocol):
 
     def enter(self, modules: Modules, stage: Stage) -> None:
         """Prepare the modules for ``stage``, at the end of the step before it; for the first stage after they
-        were built."""
+        were built.
+
+        Changes tensors alone: a newcomer and a resumed run get those, and are not told of stages that were
+        entered before. Random numbers of torch are the same on every rank.
+        """
 
     def after_update(self, modules: Modules, metrics: Mapping[str, float]) -> None:
         """Change kept tensors after an update.
 
-        ``metrics``: the step's, the same on every rank. No collectives.
+        ``metrics``: the step's, the same on every rank. No collectives; random numbers as in :meth:`enter`.
         """

@@ -12,6 +12,7 @@ class Purpose(IntEnum):
 
     INITIAL_WEIGHTS = 1
     FORWARD = 2
+    FINISHED_STEP = 3
 
 
 def keyed_seed(seed: int, step: int, slot: int, purpose: Purpose) -> int:

@@ -6,6 +6,7 @@ import torch
 
 from evergrad_manifest.errors import Problem
 from evergrad_trainer.data.batch import Stage
+from evergrad_trainer.models.randomness import Purpose, seed_generators
 from evergrad_trainer.recipes.opening import Opened
 from evergrad_trainer.recipes.own import Code
 from evergrad_trainer.task import Loss, Modules, Tensors
@@ -55,19 +56,22 @@ def _check_parts(loss: Loss, metrics: Mapping[str, str], code: Code) -> None:
         raise code.explain(Problem("spec.training.recipe", what, why, remedy))
 
 
-def enter_first(opened: Opened, modules: Modules) -> None:
+def enter_first(opened: Opened, modules: Modules, *, seed: int) -> None:
     """Let the task prepare its modules for the first stage, from the values that they begin with."""
+    seed_generators(seed, 0, 0, Purpose.FINISHED_STEP)
     with torch.no_grad(), opened.code.guarding("enter"):
         opened.task.enter(modules, opened.data.train.stages[0])
 
 
-def build_finish(opened: Opened, modules: Modules) -> Finish:
+def build_finish(opened: Opened, modules: Modules, *, seed: int) -> Finish:
     """What the task does with its modules when a step is finished: after an update, and before
     another stage."""
     task, code = opened.task, opened.code
 
     @torch.no_grad()
     def finish(outcome: StepOutcome, entered: Stage | None) -> None:
+        # The last slot that this rank has computed left its own random numbers; what is kept is everybody's.
+        seed_generators(seed, outcome.step, 0, Purpose.FINISHED_STEP)
         if outcome.skipped is None:
             with code.guarding("after_update"):
                 task.after_update(modules, {"loss": outcome.loss, **outcome.metrics})

@@ -70,6 +70,6 @@ def build_run(session: Session, machinery: Machinery, checkpoints: CheckpointMan
         is_signalled=session.is_signalled,
         compare=build_comparison(machinery, session.membership),
         on_first_step=lambda: announce_first_step(session),
-        finish_state=build_finish(machinery.opened, machinery.modules),
+        finish_state=build_finish(machinery.opened, machinery.modules, seed=training.reproducibility.seed),
         progress=session.progress,
     )

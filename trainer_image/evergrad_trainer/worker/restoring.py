@@ -76,7 +76,8 @@ def restore(
         else:
             load_weights(path, machinery.state(), world=session.world)
         # What the task has made of the initial weights was made of others.
-        enter_first(machinery.opened, machinery.modules)
+        seed = session.plan.run.training.reproducibility.seed
+        enter_first(machinery.opened, machinery.modules, seed=seed)
 
 
 def _check_cursor(session: Session, stored: Values) -> None:
