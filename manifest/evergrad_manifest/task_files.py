@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from evergrad_manifest.errors import ConfigurationError, Problem, raise_if
-from evergrad_manifest.sources import find_sources
+from evergrad_manifest.sources import find_sources, hash_sources
 from evergrad_manifest.training import RECIPES, Training
 
 _FIELD = "spec.training.recipe"
@@ -77,6 +77,15 @@ def collect_task(training: Training, base_directory: Path) -> dict[str, str]:
             )
         )
     return files
+
+
+def hash_task(training: Training, base_directory: Path) -> str:
+    """A hash of the task's file with the modules beside it that it imports, written out if the manifest
+    carries them; empty for ours."""
+    # Written first: whether its module is a file or a package shows only where the files are.
+    write_task(training, base_directory)
+    path = task_path(training, base_directory)
+    return "" if path is None else hash_sources([path], task_folder(training, base_directory))
 
 
 def write_task(training: Training, base_directory: Path) -> None:

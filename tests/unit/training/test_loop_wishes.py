@@ -112,7 +112,7 @@ def test_an_evaluation_that_a_change_cuts_short_is_made_again_and_heard_of_once(
         is_cut = len(measured) == 2
         return None if is_cut else SimpleNamespace(loss=1.0, metrics={}, weight=1, seconds=0.0)
 
-    sets = (SimpleNamespace(name="first"), SimpleNamespace(name="second"))
+    sets = cast(Any, (SimpleNamespace(name="first"), SimpleNamespace(name="second")))
     run = replace(run, evaluation_sets=sets, evaluator=cast(Any, SimpleNamespace(run=evaluate)))
     assert train(run) == "change"
     assert observer.heard == []

@@ -10,8 +10,9 @@ from typing import Any, cast
 import pytest
 
 from evergrad_manifest.errors import InputError
+from evergrad_manifest.task_files import hash_task
 from evergrad_manifest.training import Training
-from evergrad_trainer.errors import TaskError, TaskInputError
+from evergrad_trainer.errors import HostError, TaskError, TaskInputError
 from evergrad_trainer.recipes.own import Code, load_own
 from evergrad_trainer.worker.opening import open_plan
 from evergrad_trainer.worker.session import SessionPlan
@@ -93,3 +94,25 @@ def test_a_collective_that_fails_under_the_tasks_code_is_no_error_of_it(tmp_path
     loss, gather = load(path).loss, load(below).gather
     with pytest.raises(RuntimeError, match="closed by peer"):
         calling(Code(tmp_path), lambda: loss(gather))
+
+
+def test_a_worker_that_is_started_later_never_trains_another_version_of_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "spawned.py").write_text("import spawned_table\n1 / 0\n", "utf-8")
+    (tmp_path / "spawned_table.py").write_text("TABLE = 1\n", "utf-8")
+    training = Training.model_validate({**MANIFEST, "recipe": "spawned:Task"})
+    facts: dict[str, Any] = {
+        "run": SimpleNamespace(training=training),
+        "base_directory": tmp_path,
+        "prepared": None,
+        "task_hash": hash_task(training, tmp_path),
+    }
+    plan = cast(SessionPlan, SimpleNamespace(**vars(plan_in(tmp_path, None)), **facts))
+    with pytest.raises(TaskInputError, match=r"spawned.py:2: ZeroDivisionError"):
+        open_plan(plan)
+    (tmp_path / "spawned_table.py").write_text("TABLE = 2\n", "utf-8")
+    with pytest.raises(HostError, match=r"spawned.py: .* has changed since this node started; two versions"):
+        open_plan(plan)
+    sys.modules.pop("spawned_table", None)

@@ -175,13 +175,16 @@ def _prepare_typed(
     machine: Machine,
     num_workers: int,
 ) -> Callable[[], int]:
+    from evergrad_trainer.node.fingerprint import TASK
     from evergrad_trainer.node.run import choose_start_method, run_node
 
     directory = RunDirectory(settings.run_directory)
     # This machine is one of several, so that preflight reckons with all of them.
     asked = PlanRequest(loaded, directory, standing, machine, num_workers, is_one_of_many=True)
     plan = plan_session(asked)
-    settings = dataclasses.replace(settings, recovery=plan.run.recovery)
+    # The task's files as they were opened: preparing data may have taken hours since they were first read.
+    shared = settings.fingerprint | ({TASK: plan.task_hash} if plan.task_hash else {})
+    settings = dataclasses.replace(settings, recovery=plan.run.recovery, fingerprint=shared)
     method = choose_start_method(args.start_method, num_accelerators=machine.num_accelerators)
     return lambda: run_node(plan, settings, num_workers=num_workers, start_method=method)
 

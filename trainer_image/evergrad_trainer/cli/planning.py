@@ -64,6 +64,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     """
     from evergrad_manifest.derive import derive_steps
     from evergrad_manifest.identity import config_hash
+    from evergrad_manifest.task_files import hash_task
     from evergrad_trainer.cli.prepare import prepare_with_progress
     from evergrad_trainer.data.prepare import check_unchanged
     from evergrad_trainer.recipes.opening import open_recipe
@@ -89,6 +90,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
     check_tokenizer_unchanged(standing, prepared)
     # A node whose copy of a task fails must not end a run that others train.
     has_trained = request.is_one_of_many and has_steps(directory)
+    task_hash = hash_task(training, base)
     opened = open_recipe(training, prepared, base, has_trained=has_trained)
     numbers = derive_steps(training, num_samples=opened.data.train.num_samples)
     check_extension(directory, standing, total_steps=numbers.total_steps)
@@ -107,6 +109,7 @@ def plan_session(request: PlanRequest) -> "SessionPlan":
         process_start=process_start_time(),
         marks=marks,
         opened=opened,
+        task_hash=task_hash,
     )
 
 

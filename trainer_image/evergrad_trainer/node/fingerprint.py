@@ -12,10 +12,12 @@ from evergrad_manifest.envelope import TrainingRun
 from evergrad_manifest.identity import config_hash, settings_hash
 from evergrad_manifest.script import Script, program_path, working_directory_of
 from evergrad_manifest.sources import existing, files_of_module, hash_sources
-from evergrad_manifest.task_files import task_folder, task_path, write_task
+from evergrad_manifest.task_files import hash_task
 from evergrad_trainer import __version__
 from evergrad_trainer.distributed import count_accelerators
 
+TASK = "task"
+"""Name of the hash of a task of the user's own."""
 IMAGE_DIGEST_VARIABLE = "EVERGRAD_IMAGE_DIGEST"
 """Environment of a node: the digest of its image, where whoever starts it knows it."""
 _CODE = (".py", ".sh", ".yaml", ".yml", ".toml")
@@ -38,11 +40,8 @@ def fingerprint(run: TrainingRun, base_directory: Path) -> dict[str, str]:
         found["image"] = digest
     if run.spec.training is not None:
         found["settings"] = settings_hash(run)
-        # Written first: whether its module is a file or a package shows only where the files are.
-        write_task(run.spec.training, base_directory)
-        path = task_path(run.spec.training, base_directory)
-        if path is not None:
-            found["task"] = hash_sources([path], task_folder(run.spec.training, base_directory))
+        if task := hash_task(run.spec.training, base_directory):
+            found[TASK] = task
     if run.spec.script is not None:
         found["script"] = hash_script(run.spec.script, base_directory)
     return found

@@ -1,7 +1,9 @@
 """What a process opens and builds before its first step: its recipe, checkpoints, and everything the loop
 uses."""
 
+from evergrad_manifest.task_files import hash_task, task_path
 from evergrad_trainer.checkpoint.manager import CheckpointManager
+from evergrad_trainer.errors import HostError
 from evergrad_trainer.observers.history import last_step
 from evergrad_trainer.recipes.opening import Opened, open_recipe
 from evergrad_trainer.run_directory import RunDirectory
@@ -20,9 +22,19 @@ from evergrad_trainer.worker.session import Session, SessionPlan
 
 
 def open_plan(plan: SessionPlan) -> Opened:
-    """The run's recipe over its prepared data: as the plan brings it, or opened here."""
+    """The run's recipe over its prepared data: as the plan brings it, or opened here.
+
+    Raises HostError where the files of a task have changed since the plan was made: the node has told the
+    others what it had then.
+    """
     has_trained = has_steps(RunDirectory(plan.run_directory))
     if plan.opened is None:
+        if hash_task(plan.run.training, plan.base_directory) != plan.task_hash:
+            where = task_path(plan.run.training, plan.base_directory)
+            raise HostError(
+                f"{where}: it, or a module beside it that it imports, has changed since this node started; "
+                "two versions never train together. Change it back, or start all nodes again."
+            )
         return open_recipe(plan.run.training, plan.prepared, plan.base_directory, has_trained=has_trained)
     if has_trained:
         plan.opened.code.note_trained()

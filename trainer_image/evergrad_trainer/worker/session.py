@@ -46,6 +46,8 @@ class SessionPlan:
     process_start: float
     marks: dict[str, float]
     opened: Opened | None = None
+    task_hash: str = ""
+    """Of the files of a task of the user's own, as they were when this plan was made."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Open files do not travel to a process that is started anew."""
