@@ -51,6 +51,18 @@ def shard(model: nn.Module, world: World, *, precision: str, blocks: Sequence[nn
             module.set_force_sum_reduction_for_comms(True)
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has left gathered: the root and the last block.
+
+    A save would find no shards otherwise.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def default_bucket_bytes(*, on_accelerator: bool) -> int:
     """Bytes of a bucket where the file says none: small for TCP, whose sums take the cores that compute.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.evaluation_sets import EvaluationSet
+from evergrad_trainer.models.parallel import reshard
 from evergrad_trainer.task import Loss, Tensors
 from evergrad_trainer.world import World
 
@@ -77,9 +78,8 @@ class EvaluationRunner:
         finally:
             self.model.train(was_training)
             if self.is_sharded:
-                # FSDP2 leaves its root gathered for a backward pass, which does not come: a save would find
-                # no shards.
-                self.model.reshard()  # type: ignore[operator]
+                # FSDP2 leaves modules gathered for a backward pass, which does not come.
+                reshard(self.model)
         if found is None:
             return None
         sums, weight = found
