@@ -92,11 +92,14 @@ def _begin(observation: Observation, config: Config) -> Memory:
             gang_size=0,
             recorded=frozenset(range(len(memory.attempts))),
         )
+    # A longer horizon is part of the recipe's hash: the volume's record follows it, or the extended run, made
+    # anew, would be taken for another recipe. Of a run that is over the record is not written any more.
+    keeps = bool(memory.recipe_hash) and (bool(run.parsed.problems) or memory.finish is not None)
     return replace(
         memory,
         settings_hash=memory.settings_hash if run.parsed.problems else run.parsed.settings_hash,
         image=memory.image or run.spec.image or config.trainer_image,
-        recipe_hash=memory.recipe_hash or run.parsed.recipe_hash,
+        recipe_hash=memory.recipe_hash if keeps else run.parsed.recipe_hash,
         coordinator=replace(memory.coordinator, image=memory.coordinator.image or config.operator_image),
     )
 

@@ -661,6 +661,22 @@ def test_the_same_name_with_another_recipe_is_a_conflict_and_with_the_same_goes_
     assert same.reconcile().coordinator_attempt == 1
 
 
+def test_a_run_that_was_extended_in_place_is_the_same_recipe_when_it_is_made_anew() -> None:
+    first = with_claim(shared("docs-lm")).run()
+    longer = {**first.raw["spec"]["training"], "horizon": {"steps": 200_000}}
+    first.set_spec(training=longer)
+    first.settle()
+    first.leave()
+    first.run()
+    again = with_claim(shared("docs-lm", uid="later", training=longer), first)
+    assert again.reconcile().action == Action.RUN
+    # What cannot be read says nothing of the recipe.
+    known = first.status["recipeHash"]
+    first.set_spec(training={**longer, "horizon": {"steps": "many"}})
+    first.settle()
+    assert first.status["recipeHash"] == known
+
+
 def test_sections_that_do_not_decide_the_result_may_differ() -> None:
     first = with_claim(shared("docs-lm")).run()
     training = {**first.raw["spec"]["training"], "checkpoint": {"keep": 9}, "stop": {"afterStep": 3}}
