@@ -48,9 +48,19 @@ def review(raw: Mapping[str, Any]) -> dict[str, Any]:
     request = get_map(raw, "request")
     old = request.get("oldObject")
     problems = find_problems(get_map(request, "object"), old if isinstance(old, Mapping) else None)
-    response: dict[str, Any] = {"uid": get_text(request, "uid"), "allowed": not problems}
+    return _answer(get_text(request, "uid"), problems, name=get_text(request, "name"))
+
+
+def deny_depth(uid: str) -> dict[str, Any]:
+    """The AdmissionReview that refuses an object which lies in itself too often for this program to read."""
+    why = "hundreds of mappings or lists lie in one another"
+    return _answer(uid, (Problem("spec", "is nested too deeply", why, "Write it flatter"),), name="")
+
+
+def _answer(uid: str, problems: tuple[Problem, ...], *, name: str) -> dict[str, Any]:
+    response: dict[str, Any] = {"uid": uid, "allowed": not problems}
     if problems:
-        response["status"] = _build_status(problems, name=get_text(request, "name"))
+        response["status"] = _build_status(problems, name=name)
     return {"apiVersion": REVIEW_VERSION, "kind": "AdmissionReview", "response": response}
 
 

@@ -87,9 +87,11 @@ def _read_authority(
     try:
         key = serialization.load_pem_private_key(bundle.authority_key, None)
         authorities = x509.load_pem_x509_certificates(bundle.authority)
-    except (ValueError, TypeError):
+        is_its_own = authorities[0].public_key() == key.public_key()
+    except Exception:  # noqa: BLE001 - whatever is wrong with it: another one is made
         return [], None
-    return (authorities, key) if isinstance(key, ec.EllipticCurvePrivateKey) else ([], None)
+    # What a foreign key signs is never trusted, and would be made anew at each look.
+    return (authorities, key) if is_its_own and isinstance(key, ec.EllipticCurvePrivateKey) else ([], None)
 
 
 def _is_good(pem: bytes, authority: x509.Certificate, names: Sequence[str], now: datetime) -> bool:

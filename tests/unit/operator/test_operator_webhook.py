@@ -174,6 +174,14 @@ def test_what_is_of_no_use_is_made_anew(broken: str) -> None:
     assert certificates.renew(certificates.read_bundle(data), names, now=NOW) is not None
 
 
+def test_an_authority_with_the_key_of_another_is_made_anew_once() -> None:
+    bundle, other = (certificates.renew(None, NAMES, now=NOW) for _ in range(2))
+    assert bundle is not None and other is not None
+    mended = certificates.renew(replace(bundle, authority_key=other.authority_key), NAMES, now=NOW)
+    assert mended is not None
+    assert certificates.renew(mended, NAMES, now=NOW) is None
+
+
 # ---- the server --------------------------------------------------------------------------------------------
 
 
@@ -333,3 +341,57 @@ def test_whatever_is_missing_is_said_once_and_ends_nothing(caplog: pytest.LogCap
 
     asyncio.run(run())
     assert "there is no ValidatingWebhookConfiguration evergrad" in caplog.text
+
+
+def test_files_that_do_not_belong_together_leave_the_certificate_that_is_served(tmp_path: Path) -> None:
+    async def run() -> None:
+        webhook = make_webhook(Store(), files=str(tmp_path))
+        first, second = (certificates.renew(None, NAMES, now=certificates.utc_now()) for _ in range(2))
+        assert first is not None and second is not None
+        (tmp_path / "tls.crt").write_bytes(first.certificate)
+        (tmp_path / "tls.key").write_bytes(first.key)
+        await webhook.look()
+        (tmp_path / "tls.crt").write_bytes(second.certificate)
+        with pytest.raises(ssl.SSLError):
+            await webhook.look()
+        request = json.dumps({"request": {"uid": "r", "object": make_object()}}).encode()
+        assert (await post(webhook, first.authority, request))[0] == 200
+        (tmp_path / "tls.key").write_bytes(second.key)
+        await webhook.look()
+        assert (await post(webhook, second.authority, request))[0] == 200
+        await webhook.close()
+
+    asyncio.run(run())
+
+
+def test_an_object_that_no_list_of_runs_could_be_read_with_is_denied() -> None:
+    async def run() -> None:
+        store = Store()
+        webhook = make_webhook(store)
+        answers: list[bool] = []
+        webhook.on_review = answers.append
+        await webhook.look()
+        deep = '{"a":' * 9000 + "0" + "}" * 9000
+        review = f'{{"kind":"AdmissionReview","request":{{"uid":"r-7","object":{{"spec":{deep}}}}}}}'
+        status, answer = await post(webhook, store.trusted, review.encode())
+        assert (status, answer["response"]["uid"], answer["response"]["allowed"]) == (200, "r-7", False)
+        assert "nested too deeply" in answer["response"]["status"]["message"]
+        assert answers == [False]
+        await webhook.close()
+
+    asyncio.run(run())
+
+
+def test_what_nobody_thought_of_does_not_end_the_operator(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        store = Store()
+        store.secrets["certificate"] = {"data": "no mapping"}
+        webhook = make_webhook(store)
+        task = asyncio.create_task(webhook.run())
+        while not caplog.records and not task.done():
+            await asyncio.sleep(0.01)
+        assert not task.done()
+        task.cancel()
+
+    asyncio.run(run())
+    assert "a defect of the operator" in caplog.text
