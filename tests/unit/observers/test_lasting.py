@@ -8,7 +8,7 @@ import pytest
 
 from evergrad_trainer.observers.base import BaseObserver
 from evergrad_trainer.observers.lasting import MAX_STATE_BYTES, Lasting, Together
-from evergrad_trainer.records import StepRecord
+from evergrad_trainer.records import Event, StepRecord
 
 
 class Counting(BaseObserver):
@@ -113,3 +113,28 @@ def test_rank_0_closes_its_own_observers_and_leaves_those_of_the_task(synthetic:
     assert (own.is_closed, counting.is_closed) == (True, False)
     together.lasting.close()
     assert counting.is_closed
+
+
+def test_the_runs_own_observers_hear_of_one_of_the_tasks_that_is_switched_off(synthetic: ModuleType) -> None:
+    class Deaf(BaseObserver):
+        def step_end(self, record: StepRecord) -> None:
+            raise ValueError("no step for me")
+
+    class Hearing(BaseObserver):
+        def __init__(self) -> None:
+            self.events: list[Event] = []
+
+        def event(self, event: Event) -> None:
+            self.events.append(event)
+
+    own, lasting = Hearing(), Lasting([Deaf()])
+    together = Together(own, lasting)
+    for step in range(1, 5):
+        together.step_end(synthetic.step_record(step))
+    assert [(event.type, event.step) for event in own.events] == [("warning", 3)]
+    assert "observer Deaf is switched off" in own.events[0].fields["message"]
+
+    # Another rank writes from here on.
+    together.close()
+    lasting.listener.event(own.events[0])
+    assert len(own.events) == 1

@@ -186,4 +186,8 @@ class Observers(BaseObserver):
             observer.close()
         except Exception as closing:  # noqa: BLE001 - it has failed already; what it holds is released as far as it can be
             _log.error("observer %s could not be closed: %s", name, closing)
-        self.event(replace(self._last, time=time.time(), fields={"message": message}))
+        self._warn(replace(self._last, time=time.time(), fields={"message": message}))
+
+    def _warn(self, event: Event) -> None:
+        """Tell the observers that are left."""
+        self.event(event)

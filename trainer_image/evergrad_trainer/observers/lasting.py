@@ -32,6 +32,8 @@ class Lasting(Observers):
         """Names in the checkpoint are those of the classes; of several of one class the second ends with
         ``#2``."""
         super().__init__(observers)
+        self.listener: Observer = BaseObserver()
+        """Hears of a task's observer that is switched off: the run's own observers, on rank 0."""
         self._names: dict[str, Observer] = {}
         self._states: dict[str, Any] = {}
         for observer in observers:
@@ -61,6 +63,10 @@ class Lasting(Observers):
         """Go back to the state before the first step."""
         self.load_values({})
 
+    def _warn(self, event: Event) -> None:
+        super()._warn(event)
+        self.listener.event(event)
+
     def _keep(self, name: str, state: Mapping[str, Any]) -> None:
         text = json.dumps(state, allow_nan=False)
         if len(text) > MAX_STATE_BYTES:
@@ -77,6 +83,7 @@ class Together(BaseObserver):
     def __init__(self, own: Observer, lasting: Lasting) -> None:
         self.own = own
         self.lasting = lasting
+        lasting.listener = own
 
     def run_start(self, info: RunInfo) -> None:
         self.own.run_start(info)
@@ -102,4 +109,5 @@ class Together(BaseObserver):
         return self.own.wishes() | self.lasting.wishes()
 
     def close(self) -> None:
+        self.lasting.listener = BaseObserver()
         self.own.close()
