@@ -161,9 +161,15 @@ def changed_settings(before: TrainingRun, run: TrainingRun) -> list[Change]:
     """Every field of ``spec.training`` outside of the recipe that differs, and the horizon: what changed in a
     run that lives.
 
-    Paths of data, tokenizer and model are among them: their content is what the recipe means.
+    Paths of data, tokenizer and model are among them: their content is what the recipe means. A file that the
+    run carries is named with a hash of its text, since each change is a line of the run's events.
     """
     pair = [without_nulls(to_wire(one)["spec"]["training"], Training) for one in (before, run)]
+    for training in pair:
+        training["files"] = {
+            name: f"sha256:{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+            for name, text in training["files"].items()
+        }
     return changed_fields(pair[0], pair[1])
 
 

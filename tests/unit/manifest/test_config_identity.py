@@ -1,6 +1,7 @@
 """What may change in a run and what may not; the whole run on the wire and back."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,14 @@ def test_what_changed_in_a_living_run_is_named_with_both_values() -> None:
         ("spec.training.overrides", [], [{"fromStep": 3, "clipNorm": 2.0}]),
         ("spec.training.checkpoint.keep", 3, 9),
     ]
+
+
+def test_a_changed_file_of_a_carried_task_is_named_by_hashes_and_not_quoted() -> None:
+    runs = []
+    for text in ("ONE = 1\n" * 10_000, "ONE = 2\n" * 10_000):
+        raw = yaml.safe_load(BASE.read_text())
+        raw["spec"]["training"] |= {"recipe": "mine:Task", "files": {"mine.py": text, "losses.py": ""}}
+        runs.append(TrainingRun.model_validate(raw))
+    ((path, old, new),) = changed_settings(*runs)
+    assert path == "spec.training.files.mine.py"
+    assert old != new and all(re.fullmatch(r"sha256:[0-9a-f]{16}", value) for value in (old, new))
