@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 
 import pytest
 
-from evergrad_coordinator.contract import ErrorKind, decode_termination
+from evergrad_coordinator.contract import ErrorKind, ExitCode, decode_termination
 from evergrad_coordinator.protocol import (
     Boundary,
     Broken,
@@ -40,7 +40,7 @@ from evergrad_coordinator.protocol import (
 from evergrad_coordinator.wire import encode
 from evergrad_trainer.node import conversation, stopping
 from evergrad_trainer.node.metrics import NodeMetrics
-from evergrad_trainer.node.reports import WorkersLeft, WorkersReady
+from evergrad_trainer.node.reports import NoWorkers, WorkersLeft, WorkersReady
 from evergrad_trainer.node.settings import NodeSettings
 from evergrad_trainer.node.supervisor import Supervisor
 from evergrad_trainer.node.worker_group import WorkerGroup
@@ -354,6 +354,19 @@ def test_the_coordinator_s_last_words_are_the_node_s(
 
 
 REFUSED = Refused(reason="FingerprintDiffers", message="configuration: here a, there b", exit_code=64)
+
+
+@pytest.mark.parametrize(("kind", "code"), [(ErrorKind.INPUT, 64), (ErrorKind.INTERNAL, 70)])
+def test_a_node_without_workers_ends_as_their_trouble_says(
+    tmp_path: Path, kind: ErrorKind, code: int
+) -> None:
+    async def script(scene: Scene) -> None:
+        await scene.welcome()
+        scene.supervisor.take(NoWorkers("mine.py:3: no w", kind, ExitCode(code)))
+
+    assert play(tmp_path, script) == code
+    said, text = decode_termination((tmp_path / "last-words").read_text())
+    assert said == kind and text.endswith(": mine.py:3: no w")
 
 
 def test_a_node_that_is_refused_asks_again_some_times_and_leaves_its_place_to_another_host(

@@ -424,9 +424,42 @@ def test_workers_that_end_before_they_are_warm_are_tried_again_a_few_times(
     )
     room.group.end(last, 70)
     assert len(room.started) == 4
-    ((name, message, kind),) = room.reports.take()
+    ((name, message, kind, exit_code),) = room.reports.take()
     assert name == "NoWorkers" and "3 workers in a row" in message and "no such module" in message
-    assert kind is ErrorKind.INTERNAL
+    assert (kind, exit_code) == (ErrorKind.INTERNAL, 70)
+
+
+def fail_of_input(room: Room, worker: Worker) -> None:
+    """The worker ends before it is warm, because of what a person wrote."""
+    words = say.Failed(
+        -1, -1, 64, "TaskInputError", "mine.py:3: no w", is_final=True, is_agreed=False, kind=ErrorKind.INPUT
+    )
+    room.group.hear(worker, words)
+    room.group.end(worker, 64)
+
+
+def test_wrong_input_at_the_first_start_ends_the_node_at_once_as_such(room: Room, now: list[float]) -> None:
+    room.group.start()
+    fail_of_input(room, room.started[0])
+    (report,) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
+    assert report[1:] == ("TaskInputError: mine.py:3: no w", ErrorKind.INPUT, 64)
+    now[0] += 60.0
+    room.group.tick()
+    assert len(room.started) == 2
+
+
+def test_a_node_that_trains_does_not_end_by_the_input_of_a_worker_that_is_replaced(
+    room: Room, now: list[float]
+) -> None:
+    first, _ = room.begin(3)
+    room.group.end(first, -9)
+    for _ in range(3):
+        assert not [one for one in room.reports.take() if one[0] == "NoWorkers"]
+        now[0] += 10.0
+        room.group.tick()
+        fail_of_input(room, room.started[-1])
+    ((_, message, _, exit_code),) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
+    assert "3 workers in a row" in message and exit_code == 70
 
 
 def fail_of_environment(room: Room, worker: Worker, step: int) -> None:
@@ -453,7 +486,7 @@ def test_a_worker_that_fails_by_its_host_is_replaced_and_after_some_times_anothe
         room.group.tick()
         worker = room.started[-1]
     fail_of_environment(room, worker, step=6)
-    ((_, message, kind),) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
+    ((_, message, kind, _),) = [one for one in room.reports.take() if one[0] == "NoWorkers"]
     assert "stale" in message and kind is ErrorKind.ENVIRONMENT
 
 

@@ -7,7 +7,7 @@ to know the other's methods, and a test reads a list.
 
 from dataclasses import dataclass
 
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_coordinator.protocol import Broken, Capacity, Done, Result, Up
 from evergrad_trainer.worker import channel as say
 
@@ -31,10 +31,14 @@ class WorkersLeft:
 
 @dataclass(frozen=True)
 class NoWorkers:
-    """This node cannot have workers, or no longer; ``kind`` says whether another host could."""
+    """This node cannot have workers, or no longer; ``kind`` says whether another host could.
+
+    ``exit_code``: of the node.
+    """
 
     message: str
     kind: ErrorKind
+    exit_code: ExitCode = ExitCode.INTERNAL
 
 
 Report = (

@@ -4,7 +4,7 @@ for ever."""
 import time
 from collections.abc import Callable
 
-from evergrad_coordinator.contract import ErrorKind
+from evergrad_coordinator.contract import ErrorKind, ExitCode
 from evergrad_trainer.node.ends import HostTrouble, WorkerEnd
 from evergrad_trainer.node.reports import NoWorkers
 from evergrad_trainer.node.workers import Worker
@@ -79,6 +79,9 @@ class WorkerStarts:
     def replace(self, worker: Worker, end: WorkerEnd, *, was_warm: bool) -> NoWorkers | None:
         """Start another one in its place after a pause; why not, where this host has failed too often."""
         if not was_warm:
+            if end.kind is ErrorKind.INPUT and self._first_warm_at is None:
+                # Wrong input at the first start: no retry cures it, and no group of this node ends by it.
+                return NoWorkers(end.text, end.kind, ExitCode.USER_ERROR)
             self._failed_starts += 1
             if self._failed_starts >= _FAILED_STARTS:
                 count = f"{self._failed_starts} workers in a row ended before they could train"

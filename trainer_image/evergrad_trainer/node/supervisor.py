@@ -217,7 +217,7 @@ class Supervisor:
                 where = f"node {self._settings.node} on host {socket.gethostname()}"
                 self._end.note(report.kind, f"{where}: {report.message}")
                 print(f"error: {self._end.cause}", file=sys.stderr, flush=True)
-                self._stop(ExitCode.INTERNAL)
+                self._stop(report.exit_code)
 
     def _say_ready(self, report: WorkersReady) -> None:
         if report.generation >= say.LOCAL_GENERATION:
