@@ -30,11 +30,14 @@ def problems_of(document: Mapping[str, Any], *, old: Mapping[str, Any] | None = 
     """Return every problem of ``document``, an object as the API server sends it; empty for a valid one.
 
     They are those that ``evergrad validate`` prints for a file of the same content, but without lines of the
-    file. With ``old``, the object before an update, a valid ``document`` is also compared with it.
+    file. With ``old``, the object before an update, a ``document`` without new problems is also compared with
+    it: those that an older version has accepted are no leave to change what is fixed.
     """
     run, found = check_run(manifest_of(document))
-    if run is not None and not found and old is not None and not is_open(old):
-        found = list(_forbidden_changes(old, run))
+    if run is None or old is None or is_open(old):
+        return at_most(found)
+    if not found or set(found) <= set(check_run(manifest_of(old))[1]):
+        found += _forbidden_changes(old, run)
     return at_most(found)
 
 

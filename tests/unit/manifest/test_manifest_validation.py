@@ -178,6 +178,16 @@ def test_an_invalid_update_says_what_is_invalid_and_not_what_changed() -> None:
     ]
 
 
+def test_what_is_wrong_already_is_no_leave_to_change_what_is_fixed() -> None:
+    wrong = {"spec.template.labels": {"not a key": "x"}}
+    (known,) = problems_of(sent(changed(wrong)))
+    shorter = changed({**wrong, "spec.training.horizon": {"steps": 1}})
+    found = problems_of(sent(shorter), old=sent(changed(wrong)))
+    assert found[0] == known and [problem.path for problem in found[1:]] == ["spec.training.horizon"]
+    longer = changed({**wrong, "spec.training.horizon": {"steps": 9000}})
+    assert problems_of(sent(longer), old=sent(changed(wrong))) == (known,)
+
+
 REFUSED = sorted((FOLDER.parents[1] / "golden" / "refused").glob("*.yaml"))
 
 
