@@ -13,6 +13,7 @@ from evergrad_manifest.errors import InputError
 from evergrad_manifest.task_files import hash_task
 from evergrad_manifest.training import Training
 from evergrad_trainer.errors import HostError, TaskError, TaskInputError
+from evergrad_trainer.recipes.opening import open_recipe
 from evergrad_trainer.recipes.own import Code, load_own
 from evergrad_trainer.worker.opening import open_plan
 from evergrad_trainer.worker.session import SessionPlan
@@ -116,3 +117,25 @@ def test_a_worker_that_is_started_later_never_trains_another_version_of_the_task
     with pytest.raises(HostError, match=r"spawned.py: .* has changed since this node started; two versions"):
         open_plan(plan)
     sys.modules.pop("spawned_table", None)
+
+
+def test_stages_that_do_not_rise_are_an_error_of_the_task_and_not_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    text = """
+from evergrad_trainer.recipes.pretrain import Pretrain
+from evergrad_trainer.task import Stage
+
+class Task(Pretrain):
+    def stages(self, prepared):
+        return [Stage({}, until=8), Stage({}, until=4), Stage({})]
+
+    def evaluators(self, prepared):
+        return {}
+"""
+    (tmp_path / "falling.py").write_text(text, "utf-8")
+    training = Training.model_validate({**MANIFEST, "recipe": "falling:Task"})
+    with pytest.raises(TaskInputError, match=r"spec.training.recipe: stages end at steps that rise"):
+        open_recipe(training, cast(Any, None), tmp_path)
+    del sys.modules["falling"]

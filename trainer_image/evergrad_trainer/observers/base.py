@@ -66,7 +66,8 @@ class BaseObserver:
     def wishes(self) -> frozenset[Wish]:
         """Called before each step: what this observer asks for.
 
-        All ranks do it after that step, at its boundary.
+        All ranks do it after that step, at its boundary. It follows from the observer's state and changes
+        nothing: a step that is lost with its world is asked about once more.
         """
         return frozenset()
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from evergrad_manifest.errors import Problem
 from evergrad_manifest.training import Training
 from evergrad_trainer.data.build import Data, build_data
 from evergrad_trainer.data.prepared import Prepared
@@ -39,4 +40,11 @@ def open_recipe(
     sets = {name: evaluator.sources for name, evaluator in evaluators.items()}
     with code.guarding("its observers"):
         observers = Lasting(task.observers())
-    return Opened(task, code, build_data(training, stages, sets), evaluators, observers)
+    try:
+        data = build_data(training, stages, sets)
+    except ValueError as error:
+        if not code.is_own:
+            raise
+        why, remedy = "the task's stages and evaluators say so", "Correct them"
+        raise code.explain(Problem("spec.training.recipe", str(error), why, remedy)) from error
+    return Opened(task, code, data, evaluators, observers)

@@ -63,6 +63,11 @@ class Code:
             )
             raise self.explain(problem) from error
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the task is the user's own."""
+        return self._folder is not None
+
     def explain(self, problem: Problem) -> TaskInputError | TaskError:
         """The error that ``problem`` of the task's code is at this moment."""
         return TaskError(str(problem)) if self._has_trained else TaskInputError(problem)
