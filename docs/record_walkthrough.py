@@ -1,9 +1,11 @@
 """Writes walkthrough.md: runs the README's commands for a cluster, and some more, and records what they
 print.
 
-Run from the repository's root, as root, where no cluster of `make cluster` is up: .venv/bin/python
-docs/record_walkthrough.py With EVERGRAD_BED=N it is done on another cluster beside the first, whose folder is
-.clusterN.
+Run it from the repository's root, as root, where no cluster of `make cluster` is up:
+
+    .venv/bin/python docs/record_walkthrough.py
+
+With EVERGRAD_BED=N it is done on another cluster beside the first, whose folder is .clusterN.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The three distributions build without a network, hold only their own package and ask only for what they
+"""The distributions build without a network, hold only their own package and ask only for what they
 need."""
 
 import email
