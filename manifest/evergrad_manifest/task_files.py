@@ -95,11 +95,12 @@ def write_task(training: Training, base_directory: Path) -> None:
     """
     folder = task_folder(training, base_directory)
     for name, text in training.files.items():
-        path = folder / name
-        if path.is_file():
+        path, content = folder / name, text.encode()
+        # Looked into: a host that lost its power may have kept a file's name and not its text.
+        if path.is_file() and path.read_bytes() == content:
             continue
         path.parent.mkdir(parents=True, exist_ok=True)
         # Whole or not at all: another node may be reading it.
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-        unfinished.write_text(text, "utf-8")
+        unfinished.write_bytes(content)
         os.replace(unfinished, path)

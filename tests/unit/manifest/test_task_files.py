@@ -63,6 +63,17 @@ def test_carried_files_are_written_into_a_folder_of_their_content(beside: Path, 
     assert (task_folder(changed, volume) / "losses.py").read_text() == "ONE = 2\n"
 
 
+def test_a_file_that_a_crash_has_emptied_is_written_again(tmp_path: Path) -> None:
+    task = training(files={"mine.py": "ONE = 1\n"})
+    path = task_folder(task, tmp_path) / "mine.py"
+    for damage in (b"", b"ONE", b"\xff"):
+        write_task(task, tmp_path)
+        path.write_bytes(damage)
+        write_task(task, tmp_path)
+        assert path.read_text() == "ONE = 1\n"
+    assert [one.name for one in path.parent.iterdir()] == ["mine.py"]
+
+
 def test_a_file_that_is_not_there_is_a_problem_of_the_recipe(beside: Path) -> None:
     assert task_problems(training(), base_directory=beside) == []
     (problem,) = task_problems(training(recipe="yours:Task"), base_directory=beside)
