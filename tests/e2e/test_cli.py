@@ -131,7 +131,8 @@ def test_what_cannot_work_is_told_with_its_place_and_what_to_do(runs: Runs, cli:
     manifest["spec"]["training"]["data"]["sources"][0]["path"] = "/documents/nothing.jsonl"
     cli.call("submit", cli.write(manifest), "--wait", "--timeout", "9m", code=64)
     run = runs.adopt("wrong")
-    manifest["spec"]["training"]["horizon"]["steps"] = 30
+    # A longer horizon may change; the model may not.
+    manifest["spec"]["training"]["model"]["config"]["hidden_size"] *= 2
     assert "spec.training" in cli.call("submit", cli.write(manifest), code=64).stderr
     status = cli.ask("status", "wrong")
     assert (status["run"]["phase"], status["lastFailure"]["exitCode"]) == ("Failed", 64)

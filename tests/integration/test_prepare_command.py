@@ -173,7 +173,9 @@ def test_on_a_terminal_a_bar_shows_bytes_and_is_gone_at_the_end(manifest: Path) 
 
 
 HELD = """
-import time
+import signal, time
+# A shell starts what runs in its background with this signal ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from evergrad_trainer.data.preparation import pool
 
 original = pool.ProcessPool.run

@@ -7,6 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.utils import _python_dispatch
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""The base of a class that sees each operation before it runs. torch documents it and has no public name
+for it."""
 
 
 def reset_group_counter() -> None:

@@ -88,6 +88,7 @@ def test_the_operators_wheel_asks_for_coordinator_and_manifest_and_never_for_tor
     names = sorted(re.split(r"[^A-Za-z0-9-]", one)[0] for one in asked)
     assert names == [
         "aiohttp",
+        "cryptography",
         "evergrad-coordinator",
         "evergrad-manifest",
         "kopf",

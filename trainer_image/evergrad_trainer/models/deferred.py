@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from evergrad_trainer.models.build import DTYPES, ModelPlan
 from evergrad_trainer.models.randomness import Purpose, keyed_seed
+from evergrad_trainer.torch_private import TorchDispatchMode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
