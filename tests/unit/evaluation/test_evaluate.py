@@ -13,6 +13,7 @@ from torch.nn import functional
 from evergrad_trainer.data.batch import Batch, Stage
 from evergrad_trainer.data.token_source import IGNORE_INDEX
 from evergrad_trainer.task import Loss, Tensors
+from evergrad_trainer.training import evaluation
 from evergrad_trainer.training.evaluation import EvaluationResult, EvaluationRunner, Measure
 from evergrad_trainer.world import World
 
@@ -42,11 +43,6 @@ class Table(nn.Module):
         torch.manual_seed(0)
         self.embedding = nn.Embedding(7, 7)
         self.dropout = nn.Dropout(0.5)
-        self.reshards = 0
-
-    def reshard(self) -> None:
-        """What FSDP2 gives a model."""
-        self.reshards += 1
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.dropout(self.embedding(ids))
@@ -114,8 +110,12 @@ def test_the_parts_of_any_world_add_up_to_the_whole(size: int) -> None:
     )
 
 
-def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing() -> None:
+def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     calls: list[int] = []
+    freed: list[nn.Module] = []
+    monkeypatch.setattr(evaluation, "reshard", freed.append)
     model = Table()
     model.register_forward_hook(lambda *_: calls.append(1))
     samples = Samples(rows(2), 2)
@@ -123,7 +123,7 @@ def test_a_sharded_rank_without_a_batch_runs_all_the_same_and_counts_nothing() -
     result = run(idle, samples, world(1, 2))
     assert result is not None and result.weight == 0 and math.isnan(result.loss)
     assert calls == [1]
-    assert model.reshards == 1
+    assert freed == [model]
 
 
 def test_evaluation_draws_no_random_numbers_and_puts_the_mode_back() -> None:
